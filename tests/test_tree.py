@@ -346,7 +346,7 @@ def test_select_tree_takes_leaves_that_are_equal_or_the_same():
     name, its_copy, odd = "adam", "".join(["ad", "am"]), NeverEqual()
     assert name is not its_copy
     assert jls.select_tree(True, [name, odd], [its_copy, odd]) == [name, odd]
-    with pytest.raises(ValueError, match="cannot choose"):
+    with pytest.raises(ValueError, match="cannot select"):
         jls.select_tree(True, odd, NeverEqual())
 
 

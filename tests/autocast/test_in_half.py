@@ -347,7 +347,7 @@ def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
 )
 def test_a_traced_array_must_be_an_argument(call):
     """Or it would not be cast, nor be there any more when `autocast` comes."""
-    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
+    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is not one of its arguments"):
         jax.jit(call)(W, X)
 
 
@@ -447,7 +447,7 @@ WITHOUT = {
 def test_and_without_autocast_the_error_is_its_own(use):
     with pytest.raises(AssertionError, match="16 bits only") as caught:
         use(kernel_only)
-    assert any("Pass `fallback`" in note for note in caught.value.__notes__)
+    assert any("Pass a `fallback`" in note for note in caught.value.__notes__)
 
 
 def test_a_function_may_be_for_one_dtype_only():
@@ -473,9 +473,9 @@ def test_a_program_that_is_saved_holds_none_of_the_arrays_that_an_error_met():
 OTHER_RESULTS = {
     "structure": (
         lambda w, x: (reference(w, x),),
-        r"returns \('float\[4,8\]',\) in float32, and float\[4,8\] in float16",
+        r"returns \('float\[4,8\]',\) in float32, but float\[4,8\] in float16",
     ),
-    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, and float\[4,8\] in float16"),
+    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, but float\[4,8\] in float16"),
     "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
     "no array": (lambda w, x: 3.0, "returns 3.0 in float32"),
 }
@@ -488,7 +488,7 @@ def test_results_that_differ_are_refused(fallback, message):
 
 
 def test_results_that_depend_on_the_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, and float\[8\] in bfloat16"):
+    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, but float\[8\] in bfloat16"):
         jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
 
 

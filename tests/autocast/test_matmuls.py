@@ -42,7 +42,7 @@ def test_forward_and_backward_matmuls_have_the_reason_of_the_plan():
 def test_without_autocast_there_is_no_plan():
     is_autocast, found = listed(loss)
     assert not is_autocast
-    assert {reason for *_, reason in found} == {"outside of `autocast`, or made by differentiating"}
+    assert {reason for *_, reason in found} == {"outside of `autocast`, or part of a derivative"}
 
 
 def test_the_flops_of_a_loop_count_every_iteration():

@@ -309,23 +309,23 @@ def test_under_shard_map_over_some_axes_of_a_mesh():
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "uneven": ({"num_microbatches": 4}, (BATCH,), "must divide the 6 examples"),
-    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "must divide the 0 examples"),
+    "uneven": ({"num_microbatches": 4}, (BATCH,), "got a batch of 6 examples"),
+    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "got a batch of 0 examples"),
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
     "no arrays": ({}, (None,), "same number of examples"),
-    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "have arguments in common"),
-    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "have arguments in common"),
+    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not have arguments in common"),
+    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not have arguments in common"),
     "split, from the end, and differentiated": (
         {"argnums": 1, "batch_argnums": -1},
         (BATCH,),
-        "have arguments in common",
+        "must not have arguments in common",
     ),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),
     "no such argument from the end": (
         {"argnums": (0, -3)},
         (BATCH,),
-        r"\(0, -3\)\)` names arguments that were",
+        r"\(0, -3\)\)` refers to arguments that were",
     ),
 }
 

@@ -168,7 +168,7 @@ def test_the_scale_comes_from_whatever_holds_one():
         nearly_equal(jax.grad(jls.scaled_backward(jls.autocast(loss_fn), scale))(PARAMS, X), expected)
     for none in None, jls.NoOpLossScale():
         assert jls.scaled_backward(loss_fn, none) is loss_fn
-    with pytest.warns(UserWarning, match=r"is not an argument of the function.*use `jls\.MixedPrecision`"):
+    with pytest.warns(UserWarning, match=r"captured as a constant.*use `jls\.MixedPrecision`"):
         jax.jit(jls.scaled_backward(loss_fn, "auto"))(PARAMS, X)
 
 

@@ -56,8 +56,8 @@ jls.AutoLossScale().unscale("x")
 jls.AutoLossScale().update("x")
     `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
 jls.AutoLossScale().update(jnp.array(False))
-    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). For a verdict, use
-    `adjust`.
+    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To pass a
+    boolean, use `adjust`.
 jls.AutoLossScale().adjust(1)
     `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
@@ -72,13 +72,13 @@ jls.AutoLossScale(log2_allowance=jnp.inf)
 jls.AutoLossScale(max_loss_scale="x")
     `AutoLossScale(max_loss_scale=...)` must be a number, got 'x'.
 jls.DynamicLossScale(increment_period=0)
-    `DynamicLossScale(increment_period=...)` must be at least 1, and fit int32, got 0. To keep the scale fixed,
-    use `FixedLossScale`.
+    `DynamicLossScale(increment_period=...)` must be at least 1 and fit into int32, got 0. To keep the scale
+    fixed, use `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Start lower,
     or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
-    `DynamicLossScale(num_good_steps=...)` must be at least 0, and fit int32, got np.int64(-1).
+    `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit into int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
@@ -89,24 +89,24 @@ jls.DynamicLossScale(current_loss_scale=np.array([1, 0]))
     `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got
     np.int64(0).
 jls.DynamicLossScale.from_config({"other": 1})
-    `DynamicLossScale.from_config(config=...)` must be its arguments, got {'other': 1}:
+    `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'other': 1}:
     DynamicLossScale.__init__() got an unexpected keyword argument 'other'.
 jls.FixedLossScale(0.5)
-    `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
-    `NoOpLossScale`.
+    `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. To disable scaling, use `NoOpLossScale`.
 jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'float32', 'layers': 'a'}:
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {'precision': 'float32', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got 3.
 jls.PrecisionPolicy(recompute=-1.0)
-    `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
-    number, got -1.0.
+    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
+    -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. If you have a single
+    rule, pass a list with this rule.
 jls.PrecisionPolicy({"precision": "float32"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'float32'}. Put a single one
-    into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
+    If you have a single rule, pass a list with this rule.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
@@ -114,33 +114,33 @@ jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, omit this argument.
 jls.PrecisionRule("float32", layer=3)
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, omit this argument.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
-    `accumulate_gradients(num_microbatches=...)` must be at least 1, and fit int32, got 0. With 1 the batch
-    stays whole.
+    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit into int32, got 0. With 1, the batch
+    is not split.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
-    `accumulate_gradients(argnums=(5,))` names arguments that were not given: the function was called with 2
-    positional arguments. Pass the batch, and what is differentiated, by position.
+    `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with
+    2 positional arguments. Pass the batch and the differentiated arguments by position.
 jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
-    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` have arguments in common. The gradients of a batch
-    that is split cannot be added up: use `value_and_scaled_grad`.
+    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not have arguments in common, because the
+    gradients with respect to a batch cannot be summed over its parts. Use `value_and_scaled_grad` instead.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
-    `accumulate_gradients(num_microbatches=2)` must divide the 3 examples of the batch evenly. Drop the last
-    few, or draw as many more.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
+    3 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
-    `accumulate_gradients(num_microbatches=2)` must divide the 0 examples of the batch evenly. Drop the last
-    few, or draw as many more.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
+    0 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
-    ([],). Choose the batch among the arguments with `batch_argnums`.
+    ([],). Use `batch_argnums` to specify the arguments with the batch.
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
-    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
+    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.all_finite("x")
@@ -159,8 +159,9 @@ jls.cast_floating(jnp.dtype("float16"), {"kernel": PARAMS})
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
-    `get_loss_scale(opt_state=...)` holds 0 of `LossScale` below the path 'nope'. There are: .loss_scale. Pass the
-    part of the state that holds the one you mean, or to `get_loss_scale` its path.
+    `get_loss_scale(opt_state=...)` must contain exactly one `LossScale` below the path 'nope', got 0. A
+    `LossScale` exists at: .loss_scale. Pass a part of the state that contains only one, or pass a path to
+    `get_loss_scale`.
 jls.metrics(PARAMS)
     `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.explain(PARAMS)
@@ -188,11 +189,11 @@ jls.loss_scaled(optax.sgd(0.1), skip="other")
 jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
     `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
-    `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
-    alone.
+    `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns
+    `(loss, aux)`, pass only `loss`.
 TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
-    `update(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore other values
-    after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
+    `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other
+    values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
@@ -202,29 +203,32 @@ TX.update(PARAMS, (), PARAMS)
 TX.update("x", STATE, PARAMS)
     `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must be of the structure of `params`, PyTreeDef(*), got PyTreeDef((*, *)). Of
-    `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+    `update(updates=...)` must have the same structure as `params`, PyTreeDef(*), got PyTreeDef((*, *)). If you
+    compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square)
     `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
     `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is
     `update_and_apply(scaled_grads, state, params)`.
 TX.update_and_apply((LOSS, PARAMS), STATE, {"kernel": PARAMS})
-    `update_and_apply(scaled_grads=...)` must be of the structure of `params`, PyTreeDef({'kernel': *}), got
-    PyTreeDef((*, *)). Of `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+    `update_and_apply(scaled_grads=...)` must have the same structure as `params`, PyTreeDef({'kernel': *}), got
+    PyTreeDef((*, *)). If you compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.update_and_apply(PARAMS, STATE, "x")
     `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
-    `update_and_apply(params=...)` got None. To compute updates without them, use `update`.
+    `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
+    `update`.
 jls.raise_if_stuck(STATE, patience=0)
-    `raise_if_stuck(patience=...)` must be at least 1, and fit int32, got 0. It counts skipped steps in a row.
+    `raise_if_stuck(patience=...)` must be at least 1 and fit into int32, got 0. It is a number of consecutive
+    skipped steps.
 COMPILED(jls.raise_if_stuck)(STATE)
-    `raise_if_stuck(opt_state=...)` got values that are traced, of which nothing is known yet. Call it outside
-    `jax.jit`.
+    `raise_if_stuck(opt_state=...)` got values that are traced, so they are not known yet. Call this function
+    outside `jax.jit`.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
-    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
+    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. To scale the gradient of a function, pass
+    its result.
 jls.scaled_backward(3, 8)
     `scaled_backward(fun=...)` must be a function, got 3.
 jls.scaled_grad(3, 8)
@@ -242,8 +246,8 @@ jls.unscale_gradient("x", 8)
 jls.value_and_scaled_grad(None, 8)
     `value_and_scaled_grad(fun=...)` must be a function, got None.
 jls.select_tree(True, {"a": PARAMS}, {"a": jnp.ones(3)})
-    `select_tree` cannot choose between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in on_false
-    at "['a']": shapes and dtypes of arrays must be equal, and leaves that are none.
+    `select_tree` cannot select between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in
+    on_false at "['a']". Arrays must have the same shape and dtype, and all other leaves must be equal.
 jls.serialize(8)
     `serialize(loss_scale=...)` must be a `LossScale`, got 8.
 diagnostics.autocast_report(None, PARAMS)

@@ -163,7 +163,7 @@ def test_a_users_class_does_not_take_over_what_was_saved_of_ours(kind):
     jax.tree_util.register_dataclass(impostor, data_fields=["num_overflows"], meta_fields=["initial"])
     ours = kind(8) if kind is not jls.NoOpLossScale else kind()
     assert type(jls.get(jls.serialize(ours))) is kind
-    with pytest.raises(ValueError, match="name of its own"):
+    with pytest.raises(ValueError, match="Rename the class"):
         jls.serialize(impostor(8.0))
 
 

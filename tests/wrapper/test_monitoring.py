@@ -20,7 +20,7 @@ def test_readers_name_what_they_miss():
     for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
         with pytest.raises(ValueError, match=r"loss_scaled"):
             reader(optax.adam(0.1).init(PARAMS))
-        with pytest.raises(ValueError, match=r"2 of .*\[1\]\['b'\]"):
+        with pytest.raises(ValueError, match=r"got 2\..*\[1\]\['b'\]"):
             reader(two)
 
 
@@ -60,7 +60,7 @@ STUCK = {
     "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
     "the loss is NaN for ever": (
         lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
-        r"more than any overflow explains \(the loss scale is 32768.0\)",
+        r"which overflows alone cannot explain \(the loss scale is 32768.0\)",
     ),
     "one member of an ensemble, at the floor": (
         lambda: ensemble(*(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))),
@@ -68,11 +68,11 @@ STUCK = {
     ),
     "one member of an ensemble, for ever": (
         lambda: ensemble(*(skipping("dynamic", n, value=jnp.float32(jnp.nan)) for n in (0, 1000))),
-        "more than any overflow explains",
+        "which overflows alone cannot explain",
     ),
     "no loss scale, and the user skips": (
         lambda: skipping(None, 20, skip_if=jnp.array(True)),
-        r"20 steps were skipped. Under a `NoOpLossScale`.*`skip_if`",
+        r"20 steps were skipped. With a `NoOpLossScale`.*`skip_if`",
     ),
 }
 
@@ -130,7 +130,7 @@ def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_step
     monkeypatch.delattr(Measuring, "lower_bound")
     state = skipping(Measuring(jnp.float32(1.0)), 1)._replace(consecutive_skips=jnp.int32(999))
     jls.raise_if_stuck(state)
-    with pytest.raises(RuntimeError, match="more than any overflow"):
+    with pytest.raises(RuntimeError, match="overflows alone cannot explain"):
         jls.raise_if_stuck(state._replace(consecutive_skips=jnp.int32(1000)))
 
 
@@ -224,7 +224,7 @@ def test_the_moments_of_named_arrays_are_left_alone():
 def test_a_state_that_flax_restored_without_knowing_the_loss_scale_is_rejected():
     tx = jls.loss_scaled(optax.sgd(0.1))
     restored = tx.init(PARAMS)._replace(loss_scale={"current_loss_scale": jnp.float32(8.0)})
-    message = r"has a dictionary in the place of the loss scale.*`import jax_lossscale.interop.flax`"
+    message = r"contains a dictionary instead of a loss scale.*`import jax_lossscale.interop.flax`"
     for read in (
         lambda state: tx.update(PARAMS, state, PARAMS),
         lambda state: jls.get_loss_scale((optax.EmptyState(), state)),

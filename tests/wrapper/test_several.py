@@ -117,9 +117,9 @@ def test_a_path_says_which_loss_scale_is_meant(path, scale):
 
 
 UNCLEAR = {
-    "no path": (None, r"holds 4 .*\['critic'\].loss_scale.*\['pair'\]\[1\].loss_scale"),
-    "everything": ("", "holds 4 "),
-    "several": ("pair", r"holds 2 .*\['pair'\]\[0\].loss_scale, \['pair'\]\[1\].loss_scale"),
+    "no path": (None, r"got 4\..*\['critic'\].loss_scale.*\['pair'\]\[1\].loss_scale"),
+    "everything": ("", "got 4"),
+    "several": ("pair", r"got 2\..*\['pair'\]\[0\].loss_scale, \['pair'\]\[1\].loss_scale"),
     "half a key": ("crit", r"below the path 'crit'.*\['critic'\].loss_scale"),
     "no such key": ("actor", "below the path 'actor'"),
 }

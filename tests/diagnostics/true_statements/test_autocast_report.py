@@ -183,7 +183,7 @@ def placed(w, x):
 
 # Each by what the reason begins with, and what is told to be not followed.
 NOT_FOLLOWED = {
-    "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
+    "pallas": (by_pallas, "inside `pallas_call`, which `autocast` does not rewrite", "pallas_call"),
     "callback": (in_a_callback, None, "pure_callback"),
     "jit with shardings is": (placed, None, None),
     "a solver": (

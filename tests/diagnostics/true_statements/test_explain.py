@@ -335,7 +335,7 @@ def test_what_the_caller_said_of_finite_gradients_is_told():
     params = jnp.ones(3)
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
-    assert "`grads_finite` said that the gradients were not finite, though every leaf was" in explain(state, params)
+    assert "`grads_finite` was false, although all gradients were finite" in explain(state, params)
 
 
 @pytest.mark.parametrize(
