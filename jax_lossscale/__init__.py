@@ -22,6 +22,7 @@ from jax_lossscale._loss_scale import (
     serialize,
 )
 from jax_lossscale._measure import all_finite
+from jax_lossscale._mixed_precision import MixedPrecision
 from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
@@ -43,6 +44,7 @@ __all__ = [
     "LossScale",
     "LossScaledState",
     "LossScaledTransformation",
+    "MixedPrecision",
     "NoOpLossScale",
     "PrecisionPolicy",
     "PrecisionRule",

@@ -31,6 +31,7 @@ CORE = {
         "wrapper/test_monitoring.py",
         "wrapper/test_several.py",
     ],
+    "_mixed_precision.py": ["wrapper/test_mixed_precision.py"],
     "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
     "_gradients": [
         "gradients/test_gradients.py",

@@ -41,13 +41,14 @@ LAYERS = {
     "_program": {"_check", "_tree"},
     "_autocast": {"_check", "_program", "_warn"},
     "_scaled_backward": {"_check", "_gradients", "_loss_scale", "_program"},
+    "_mixed_precision": CORE | {"_autocast", "_gradients", "_optax", "_scaled_backward", "optax"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
     # The empty name stands for `__init__.py` of the package.
-    "": (MIDDLE - {"optax"}) | {"_scaled_backward", "diagnostics", "plotting"},
+    "": (MIDDLE - {"optax"}) | {"_mixed_precision", "_scaled_backward", "diagnostics", "plotting"},
 }
 # Modules in `_loss_scale` that the modules with the loss-scale classes may import.
 POLICY_BASE = {"base", "bounded", "powers"}

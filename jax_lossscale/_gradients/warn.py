@@ -38,6 +38,19 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     return True
 
 
+def is_frozen(loss_scale: LossScale) -> bool:
+    """Return whether a loss scale that changes during training is a constant of the program that is being traced."""
+    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
+    # The fields are read directly because `jax.tree.leaves` converts the NumPy scalars of a new loss scale to arrays,
+    # which would be tracers inside `jax.jit`.
+    fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
+    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
+        return False
+    # If the result of a simple operation is not a tracer, this code is not traced by `jax.jit`, so a constant scale is
+    # harmless.
+    return isinstance(jnp.logical_not(False), jax.core.Tracer)
+
+
 def warn_if_frozen(loss_scale: LossScale) -> bool:
     """Warn if a loss scale that changes during training becomes a constant of the program that is being traced.
 
@@ -47,20 +60,13 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     Returns:
       Whether a warning was emitted.
     """
-    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
-    # The fields are read directly because `jax.tree.leaves` converts the NumPy scalars of a new loss scale to arrays,
-    # which would be tracers inside `jax.jit`.
-    fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
-    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
-        return False
-    # If the result of a simple operation is not a tracer, this code is not traced by `jax.jit`, so a constant scale is
-    # harmless.
-    if not isinstance(jnp.logical_not(False), jax.core.Tracer):
+    if not is_frozen(loss_scale):
         return False
     warn_user(
         f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. It "
-        "will never change, although the loss scale in the optimizer state does. Create the gradient function inside "
-        "the step, `jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`, and pass `opt_state` to the step as "
-        "an argument."
+        "will never change, although the loss scale in the optimizer state does. If you write the training step, pass "
+        "`opt_state` to the step as an argument, and create the gradient function inside the step, "
+        "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`. If a library computes the gradients, use "
+        "`jls.MixedPrecision`."
     )
     return True

@@ -70,27 +70,33 @@ class StepDecision(NamedTuple):
 
 
 def decide(
-    scaled_grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, axis_name: AxisName
+    grads: chex.ArrayTree,
+    loss_scale: LossScale,
+    inputs: StepInputs,
+    axis_name: AxisName,
+    *,
+    are_scaled: bool,
 ) -> StepDecision:
-    """Return the decision about a step, given its scaled gradients and their loss scale.
+    """Return the decision about a step, given its gradients and the loss scale of their backward pass.
 
-    The devices along ``axis_name`` communicate in a single all-reduce.
+    The devices along ``axis_name`` communicate in a single all-reduce. If ``are_scaled`` is false, the gradients have
+    already been divided by the loss scale.
     """
-    checks = _combine_over_devices(_check(scaled_grads, loss_scale, inputs), axis_name)
+    checks = _combine_over_devices(_check(grads, loss_scale, inputs, are_scaled), axis_name)
     next_loss_scale = _next_loss_scale(loss_scale, checks)
     must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
     should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
     return StepDecision(should_apply, next_loss_scale, checks)
 
 
-def _check(scaled_grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs) -> StepChecks:
+def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are_scaled: bool) -> StepChecks:
     """Return the results of the checks of a step on the current device."""
     allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
     if not loss_scale.checks_gradients:
         return StepChecks(None, None, allowed, None)
     grads_finite = largest = value_finite = None
     if inputs.grads_finite is None or loss_scale.needs_largest:
-        grads_finite, largest = finite_and_largest(scaled_grads, loss_scale())
+        grads_finite, largest = finite_and_largest(grads, loss_scale() if are_scaled else None)
     if inputs.grads_finite is not None:
         grads_finite = jnp.asarray(inputs.grads_finite)
     if inputs.value is not None and _tree.is_inexact(inputs.value):

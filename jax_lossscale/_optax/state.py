@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -124,10 +125,18 @@ def next_state(
     state: LossScaledState,
     decision: StepDecision,
     inner_state: optax.OptState,
-    scaled_grads: optax.Updates,
+    unscaled: Callable[[], optax.Updates],
     axis_name: AxisName,
 ) -> LossScaledState:
-    """Return the state after a step, given the decision about the step and the new state of the inner optimizer."""
+    """Return the state after a step.
+
+    Args:
+      state: the state before the step.
+      decision: the decision about the step.
+      inner_state: the new state of the inner optimizer.
+      unscaled: a function that returns the unscaled gradients.
+      axis_name: the name or names of the axes over which devices agree whether to skip a step.
+    """
     applied = jnp.ones([], jnp.int32) if decision.should_apply is None else decision.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(
@@ -137,7 +146,7 @@ def next_state(
         applied_steps=_saturating_add(state.applied_steps, applied),
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
-        last_bad_step=_last_bad_step(state, decision, scaled_grads, axis_name),
+        last_bad_step=_last_bad_step(state, decision, unscaled, axis_name),
         largest=_largest(state, decision),
         scaling_evidence=_scaling_evidence(state, decision),
     )
@@ -182,7 +191,7 @@ def _not_measured() -> jax.Array:
 
 
 def _last_bad_step(
-    state: LossScaledState, decision: StepDecision, scaled_grads: optax.Updates, axis_name: AxisName
+    state: LossScaledState, decision: StepDecision, unscaled: Callable[[], optax.Updates], axis_name: AxisName
 ) -> BadStep | None:
     before = state.last_bad_step
     if before is None:
@@ -191,7 +200,7 @@ def _last_bad_step(
     is_good = grads_finite & _or_true(decision.should_apply)
 
     def look() -> BadStep:
-        leaf, has_nan = first_fault(state.loss_scale.unscale(scaled_grads), axis_name)
+        leaf, has_nan = first_fault(unscaled(), axis_name)
         of_leaf = jnp.where(has_nan, _kind("nan"), _kind("infinity"))
         of_gradients = jnp.where(leaf < 0, _kind("grads_finite"), of_leaf)
         # If a step has several causes, the first cause that leads to a skipped step is recorded. Non-finite gradients

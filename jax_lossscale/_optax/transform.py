@@ -163,16 +163,33 @@ def loss_scaled(
       ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`` multiplies the loss by the scale itself, and
       does not check whether the loss is finite.
     """
-    check_flag(record_bad_steps, "loss_scaled(record_bad_steps=...)")
+    options = checked_options(inner, loss_scale, axis_name, skip, record_bad_steps, names=("loss_scaled", "inner"))
+    wrapper = Wrapper(**options)
+    return LossScaledTransformation(wrapper.init, wrapper.update)
+
+
+def checked_options(
+    inner: Any, loss_scale: Any, axis_name: AxisName, skip: Any, record_bad_steps: Any, names: tuple[str, str]
+) -> dict[str, Any]:
+    """Return the fields of a `Wrapper`. Raise a `ValueError` if an argument is not valid.
+
+    ``names`` contains the name of the function that the user called, and the name of its argument ``inner``.
+    """
+    function, argument = names
+    check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
-        raise ValueError(f"`loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
+        raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
     if isinstance(inner, optax.MultiSteps):
         # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
         inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
         raise ValueError(
-            f"`loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
+            f"`{function}({argument}=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
         )
-    inner = optax.with_extra_args_support(inner)
-    wrapper = Wrapper(inner, made(loss_scale, "loss_scaled(loss_scale=...)"), axis_name, skip, record_bad_steps)
-    return LossScaledTransformation(wrapper.init, wrapper.update)
+    return {
+        "inner": optax.with_extra_args_support(inner),
+        "initial_loss_scale": made(loss_scale, f"{function}(loss_scale=...)"),
+        "axis_name": axis_name,
+        "skip": skip,
+        "record_bad_steps": record_bad_steps,
+    }

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -43,6 +43,8 @@ class Wrapper:
       skip: how a step is skipped, as in `loss_scaled`.
       record_bad_steps: whether the state contains a `BadStep`.
     """
+
+    takes_scaled_gradients: ClassVar[bool] = True
 
     inner: optax.GradientTransformationExtraArgs
     initial_loss_scale: LossScale
@@ -131,7 +133,7 @@ class Wrapper:
         """
         operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
-        is_compiled = are_operands and all(map(_is_concrete_array, jax.tree.leaves(extra_args)))
+        is_compiled = are_operands and all(map(is_concrete_array, jax.tree.leaves(extra_args)))
         return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *operands)
 
     @functools.cached_property
@@ -152,15 +154,20 @@ class Wrapper:
         inputs: StepInputs,
     ) -> _Stepped:
         """Return the new parameters if ``applies`` is true, and the updates otherwise, together with the new state."""
-        decision = decide(scaled_grads, state.loss_scale, inputs, self.axis_name)
+        decision = decide(
+            scaled_grads, state.loss_scale, inputs, self.axis_name, are_scaled=self.takes_scaled_gradients
+        )
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
         if applies:
             params = _tree.without_weak_types(params)
 
+        def unscaled() -> optax.Updates:
+            return state.loss_scale.unscale(scaled_grads) if self.takes_scaled_gradients else scaled_grads
+
         def run() -> tuple[chex.ArrayTree, optax.OptState]:
             updates, inner_state = self.inner.update(
-                _widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),
+                _widened(unscaled(), state.loss_scale),
                 state.inner_state,
                 None if params is None else _widened(params, state.loss_scale),
                 **extra_args,
@@ -174,7 +181,7 @@ class Wrapper:
         if isinstance(decision.should_apply, jax.core.Tracer):
             run = jax.jit(run)  # `run` is used several times below, but `jax.jit` traces it only once
         result, inner_state = run_or_skip(self.skip, decision.should_apply, run, leave)
-        return result, next_state(state, decision, inner_state, scaled_grads, self.axis_name)
+        return result, next_state(state, decision, inner_state, unscaled, self.axis_name)
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
@@ -331,10 +338,10 @@ def _holds(tree: chex.ArrayTree, kind: type) -> bool:
     return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
 
 
-def _is_concrete_array(leaf: Any) -> bool:
+def is_concrete_array(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and _tree.is_array(leaf))
     return is_array and not isinstance(leaf, jax.core.Tracer)
 
 
 def _is_array_or_number(leaf: Any) -> bool:
-    return _is_concrete_array(leaf) or isinstance(leaf, (np.generic, bool, int, float, complex))
+    return is_concrete_array(leaf) or isinstance(leaf, (np.generic, bool, int, float, complex))

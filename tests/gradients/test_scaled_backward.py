@@ -168,7 +168,7 @@ def test_scale_is_found_in_numbers_loss_scales_and_states():
         nearly_equal(jax.grad(jls.scaled_backward(jls.autocast(loss_fn), scale))(PARAMS, X), expected)
     for none in None, jls.NoOpLossScale():
         assert jls.scaled_backward(loss_fn, none) is loss_fn
-    with pytest.warns(UserWarning, match="captured as a constant"):
+    with pytest.warns(UserWarning, match=r"captured as a constant.*use `jls\.MixedPrecision`"):
         jax.jit(jls.scaled_backward(loss_fn, "auto"))(PARAMS, X)
 
 
