@@ -153,7 +153,10 @@ def marks_of_random(group: Group) -> list[Mark]:
 
 
 def random_by_length(quick: bool) -> Table:
-    """A row for each length of the random traces: skipped steps and unused bits of the two default scales."""
+    """Return a table with one row for each length of the random traces.
+
+    The cells contain the skipped steps and the unused bits of `AutoLossScale` and `DynamicLossScale`.
+    """
     rows = []
     for steps in _QUICK_HOSTILE_LENGTHS if quick else _HOSTILE_LENGTHS:
         cells: list[Cell] = [steps]
@@ -169,6 +172,7 @@ def random_by_length(quick: bool) -> Table:
 
 
 def _random(steps: int) -> list[Trace]:
+    """Return the random traces with the given number of steps."""
     return [traces.hostile(np.random.default_rng([5, seed]), steps) for seed in range(_HOSTILE)]
 
 

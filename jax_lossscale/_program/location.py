@@ -20,7 +20,7 @@ _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|cu
 _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-# Scopes whose names begin with this prefix are not part of a location.
+# Scopes whose names begin with this prefix are omitted from locations.
 HIDDEN_SCOPE = "jls: "
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects, and is not a layer.
 # Each directory must end in a separator, because otherwise the directory of `jax` would be a prefix of the directory of
@@ -94,6 +94,7 @@ def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
 
 
 def _shown_names(stack: Any) -> str:
+    """Return a name stack as text, without scopes whose names begin with `HIDDEN_SCOPE`."""
     return str(dataclasses.replace(stack, stack=tuple(e for e in stack.stack if not e.name.startswith(HIDDEN_SCOPE))))
 
 

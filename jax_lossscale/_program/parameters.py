@@ -13,7 +13,7 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# The equations that contain an equation, the outermost first, followed by the equation.
+# An equation and the equations that contain it, the outermost first.
 Path: TypeAlias = tuple[Any, ...]
 
 
