@@ -1,4 +1,4 @@
-"""Validation of arguments. Each error message contains the name of the argument, its value, and how to fix it."""
+"""Validation of arguments. Each error message contains the name of the argument, its value, and a way to fix it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_function(value: Any, name: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a description of a value on one line, for an error message.
+    """Return a one-line description of a value for an error message.
 
     An array is described by its dtype and shape, and a pytree with arrays by its structure.
     """
@@ -45,7 +45,7 @@ def shown(value: Any) -> str:
 
 
 def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
-    """Return ``value`` as an integer or a tuple of integers, which are hashable.
+    """Return ``value`` as an integer or a tuple of integers, so that the result is hashable.
 
     Raises:
       ValueError: if ``value`` is neither an integer nor a sequence of integers.
@@ -60,7 +60,7 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
     """Return ``dtype`` as a dtype object.
 
     Raises:
-      ValueError: if ``dtype`` cannot be converted to a dtype. The message contains the name of the argument.
+      ValueError: if ``dtype`` cannot be converted to a dtype. The error message contains the name of the argument.
     """
     try:
         # `None` and arrays are rejected because `jnp.dtype` would convert `None` to float64, and an array to its dtype.
@@ -75,7 +75,7 @@ def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
     """Return ``dtype`` as a dtype object.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype. The message contains the name of the argument.
+      ValueError: if ``dtype`` is not a real floating dtype. The error message contains the name of the argument.
     """
     dtype = checked_dtype(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -127,7 +127,8 @@ def positive_normal_number(value: Any, name: str) -> float:
     """Return ``value`` as a Python float.
 
     Raises:
-      ValueError: if ``value`` is not a positive normal float32 number. XLA can flush subnormal numbers to zero.
+      ValueError: if ``value`` is not a positive normal float32 number. Subnormal numbers are rejected because XLA can
+        flush them to zero.
     """
     number = finite_number(value, name)
     if number < _FLOAT32.tiny:
@@ -151,7 +152,7 @@ def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int
     """Return ``value`` as a Python integer of at least ``at_least``, for a counter of dtype int32.
 
     Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
-    with the last argument, a sentence that explains how to fix the value.
+    with ``suggestion``, a sentence that explains how to fix the value.
 
     Raises:
       ValueError: if ``value`` is not an integer, is less than ``at_least``, or is too large for int32.
@@ -170,7 +171,7 @@ def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a real Python, NumPy or JAX scalar other than a bool. It can be traced."""
+    """Return whether ``value`` is a (possibly traced) real Python, NumPy or JAX scalar other than a bool."""
     if isinstance(value, (bool, np.bool_)):
         return False
     if is_array_or_scalar(value):

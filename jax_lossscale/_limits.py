@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 
 class Limits(NamedTuple):
-    """The limits of a floating dtype, under rounding to nearest with ties to even.
+    """The limits of a floating dtype, assuming rounding to nearest with ties to even.
 
     Attributes:
       largest: the largest finite number.

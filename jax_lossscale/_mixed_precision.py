@@ -2,8 +2,9 @@
 
 The loss function and the optimizer of such a trainer have no argument in common, but they must use the same loss scale.
 The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the arguments of every compiled function
-that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. There, `MixedPrecision.step` finds the loss
-scale in the arguments of the training step and makes it available to the loss function while the step is traced.
+that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. In these transformations,
+`MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it available to the loss
+function while the step is traced.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class MixedPrecision:
         trainer = Trainer(loss_fn=mp.loss(loss_fn), optimizer=mp.optimizer)
 
     The loss function is evaluated under `autocast`, and its backward pass runs at the current loss scale. The trainer
-    only receives unscaled values: the loss, the auxiliary outputs and the gradients. It can therefore log, clip or
-    accumulate gradients as usual. After an overflow, the gradients are not finite, and the optimizer skips the step and
-    adjusts the loss scale.
+    receives only unscaled values: the loss, the auxiliary outputs and the gradients. The trainer can therefore log,
+    clip or accumulate gradients as usual. After an overflow, the gradients are not finite, and the optimizer skips the
+    step and adjusts the loss scale.
 
     Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, the training step needs a third line, because JAX does not
-    support references there: ``trainer.train_step = mp.step(trainer.train_step)``.
+    support references in these transformations: ``trainer.train_step = mp.step(trainer.train_step)``.
 
     Args:
       optimizer: an optax transformation, or `optax.MultiSteps`.
@@ -64,8 +65,8 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. It is only needed if the step runs on several devices, `jax.set_mesh` is
-        not used, and ``mp.optimizer.init`` is called inside `jax.jit`.
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices,
+        `jax.set_mesh` is not used, and ``mp.optimizer.init`` is called inside `jax.jit`.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -73,7 +74,8 @@ class MixedPrecision:
 
     Raises:
       ValueError: if an argument is not valid, as in `autocast` and `loss_scaled`.
-      TypeError: if the object is copied or pickled. A copy would no longer share its loss scale with the optimizer.
+      TypeError: if the object is copied or pickled. A copy of the object would no longer share its loss scale with the
+        optimizer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -135,15 +137,15 @@ class MixedPrecision:
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
     def loss(self, fun: _Function) -> _Function:
-        """Return a function with the values and gradients of ``fun``, computed in half precision.
+        """Return a function that computes the values and gradients of ``fun`` in half precision.
 
         Args:
-          fun: the loss function of the trainer. It can have auxiliary outputs, and it can be any function of which the
-            trainer computes the gradient. See `autocast` and `scaled_backward` for its arguments.
+          fun: the loss function of the trainer, or any other function that the trainer differentiates. The function can
+            have auxiliary outputs. The supported arguments are described in `autocast` and `scaled_backward`.
 
         Returns:
-          A function with the signature of ``fun``. It is evaluated under `autocast`. Its backward pass runs at the
-          current loss scale, and its gradients are unscaled.
+          A function with the signature of ``fun``. The function is evaluated under `autocast`. Its backward pass runs
+          at the current loss scale, and its gradients are unscaled.
 
         Raises:
           ValueError: if ``fun`` is not callable. The returned function raises a `ValueError` if it is called in
@@ -159,23 +161,24 @@ class MixedPrecision:
         return loss  # type: ignore[return-value]
 
     def step(self, train_step: _Function, path: str | None = None) -> _Function:
-        """Return a training step that passes its loss scale from its arguments to `loss`.
+        """Return a training step that passes the loss scale in its arguments to the functions returned by `loss`.
 
-        It is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the function that the trainer
-        compiles, not the compiled function.
+        Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the
+        function that the trainer compiles, not the compiled function.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the
             optimizer must be in its arguments.
-          path: selects the state if the arguments contain the states of several optimizers. It is a path in the tuple
-            ``(args, kwargs)``, as in `get_loss_scale`.
+          path: selects the state if the arguments contain the states of several optimizers. The path refers to the
+            tuple ``(args, kwargs)`` and has the format described in `get_loss_scale`.
 
         Returns:
           A function with the arguments and results of ``train_step``.
 
         Raises:
           ValueError: if ``train_step`` is not callable. The returned function raises a `ValueError` if its arguments
-            contain no loss scale, or several without ``path``, or if ``train_step`` was compiled before.
+            contain no loss scale, if they contain several loss scales and ``path`` does not select one, or if
+            ``train_step`` is already compiled.
         """
         check_function(train_step, "MixedPrecision.step(train_step=...)")
         name = "MixedPrecision.step(train_step)(...)"
@@ -192,7 +195,7 @@ class MixedPrecision:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`: copies are not supported."""
+        """Raise a `TypeError`, because copies are not supported."""
         raise TypeError(
             "`MixedPrecision` cannot be copied or pickled, because its loss function and its optimizer share one loss "
             "scale. Create a new object, and restore the state of the optimizer from a checkpoint."
@@ -200,7 +203,7 @@ class MixedPrecision:
 
 
 class _SharedLossScale:
-    """The loss scale that the loss function and the optimizer of one `MixedPrecision` share."""
+    """The loss scale shared by the loss function and the optimizer of a `MixedPrecision`."""
 
     def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
         self._initial = initial
@@ -222,10 +225,10 @@ class _SharedLossScale:
         return of_step
 
     def of_gradients(self, of_state: LossScale) -> LossScale:
-        """Return the loss scale of the gradients of an update.
+        """Return the loss scale from which an update continues.
 
-        Before the first update, the references contain the initial loss scale, and the state may have been restored.
-        The loss scale of the state is used in this case.
+        This is the shared loss scale, at which the gradients were computed. Before the first update, however, the loss
+        scale of the state is returned, because the state may have been restored from a checkpoint.
         """
         if self._of_step.get() is not None or not self._leaves():
             return of_state
@@ -239,14 +242,14 @@ class _SharedLossScale:
         return jax.tree.map(lambda a, b: jnp.where(is_written[...], a, b), shared, of_state)
 
     def write(self, loss_scale: LossScale) -> None:
-        """Store the loss scale of the next step."""
+        """Store the loss scale for the next step."""
         if self._of_step.get() is not None or not self._leaves():
             return
         values = [True, *jax.tree.leaves(loss_scale)]
         for reference, value in zip(self._refs("optimizer.update"), values, strict=True):
             try:
                 reference[...] = jnp.asarray(value, reference.dtype)
-            except Exception as error:  # JAX raises a plain `Exception` for `jax.vmap` and derivatives.
+            except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and derivatives.
                 raise ValueError(f"`MixedPrecision` cannot be used here without a third line. {_USE_STEP}") from error
 
     def place_like(self, params: Any) -> None:
@@ -258,7 +261,7 @@ class _SharedLossScale:
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Use this loss scale instead of the references."""
+        """Inside the ``with`` block, use ``loss_scale`` instead of the references."""
         token = self._of_step.set(loss_scale)
         try:
             yield
@@ -275,7 +278,7 @@ class _SharedLossScale:
         return loss_scale
 
     def _refs(self, method: str) -> list[Any]:
-        """Return a reference to a flag, whether an update has been made, and the references to the loss scale."""
+        """Return a reference to a flag (whether an update has been made), and the references to the loss scale."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.manual_axes:
             raise ValueError(
@@ -306,7 +309,7 @@ class _SharedLossScale:
         return self._references
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`: copies are not supported."""
+        """Raise a `TypeError`, because copies are not supported."""
         raise TypeError(
             "The optimizer of a `MixedPrecision` cannot be pickled, because it shares a loss scale with it."
         )
@@ -314,7 +317,7 @@ class _SharedLossScale:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UnscaledWrapper(Wrapper):
-    """An optimizer that takes unscaled gradients, with a loss scale that is shared with the loss function."""
+    """An optimizer that takes unscaled gradients and shares its loss scale with the loss function."""
 
     takes_scaled_gradients: ClassVar[bool] = False
 
@@ -324,7 +327,7 @@ class _UnscaledWrapper(Wrapper):
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """Return the state before the first step, and create the loss scale on the devices of the parameters."""
+        """Return the state before the first step, and create the shared loss scale on the devices of the parameters."""
         self.shared.place_like(params)
         return super().init(params)
 

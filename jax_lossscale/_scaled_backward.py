@@ -37,8 +37,8 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
         also supported. ``fun`` is traced to a jaxpr, as in `autocast`. If ``fun`` modifies an nnx module, for example
         its batch statistics, this module must be an argument of ``fun``, or ``fun`` must be the module or a method of
         the module.
-      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale. It is not
-        updated.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale. The loss
+        scale is not updated.
 
     Returns:
       A function with the same arguments and results as ``fun``.
@@ -88,5 +88,5 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
 
 
 def _is_traced(value: Any) -> bool:
-    """Return whether a gradient with respect to this value may be computed."""
+    """Return whether ``value`` is a tracer. Gradients can be computed only with respect to tracers."""
     return isinstance(value, jax.core.Tracer)

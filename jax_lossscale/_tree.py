@@ -115,7 +115,7 @@ def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: 
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
-    """Return the loss scale, clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
+    """Return the loss scale clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
 
     The reciprocal of the clipped scale is a normal float32 number, which is exact if the scale is a power of two. All
     functions that scale or unscale use the clipped value, so that unscaling always reverses scaling.
@@ -140,7 +140,7 @@ def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
-    """Return the pytree with all floating leaves of less than 32 bits cast to float32, except dtypes in ``keep``.
+    """Return the pytree with all floating leaves of fewer than 32 bits cast to float32, except dtypes in ``keep``.
 
     If a leaf is a `jax.ShapeDtypeStruct`, its dtype is changed accordingly.
     """
@@ -160,14 +160,14 @@ def cast_floating(
     """Cast the floating arrays of a pytree to a dtype.
 
     For example, use this function to compute a float16 copy of float32 master weights. If you differentiate through the
-    cast, the gradients of the master weights are in float32.
+    cast, the gradients with respect to the master weights are in float32.
 
     Args:
       tree: any pytree. Leaves that are not floating arrays are not changed: complex, integer, boolean, float0 and
         random-key arrays, ``None``, and Python floats such as a dropout rate.
       dtype: a real floating dtype, such as ``jnp.float16``.
       where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
-        it, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
+        the array, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
         ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
         a string. By default, all floating arrays are cast.
 
@@ -267,7 +267,7 @@ def _is_selectable(leaf: Any) -> bool:
 
 
 def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return float32 for floating dtypes of less than 32 bits, and any other inexact dtype unchanged."""
+    """Return float32 for floating dtypes of fewer than 32 bits, and any other inexact dtype unchanged."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 

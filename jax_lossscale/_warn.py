@@ -10,7 +10,7 @@ from types import FrameType
 
 import jax
 
-# Stack frames of files in these folders, which contain JAX and this library, are not part of the user's code.
+# The folders of JAX and of this library. Stack frames of files in these folders are not part of the user's code.
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 
@@ -18,7 +18,7 @@ def warn_user(message: str) -> None:
     """Emit a `UserWarning` whose location is the innermost stack frame outside this library and JAX.
 
     By default, Python shows a warning only once for each location. If the location were a line of this library, the
-    warning would be shown only for the first of all calls.
+    warning would be shown only for the first call in a program.
     """
     level = 1
     frame: FrameType | None = sys._getframe()

@@ -1,7 +1,6 @@
 """Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
 
-The micro-batches are processed by a `jax.lax.scan`, so that a batch that is too large for the memory of the device can
-be used.
+The micro-batches are processed by a `jax.lax.scan`, so that the batch can be too large for the device memory.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def accumulate_gradients(
     has_aux: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., AccumulatedGradients]:
-    """Return a function that computes scaled gradients in micro-batches, with the memory of a single micro-batch.
+    """Return a function that computes scaled gradients in micro-batches, using the memory of a single micro-batch.
 
     The batch is split into ``num_microbatches`` parts, and the result consists of the mean of their losses and the mean
     of their scaled gradients. If ``fun`` computes a mean over the examples of its batch, the result is the same as with
@@ -66,7 +65,7 @@ def accumulate_gradients(
         devices need not be moved between devices.
       argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
       batch_argnums: the positional argument or arguments that contain the batch, as pytrees of arrays whose first axis
-        is the axis of the examples. All other arguments are passed to each micro-batch unchanged. Random keys are also
+        enumerates the examples. All other arguments are passed to each micro-batch unchanged. Random keys are also
         passed unchanged, so pass one key for each example if the micro-batches must use different keys.
       has_aux: whether ``fun`` returns a pair of the loss and auxiliary data, as in `jax.value_and_grad`.
       allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
@@ -77,8 +76,9 @@ def accumulate_gradients(
     Raises:
       ValueError: if ``fun`` is not callable, if ``loss_scale`` is not a loss scale and does not contain exactly one, or
         if ``num_microbatches`` is not an integer of at least 1. The returned function raises a `ValueError` if the
-        batch is missing, cannot be divided evenly, or is itself differentiated, or if ``fun`` or an argument contains
-        an nnx module. For nnx modules, use `jax_lossscale.interop.flax.Optimizer.accumulate_gradients`.
+        batch is missing, cannot be divided evenly, or is one of the differentiated arguments, or if ``fun`` or an
+        argument contains an nnx module. For nnx modules, use
+        `jax_lossscale.interop.flax.Optimizer.accumulate_gradients`.
 
     Warns:
       UserWarning: in the same cases as `value_and_scaled_grad`.
@@ -98,7 +98,7 @@ def accumulate_gradients(
     updated once.
 
     References:
-      With ``GradScaler`` of PyTorch, an overflow in one micro-batch also leads to a skipped step. In contrast,
+      With PyTorch's ``GradScaler``, an overflow in one micro-batch also leads to a skipped step. In contrast,
       `optax.MultiSteps` with `optax.skip_not_finite` discards the micro-batch and uses the next one instead.
     """
     check_function(fun, "accumulate_gradients(fun=...)")
@@ -136,7 +136,7 @@ def sum_over_microbatches(
     num_microbatches: int,
     has_aux: bool,
 ) -> tuple[_Carry, AccumulatedGradients]:
-    """Return the last carry of a scan over the micro-batches, and the mean of the values and of the gradients.
+    """Return the last carry of a scan over the micro-batches, and the means of the values and of the gradients.
 
     Args:
       value_and_grads: a function of the carry and the positional arguments for one micro-batch, which returns the next
@@ -172,7 +172,7 @@ def sum_over_microbatches(
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raise a `ValueError` if a pytree contains an nnx module, because changes of the module would be lost."""
+    """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost."""
     if _has_nnx_module(tree):
         raise ValueError(
             "`accumulate_gradients` got an nnx module, but changes of the module, such as updates of batch statistics, "
@@ -201,7 +201,7 @@ def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
 def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_args: int) -> None:
     """Raise a `ValueError` if an argument number does not exist, or occurs in both ``argnums`` and ``batch_argnums``.
 
-    ``num_args`` is the number of positional arguments in the call.
+    ``num_args`` is the number of positional arguments with which the user called the function.
     """
     for name, positions in ("argnums", argnums), ("batch_argnums", batch_argnums):
         if not all(-num_args <= position < num_args for position in positions):
@@ -219,7 +219,7 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
 
 
 def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
-    """Return the batch with each leaf reshaped to have a new first axis, which is the axis of the micro-batches."""
+    """Return the batch with each leaf reshaped to have a new first axis that enumerates the micro-batches."""
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(

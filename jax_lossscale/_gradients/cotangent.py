@@ -57,7 +57,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
     **Details.** The product is computed in at least float32, and then rounded to the dtype of the leaf. If the scale is
     a power of two, the product is exact unless it overflows or underflows in the dtype of the leaf. The scale is a
-    constant with respect to differentiation. It is clipped to the range from ``2**-126`` to ``2**126``, as in
+    constant with respect to differentiation. The scale is clipped to the range from ``2**-126`` to ``2**126``, as in
     `LossScale.unscale`.
 
     Only the first backward pass is scaled. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) and a backward pass
@@ -133,10 +133,10 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     """Return ``value`` unchanged, and multiply its cotangent by the loss scale in the backward pass.
 
-    This function is used instead of `scale_gradient` for the result of a differentiated function. The two functions
-    differ only inside `jax.shard_map`, if the scale varies over some mesh axes but the value does not. In this case,
-    the type of ``value`` does not change, and the gradient is the gradient of ``scale * value``, summed over the
-    devices along these axes.
+    This function is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
+    `scale_gradient` differ only inside `jax.shard_map`, if the scale varies over mesh axes over which the value does
+    not vary. `seed_gradient` then preserves the type of ``value``, and the computed gradient is the gradient of the sum
+    of ``scale * value`` over the devices along these axes.
     """
     scale = constant_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 
@@ -156,7 +156,7 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
     """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
 
-    If the arguments were swapped, a scalar loss would otherwise be accepted as the scale.
+    Without this check, a scalar loss would be accepted as the scale if the arguments were swapped.
     """
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
@@ -210,13 +210,13 @@ def _differentiate_identity(
 
 
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return ``leaf`` as the result of a linear map whose transpose is ``adjoint``.
+    """Return ``leaf`` unchanged, as the result of a linear map whose transpose is defined as ``adjoint``.
 
     The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` cannot be used here, because it does not
     support forward mode, and because it would apply the scale again in a backward pass through the backward pass.
     `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive with a
     custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support `jax.lax.custom_linear_solve`, so
-    only tangents are computed with it.
+    this function is applied only to tangents.
     """
     # The scale is marked as varying here because `custom_linear_solve` makes its operands vary over the same axes only
     # after it has traced `transpose_solve`.

@@ -26,7 +26,7 @@ def value_and_scaled_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that computes the value of a function and its gradients, multiplied by a loss scale.
+    """Return a function that computes the value of ``fun``, and the gradients of ``fun`` multiplied by a loss scale.
 
     This function replaces `jax.value_and_grad` in a training step with loss scaling. The result contains the gradients
     of ``scale * fun(...)``, but the unscaled value of ``fun(...)``. Call this function inside the training step with
@@ -42,8 +42,8 @@ def value_and_scaled_grad(
 
     Returns:
       A function that takes the arguments of ``fun`` and returns ``(value, scaled_grads)``, or
-      ``((value, aux), scaled_grads)`` if ``has_aux`` is true. The gradients have the same dtypes as with
-      `jax.value_and_grad`.
+      ``((value, aux), scaled_grads)`` if ``has_aux`` is true. The gradients have the same dtypes as the gradients
+      computed by `jax.value_and_grad`.
 
     Raises:
       ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
@@ -51,7 +51,8 @@ def value_and_scaled_grad(
     Warns:
       UserWarning: if the dtype of the loss cannot represent the largest value that the scale can reach, or if a scale
         that changes during training becomes a constant of a traced program. Each returned function emits each warning
-        at most once, when it is traced. The value of a traced `FixedLossScale` is not known, so it is not checked.
+        at most once, when it is traced. A traced `FixedLossScale` is not checked, because its value is not known at
+        trace time.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -78,14 +79,14 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return a function with the values of ``fun`` whose backward pass starts from the loss scale instead of 1.
+    """Return a function that computes the same values as ``fun``, but whose backward pass starts from the loss scale.
 
     Args:
       fun: a scalar-valued function.
       loss_scale: the loss scale.
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data.
-      in_a_loop: whether the function is traced as the body of a loop of this library. In such a loop, the scale is a
-        constant on purpose, so there is no warning about a constant scale.
+      in_a_loop: whether the function is traced as the body of a loop created by `accumulate_gradients`. The scale is
+        intentionally constant in this loop, so there is no warning about a constant scale.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
@@ -114,7 +115,7 @@ def scaled_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function that computes the gradients of a function, multiplied by a loss scale.
+    """Return a function that computes the gradients of ``fun`` multiplied by a loss scale.
 
     This function replaces `jax.grad` in a training step with loss scaling. For details, see `value_and_scaled_grad`.
 

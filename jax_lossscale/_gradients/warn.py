@@ -1,4 +1,4 @@
-"""Trace-time warnings about a loss whose dtype cannot represent the scale, and about a scale that is a constant."""
+"""Trace-time warnings about losses whose dtype cannot represent the scale, and about scales captured as constants."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
 
 
 def is_frozen(loss_scale: LossScale) -> bool:
-    """Return whether a loss scale that changes during training is a constant of the program that is being traced."""
+    """Return whether a loss scale that changes during training is a constant in the program that is being traced."""
     moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
     # The fields are read directly because `jax.tree.leaves` converts the NumPy scalars of a new loss scale to arrays,
     # which would be tracers inside `jax.jit`.
@@ -52,10 +52,10 @@ def is_frozen(loss_scale: LossScale) -> bool:
 
 
 def warn_if_frozen(loss_scale: LossScale) -> bool:
-    """Warn if a loss scale that changes during training becomes a constant of the program that is being traced.
+    """Warn if a loss scale that changes during training becomes a constant in the program that is being traced.
 
-    The loss scale in the optimizer state changes, so the gradients would later be unscaled with a scale that differs
-    from the scale with which they were computed.
+    Because the loss scale in the optimizer state changes, later gradients would be unscaled with a different scale than
+    the one with which they were computed.
 
     Returns:
       Whether a warning was emitted.

@@ -39,7 +39,7 @@ class LossScale(abc.ABC):
 
     To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. The subclass
     must be a frozen dataclass that is registered as a pytree, for example with `jax.tree_util.register_dataclass`. All
-    functions of this library accept instances of such a subclass. The class attributes below describe additional
+    functions in `jax_lossscale` accept instances of the subclass. The class attributes below describe additional
     properties of a loss scale.
 
     **Details.** The factor by which arrays are multiplied or divided is clipped to the range from ``2**-126`` to
@@ -56,7 +56,7 @@ class LossScale(abc.ABC):
     """Whether the gradients are checked. If not, `update` returns the same loss scale without any computation."""
 
     skip_nonfinite: bool = True
-    """Whether a step is skipped if its gradients are not finite. It has no effect if gradients are not checked."""
+    """Whether a step is skipped if its gradients are not finite. The value is ignored if gradients are not checked."""
 
     needs_largest: ClassVar[bool] = False
     """Whether `adjust` needs the largest gradient, so that it is called as ``adjust(grads_finite, largest=...)``."""
@@ -67,12 +67,12 @@ class LossScale(abc.ABC):
 
     @property
     def upper_bound(self) -> ArrayLike | None:
-        """Return the largest value that the scale can reach as a ``float32[]``, or ``None`` if there is no bound."""
+        """Return the upper bound of the scale as a ``float32[]``, or ``None`` if the scale is unbounded."""
         return None
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return the lowest scale that can result from overflows as a ``float32[]``, or ``None`` if it is unknown."""
+        """Return, as a ``float32[]``, the lowest scale that overflows can cause, or ``None`` if it is unknown."""
         return None
 
     @abc.abstractmethod
@@ -81,11 +81,11 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Return the loss scale after a step, given the properties of the gradients.
+        """Return the loss scale for the next step, given the properties of the gradients of the current step.
 
         If ``needs_largest`` is true, this method has an additional keyword argument ``largest``, a ``float32[]`` with
         the largest finite magnitude among the *unscaled* gradients of all devices. The argument ``largest`` is NaN if
-        the gradients are not finite, or if the magnitude was not measured.
+        the gradients are not finite, or if their largest magnitude was not measured.
 
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite, as computed by `all_finite`.
@@ -96,7 +96,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor as JSON-serializable values, without the current state."""
+        """Return the constructor arguments as JSON-serializable values, without the current state."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -109,7 +109,7 @@ class LossScale(abc.ABC):
           The loss scale.
 
         Raises:
-          ValueError: if ``config`` does not contain valid arguments of the constructor.
+          ValueError: if ``config`` does not contain valid constructor arguments.
         """
         try:
             return cls(**config)
@@ -130,7 +130,7 @@ class LossScale(abc.ABC):
         """
         if type(self) is not type(other):
             return NotImplemented
-        # A new loss scale contains NumPy scalars, which would be converted to tracers inside `jax.jit`.
+        # Without this context, flattening a new loss scale inside `jax.jit` would convert its NumPy scalars to tracers.
         with jax.ensure_compile_time_eval():
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
@@ -163,22 +163,22 @@ class LossScale(abc.ABC):
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Return the pytree with its floating and complex leaves divided by the scale, in at least float32.
 
-        If the scale is a power of two and the result is a normal number, the division is exact. Otherwise, the error is
-        at most two units in the last place. As in `scale`, the divisor is clipped to the range from ``2**-126`` to
-        ``2**126``.
+        If the scale is a power of two and the result is a normal number, the division is exact. In all other cases, the
+        rounding error of the division is at most two units in the last place. As in `scale`, the divisor is clipped to
+        the range from ``2**-126`` to ``2**126``.
 
         Args:
           tree: any pytree of scaled gradients.
 
         Returns:
-          A pytree with the structure and shapes of ``tree``. Floating leaves of less than 32 bits are returned in
-          float32. Float64 and complex leaves have the same dtype as before, and all other leaves are the same objects.
+          A pytree with the structure and shapes of ``tree``. Floating leaves of fewer than 32 bits are returned in
+          float32. Float64 and complex leaves keep their dtypes, and all other leaves are returned as the same objects.
         """
         _tree.check_tree(tree, f"{type(self).__name__}.unscale(tree=...)")
         return _tree.unscale(tree, self())
 
     def update(self, grads: chex.ArrayTree, *, axis_name: AxisName = None) -> tuple[Self, jax.Array]:
-        """Return the loss scale after a step, and whether to apply the step.
+        """Return the loss scale for the next step, and whether to apply the current step.
 
         Args:
           grads: any pytree of **unscaled** gradients, as returned by `unscale`. Leaves that are ``None`` are ignored.
@@ -187,8 +187,8 @@ class LossScale(abc.ABC):
 
         Returns:
           ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If ``should_apply`` is false, use
-          `select_tree` to discard all changes made by this step, including changes of the parameters and of the
-          optimizer state.
+          `select_tree` to discard all changes made by this step, including changes to the parameters and the optimizer
+          state.
 
         Raises:
           ValueError: if ``grads`` is a boolean, or a single leaf that is neither an array nor a number.
@@ -224,11 +224,11 @@ def static_field(**kwargs: Any) -> Any:
 
 
 def register(cls: _T) -> _T:
-    """Register a frozen dataclass as a pytree, in which static fields are structure and all other fields are children.
+    """Register a frozen dataclass as a pytree whose static fields are metadata and whose other fields are children.
 
     `jax.tree_util.register_dataclass` is not used, because it calls the constructor when a pytree is unflattened. Some
     libraries unflatten pytrees with strings, ``None`` or shapes in place of arrays, which the constructor would reject
-    or replace by default values. With `register`, unflattening only assigns the fields.
+    or replace with default values. In a class registered by `register`, unflattening only assigns the fields.
     """
     fields = dataclasses.fields(cls)
     config_names = tuple(field.name for field in fields if field.metadata.get("static"))
@@ -258,14 +258,15 @@ def register(cls: _T) -> _T:
 def _as_array(leaf: Any) -> Any:
     """Return a NumPy scalar as a JAX array, and any other leaf unchanged.
 
-    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. With JAX arrays as leaves, a
-    new loss scale has the same types as an updated one, so that a step is compiled only once.
+    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. When a new loss scale is
+    flattened, these scalars are converted to JAX arrays. The leaves of a new and of an updated loss scale then have the
+    same types, so a training step is compiled only once.
     """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
 def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
-    """Return a copy of a loss scale with new leaves, which are not validated.
+    """Return a copy of a loss scale with new leaves, without validating the leaves.
 
     The derivatives of the leaves are stopped, because an update rule is not differentiable everywhere, and integer
     counters do not have a derivative.

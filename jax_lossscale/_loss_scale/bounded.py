@@ -1,4 +1,4 @@
-"""`BoundedLossScale`: common code of the loss scales that change within a lower and an upper bound."""
+"""`BoundedLossScale`: common code for loss scales that change between a lower and an upper bound."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class BoundedLossScale(LossScale):
         return jnp.asarray(self.current_loss_scale)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, without the state."""
+        """Return the constructor arguments, without the current state."""
         return config_of(self)
 
     def _check_bounds(self) -> None:
         """Convert the initial scale and its bounds to Python floats.
 
         Raises:
-          ValueError: if one of them is not a finite number, if the lower bound is not positive, or if the initial scale
-            is not between the bounds.
+          ValueError: if one of these values is not a finite number, if the lower bound is not positive, or if the
+            initial scale is not between the bounds.
         """
         initial, floor, ceiling = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
         start = finite_number(initial, self._named("initial_loss_scale"))
@@ -68,13 +68,13 @@ class BoundedLossScale(LossScale):
         self._set(initial_loss_scale=start, min_loss_scale=floor, max_loss_scale=ceiling)
 
     def _make_leaves(self, **leaves: Leaf) -> None:
-        """Set each leaf to the value given to the constructor, or to its initial value if this argument is ``...``."""
+        """Set each leaf to its constructor argument, or to its initial value if the argument is ``...``."""
         for name, (dtype, fresh, check) in leaves.items():
             argument = getattr(self, name)
             self._set(**{name: leaf(fresh if argument is ... else argument, self._named(name), check, dtype)})
 
     def _named(self, argument: str) -> str:
-        """Return the name of a constructor argument for an error message."""
+        """Return the name of a constructor argument as it appears in error messages."""
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:
@@ -92,7 +92,8 @@ def leaf(value: Any, name: str, check: Callable[[Any, str], float], dtype: Any =
     Args:
       value: the value of the leaf. A tracer is not validated.
       name: the name of the argument in an error message.
-      check: a function that is called with each concrete member and raises a `ValueError` if it is not valid.
+      check: a function that is called with each concrete scalar in the leaf and raises a `ValueError` if the scalar is
+        not valid.
       dtype: the NumPy scalar type of the leaf.
     """
     if not (is_array_or_scalar(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):

@@ -21,44 +21,44 @@ HysteresisRefill = Literal["growth", "finite"]
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class DynamicLossScale(BoundedLossScale):
-    """A loss scale that decreases when gradients overflow, and increases after a series of finite steps.
+    """A loss scale that decreases when gradients overflow and increases after a series of finite steps.
 
-    The state consists of the scale and of the number n of finite steps since the last increase or non-finite step. With
+    The state consists of the scale and the number n of finite steps since the last increase or non-finite step. With
     ``N = increment_period``, the state is updated by the following rule::
 
         finite, n + 1 <  N:   scale' = scale                                             n' = n + 1
         finite, n + 1 >= N:   scale' = min(scale * multiplier, max_loss_scale)           n' = 0
         not finite:           scale' = max(scale * backoff_factor, min_loss_scale)       n' = 0
 
-    A step whose gradients are not finite is skipped.
+    Every step whose gradients are not finite is skipped.
 
     Args:
-      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so that it can
-        be used with a float16 loss.
+      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so this default
+        can be used with a float16 loss.
       increment_period: the number N of consecutive finite steps after which the scale increases.
       multiplier: the factor by which the scale increases, more than 1. A power of two avoids rounding errors.
-      backoff_factor: the factor by which the scale decreases after a step that is not finite, between 0 and 1. The
+      backoff_factor: the factor by which the scale decreases after a non-finite step, a number between 0 and 1. The
         default is ``1 / multiplier``.
       min_loss_scale: the lower bound of the scale, positive.
       max_loss_scale: the upper bound of the scale. The default is the largest finite float32 number.
       hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
         skipped, including those that do not lower the scale.
-      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, it restarts after the N-th
-        consecutive finite step. With ``"finite"``, it restarts after any finite step, so that only consecutive
-        non-finite steps count.
-      current_loss_scale: the initial value of the attribute, any positive normal float32 number, which can be less than
-        ``min_loss_scale``. The attribute is part of the state instead of the configuration. To set the scale of an
-        existing object, use this argument with `dataclasses.replace`.
-      num_good_steps: the initial value of the attribute, part of the state.
-      hysteresis_left: the initial value of the attribute, part of the state.
+      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, the count restarts after the
+        N-th consecutive finite step. With ``"finite"``, the count restarts after any finite step, so that only
+        consecutive non-finite steps are counted.
+      current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number. The
+        value can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the state, not of the
+        configuration. To set the scale of an existing object, use this argument with `dataclasses.replace`.
+      num_good_steps: the initial value of the attribute of the same name, which is part of the state.
+      hysteresis_left: the initial value of the attribute of the same name, which is part of the state.
 
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
       num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
         leaf.
       hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
-        decrease, the number is 0 until the count restarts, and each non-finite step lowers the scale. If ``hysteresis``
-        is 1, the attribute is ``None`` instead of a leaf.
+        decrease of the scale, ``hysteresis_left`` is 0 until the count restarts, and each non-finite step lowers the
+        scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
@@ -97,8 +97,8 @@ class DynamicLossScale(BoundedLossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
-    # constructor when it unflattens a loss scale (see `register`).
+    # The constructor replaces the default value `...` of each state field with the initial value of the field. JAX does
+    # not call the constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
     hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None if hysteresis is 1
@@ -115,7 +115,7 @@ class DynamicLossScale(BoundedLossScale):
         self._set(hysteresis_left=None if self.hysteresis == 1 else checked)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Return the loss scale after a step.
+        """Return the loss scale for the next step.
 
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite.
@@ -126,8 +126,8 @@ class DynamicLossScale(BoundedLossScale):
         _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
-        # The counter can already exceed the period if it was restored from a run with a longer period, so it is
-        # compared with `>=` instead of `==`.
+        # The counter can already exceed the period if the counter was restored from a run with a longer period.
+        # Therefore, the comparison uses `>=` instead of `==`.
         period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier

@@ -27,11 +27,12 @@ class FixedLossScale(LossScale):
     Args:
       loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A power of two avoids rounding errors.
         An array of positive numbers or a tracer is also accepted, so that ``jax.vmap(FixedLossScale)(scales)`` creates
-        a batch of loss scales. Arrays and tracers are not compared with the lower bound of 1.
+        a batch of loss scales. The lower bound of 1 is not checked for arrays and tracers.
       skip_nonfinite: whether to skip steps whose gradients are not finite.
 
     Attributes:
-      loss_scale_value: ``float32[]``, the scale, a leaf. A different value does not lead to a recompilation.
+      loss_scale_value: ``float32[]``, the scale, a leaf. Compiled functions are not recompiled if the value of the
+        scale changes.
 
     Raises:
       ValueError: if ``loss_scale_value`` is not a number, is a bool, is not finite, or is less than 1, or if
@@ -83,13 +84,13 @@ class FixedLossScale(LossScale):
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor.
+        """Return the constructor arguments.
 
         Returns:
           A dictionary of JSON-serializable values.
 
         Raises:
-          ValueError: if the scale is traced or is a batch of scales, because these are not JSON-serializable.
+          ValueError: if the scale is traced or is a batch of scales, because such scales are not JSON-serializable.
         """
         return {
             "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),

@@ -1,4 +1,4 @@
-"""Search for the loss scale in a pytree, such as the state of an optimizer."""
+"""Search for the loss scale in a pytree, such as an optimizer state."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ READ_WITHOUT_INTEROP = (
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
-    """Return the loss scale in an optimizer state, which can be nested in other states at any depth.
+    """Return the loss scale in an optimizer state, at any depth of nesting.
 
     Args:
       opt_state: any pytree that contains exactly one `LossScale`, or at least one if ``path`` is given.
       path: the path of the subtree that contains the loss scale, for a pytree with the states of several optimizers. It
         is the beginning of a path in the format of `jax.tree_util.keystr`, such as ``"['critic']"``, or in its simple
-        format, such as ``"critic"`` or ``"critic/0"``. The message of the error for more than one loss scale lists the
-        possible paths.
+        format, such as ``"critic"`` or ``"critic/0"``. If the pytree contains several loss scales and no path is given,
+        the error message lists their paths.
 
     Returns:
       The loss scale with its current state.
 
     Raises:
-      ValueError: if ``opt_state`` does not contain a loss scale, or if more than one matches. The message contains the
-        paths of all loss scales.
+      ValueError: if ``opt_state`` does not contain a loss scale, or if the number of loss scales that match ``path`` is
+        not one. In the second case, the error message lists the paths of all loss scales that match, or of all loss
+        scales in the pytree if none matches.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -58,11 +59,11 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
 
 
 def as_loss_scale(argument: Any, name: str) -> LossScale:
-    """Return the loss scale that an argument specifies.
+    """Return the loss scale specified by an argument, which can be an identifier for `get` or a pytree.
 
     Args:
       argument: any value that `get` accepts, or a pytree that contains exactly one loss scale.
-      name: the name of the argument in an error message.
+      name: the name of the argument to use in error messages.
     """
     if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
         return made(argument, name)
@@ -70,17 +71,17 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 
 
 def _found(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
-    """Return the only loss scale in a pytree, with its leaves converted to arrays by `unwrapped`."""
+    """Return the only loss scale in a pytree, after `unwrapped` has converted its leaves to arrays."""
     return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
-    """Return the only instance of a class in a pytree, whose leaves can be wrapped arrays (see `unwrapped`).
+    """Return the only instance of a class in a pytree whose leaves can be wrapped arrays (see `unwrapped`).
 
     Args:
       tree: any pytree.
       kind: the class to search for.
-      name: the name of the argument in an error message.
+      name: the name of the argument to use in error messages.
       path: the beginning of the path of the instance, in one of the two formats of `jax.tree_util.keystr`.
 
     Raises:
@@ -108,7 +109,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
 
 
 def not_a_state(argument: Any, name: str) -> ValueError:
-    """Return the error for an argument that should be an optimizer state; the message states what the argument is."""
+    """Return the exception to raise for an argument that should be an optimizer state but is not."""
     got, fix = shown(argument), ""
     if all(callable(getattr(argument, method, None)) for method in ("init", "update")):
         got, fix = "the optimizer itself", "Pass its state: `tx.init(params)`, or the state after the last step."
@@ -125,11 +126,11 @@ def not_a_state(argument: Any, name: str) -> ValueError:
 
 
 def unwrapped(tree: _Tree) -> _Tree:
-    """Return the pytree with each object that has a method ``__jax_array__`` converted to an array.
+    """Return the pytree with each object that has a ``__jax_array__`` method converted to an array.
 
-    `nnx.Optimizer` wraps each number of an optimizer state in such an object. Apply this function only to pytrees of
-    scalars. The moments of an optimizer can be named arrays of haliax, which also have a method ``__jax_array__`` but
-    cannot be converted.
+    `nnx.Optimizer` wraps each number in an optimizer state in an object with this method. Apply this function only to
+    pytrees of scalars, because the moments of an optimizer can be named arrays from haliax, which also have a
+    ``__jax_array__`` method but cannot be converted.
     """
 
     def is_wrapped(node: Any) -> bool:
@@ -139,7 +140,7 @@ def unwrapped(tree: _Tree) -> _Tree:
 
 
 def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
-    """Return whether a pytree contains a state whose field ``loss_scale`` is a dictionary instead of a loss scale."""
+    """Return whether a pytree contains a state whose ``loss_scale`` field is a dictionary instead of a loss scale."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return any(
         getattr(above, "name", None) == "loss_scale" and isinstance(key, jax.tree_util.DictKey)

@@ -16,7 +16,7 @@ _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 def ceil_log2(scale: jax.Array) -> jax.Array:
-    """Return ``ceil(log2(scale))`` as a ``float32[]``, for a scale that is a positive normal number."""
+    """Return ``ceil(log2(scale))`` as a ``float32[]``; ``scale`` must be a positive normal number."""
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.int32) + (2**_MANTISSA_BITS - 1)
     return ((bits >> _MANTISSA_BITS) - _EXPONENT_BIAS).astype(jnp.float32)
 

@@ -15,8 +15,8 @@ from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
-# These classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct a saved
-# loss scale of this library.
+# The built-in classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct
+# a saved built-in loss scale.
 OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
 
 _ACCEPTED = (
@@ -26,7 +26,7 @@ _ACCEPTED = (
 
 
 def get(identifier: Any) -> LossScale:
-    """Return the loss scale that an identifier specifies.
+    """Return the loss scale specified by an identifier, such as a number, a string or a dictionary.
 
     To find the loss scale in an existing optimizer state, use `get_loss_scale` instead.
 
@@ -38,8 +38,8 @@ def get(identifier: Any) -> LossScale:
         - ``"auto"``, for an `AutoLossScale` with default arguments;
         - ``None``, for a `NoOpLossScale`;
         - a `LossScale`, which is returned unchanged;
-        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`, also for a class that is
-          defined by the user.
+        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`; the class can also be
+          user-defined.
 
     Returns:
       The loss scale.
@@ -63,7 +63,7 @@ def get(identifier: Any) -> LossScale:
 
 
 def made(identifier: Any, name: str) -> LossScale:
-    """Return `get(identifier)`. ``name`` is the name of the argument in an error message."""
+    """Return `get(identifier)`. ``name`` is the name of the argument to use in error messages."""
     if isinstance(identifier, LossScale):
         return _checked_pytree(identifier)
     if identifier is None:
@@ -96,8 +96,8 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
       A dictionary ``{"class_name": ..., "config": ...}`` with JSON-serializable values.
 
     Raises:
-      ValueError: if ``loss_scale`` is not a `LossScale`, or if its class has the name of a loss scale of this library
-        but is defined elsewhere.
+      ValueError: if ``loss_scale`` is not a `LossScale`, or if its class has the same name as a built-in loss scale but
+        is defined elsewhere.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -116,18 +116,18 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
-    """Return a suitable loss scale for training in a compute dtype.
+    """Return a loss scale that is suitable for training in a given compute dtype.
 
     Args:
       dtype: the dtype in which the forward and the backward pass are computed.
 
     Returns:
       An `AutoLossScale` for float16, whose smallest normal number is 6e-5. A `NoOpLossScale` for bfloat16, float32 and
-      float64, whose smallest normal number is below 1e-37.
+      float64, whose smallest normal numbers are below 1e-37.
 
     Raises:
-      ValueError: if ``dtype`` is any other dtype. Float8 dtypes require a separate scale for each tensor, which a loss
-        scale cannot replace.
+      ValueError: if ``dtype`` is any other dtype. A single loss scale is not sufficient for float8 dtypes, which
+        require a separate scale for each tensor.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -164,6 +164,6 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """Return a dictionary of all loss-scale classes that are not abstract, by name."""
+    """Return a dictionary that maps the names of all loss-scale classes that are not abstract to the classes."""
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     return concrete | {kind.__name__: kind for kind in OWN_KINDS}

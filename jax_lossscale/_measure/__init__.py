@@ -1,4 +1,4 @@
-"""Measurements of gradients: whether they are finite, which leaf is not, and how large the largest element is.
+"""Measurements of gradients: whether all elements are finite, which leaf is not finite, and the largest magnitude.
 
 The measurements can be combined over all devices of a mesh axis.
 """

@@ -1,6 +1,7 @@
 """Search for the first leaf of a pytree that contains a NaN or an infinity.
 
-The results are scalars, so that a compiled training step can compute them and store them in its state.
+The results of the search are scalars, so that a compiled training step can compute the results and store them in its
+state.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
 
 
 def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the first non-finite leaf (``int32[]``), and whether it contains a NaN (``bool[]``)."""
+    """Return the index of the first non-finite leaf (``int32[]``), and whether the leaf contains a NaN (``bool[]``)."""
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)
@@ -72,7 +73,7 @@ def _first_fault(
 def _severity(leaf: jax.Array) -> jax.Array:
     """Return `_NAN` if the leaf contains a NaN, `_INFINITE` if it contains only infinities, and 0 if it is finite.
 
-    The result is an ``int32[]``, which is computed in a single reduction.
+    The result is an ``int32[]`` that is computed in a single reduction.
     """
     severities = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
     return jnp.max(severities, initial=0)

@@ -35,8 +35,8 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     Args:
       tree: any pytree, whose arrays can be empty.
       axis_name: the name or names of the axes over which the result is combined, inside `jax.shard_map`, `jax.pmap` or
-        a `jax.vmap` with an axis name. All devices along these axes then return the same result. In a `jax.jit` over a
-        mesh, this argument is not necessary, because arrays are global.
+        a `jax.vmap` with an axis name. All devices along the named axes then return the same result. Omit ``axis_name``
+        in a `jax.jit` over a mesh, because arrays are global in `jax.jit`.
 
     Returns:
       ``bool[]``, which is true if there are no floating or complex leaves.

@@ -6,8 +6,8 @@ There are three implementations, which return the same result:
 - `on_cpu` is optimized for arrays on a single CPU device.
 - `anywhere` is optimized for arrays on a single device of any other platform.
 
-`of_local` selects `on_cpu` or `anywhere`. Arrays of 64-bit numbers and arrays of smaller numbers are never passed
-together.
+`of_local` selects `on_cpu` or `anywhere`. Arrays of 64-bit numbers and arrays of smaller numbers are never passed in
+the same call.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def of_local(*leaves: jax.Array) -> jax.Array:
 def anywhere(*leaves: jax.Array) -> jax.Array:
     """Return the largest magnitude, with as few reductions as possible.
 
-    On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last of them has
-    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. No GPU was timed.
+    On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last kernel has
+    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The program was not timed on a
+    GPU.
     """
     return _largest_of(map(_largest_of_group, _groups(leaves)))
 
@@ -61,7 +62,7 @@ def on_cpu(*leaves: jax.Array) -> jax.Array:
 
     On a CPU, a reduction that also computes its elements is not vectorized. The magnitudes are therefore first combined
     elementwise over arrays of the same shape and dtype, and only the result is reduced. If there are too few arrays of
-    the same shape and dtype, they are split into parts.
+    the same shape and dtype, the arrays are split into parts.
     """
     groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
@@ -75,7 +76,7 @@ def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
 
 
 def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest magnitude in arrays of the same shape and dtype, where NaN counts as infinity.
+    """Return the largest magnitude in arrays of the same shape and dtype, counting NaN as infinity.
 
     The arrays are compared as integers, because the maximum of floating-point numbers ignores NaN on a CPU. Without the
     sign bit, the integers have the same order as the magnitudes, and NaN is greater than infinity. After NaN has been
@@ -89,7 +90,7 @@ def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
-    """Return the elements of an array as vectors of the same length, where an element can occur in two vectors."""
+    """Return the elements of an array as vectors of the same length; some elements can occur in two vectors."""
     if number == 1:
         return [leaf]
     length = -(-leaf.size // number)

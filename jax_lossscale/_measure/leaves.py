@@ -1,4 +1,4 @@
-"""Grouping of arrays, so that many of them are processed by a single reduction.
+"""Grouping of arrays, so that a single reduction can process many arrays.
 
 Each reduction takes time to compile and requires a kernel launch on a GPU, even if the array is small.
 """
@@ -19,7 +19,7 @@ _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """Return the leaf as an array of at least 16 bits per number, with its derivative stopped."""
+    """Return the leaf as an array of at least 16 bits per number, with stopped derivatives."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
     # Leaves of 8 bits or less are cast to float32, which can represent all their values. Some dtypes of 8 bits or less
     # have no infinity.
@@ -27,7 +27,7 @@ def as_read(leaf: ArrayLike) -> jax.Array:
 
 
 def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-    """Return the arrays that are too large for `blocks`."""
+    """Return the arrays that are too large to be concatenated by `blocks`."""
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 

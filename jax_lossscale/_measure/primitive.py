@@ -11,9 +11,10 @@ on a mesh with explicit axes             `of_local` in a `jax.shard_map`, becaus
 on any other mesh                        `of_each`, which processes each array separately
 =======================================  ==========================================================================
 
-On any other mesh, the shardings of the arrays are not known when the program is lowered. If two arrays were processed
-together, XLA would first have to convert them to the same sharding, and would therefore gather whole gradients. If each
-array is processed separately, each reduction returns a scalar, and XLA merges the all-reduces of these scalars.
+On a mesh with axes that are neither explicit nor bound by `jax.shard_map`, the shardings of the arrays are not known
+when the program is lowered. If two arrays were processed together, XLA would first have to convert them to the same
+sharding, and would therefore gather whole gradients. If each array is processed separately, each reduction returns a
+scalar, and XLA merges the all-reduces of these scalars.
 
 The number of devices is not known when a program is traced, but it is known when the program is lowered. The
 computation is therefore a primitive whose lowering rule selects the implementation. The primitive does not use host

@@ -9,7 +9,7 @@ consists of the following operations:
 4. `state`: Compute the next state, which includes the `scaling_evidence`.
 5. `partition`: Insert the leaves that are not trained into the result.
 
-The functions in `monitoring` read the state on the host.
+The functions in `monitoring` read the optimizer state on the host.
 """
 
 from jax_lossscale._optax.monitoring import metrics, raise_if_stuck

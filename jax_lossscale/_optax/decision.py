@@ -1,7 +1,7 @@
 """Functions that decide whether a step is applied, and compute the next loss scale.
 
-The docstring of `loss_scaled` contains the rule as a table. `decide` checks the step on each device, combines the
-results of these checks over all devices, and then makes the decision.
+A table in the docstring of `loss_scaled` shows the rule for the loss scale. `decide` checks the step on each device,
+combines the results of these checks over all devices, and then makes the decision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepInputs(NamedTuple):
 class StepChecks(NamedTuple):
     """The results of the checks of one step, or ``None`` for each check that is not needed.
 
-    If one of the first three checks is not needed, the step counts as having passed it.
+    A step counts as having passed each of the first three checks that is not needed.
 
     Attributes:
       grads_finite: ``bool[]``, whether all gradients are finite, or ``None`` if the loss scale does not check gradients
@@ -90,7 +90,7 @@ def decide(
 
 
 def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are_scaled: bool) -> StepChecks:
-    """Return the results of the checks of a step on the current device."""
+    """Return the results of a step's checks on the current device."""
     allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
     if not loss_scale.checks_gradients:
         return StepChecks(None, None, allowed, None)
@@ -105,9 +105,10 @@ def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are
 
 
 def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
-    """Return the results of the checks over all devices along ``axis_name``.
+    """Return the results of the checks, combined over all devices along ``axis_name``.
 
-    A check passes if it passes on every device, and ``largest`` is the maximum over all devices.
+    A combined check passes if the check passes on every device. The combined ``largest`` is the maximum over all
+    devices.
     """
     grads_finite, value_finite, allowed, largest = checks
     known, structure = jax.tree.flatten((grads_finite, value_finite, allowed))

@@ -1,6 +1,6 @@
-"""Metrics of a training run, and an error if the run is stuck.
+"""Functions that report the metrics of a training run, and that raise an error if the run is stuck.
 
-The functions in this module take any optimizer state that contains a `LossScaledState`.
+All functions take an optimizer state that contains a `LossScaledState`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOW_TO_SCALE = (
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """Return the metrics of loss scaling that are useful in a training log.
 
-    The metrics are arrays on the device, so this function does not wait for the device.
+    The metrics are arrays on the device, so `metrics` does not wait for the device.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
@@ -80,17 +80,17 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
-    - The last 1,000 steps were skipped, at any scale. For example, a run is stuck in this way if the loss is NaN in
-      every step, because a non-finite loss does not lower the scale.
+    - The last 1,000 steps were skipped, at any scale. For example, all steps are skipped if the loss is NaN in every
+      step, because a non-finite loss does not lower the scale.
 
     Args:
-      opt_state: an optimizer state that contains exactly one `LossScaledState`. In a batch of runs, one stuck run is
-        sufficient for an error.
-      patience: the number of consecutive steps that must have been skipped at the lower bound, at least 1.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`. If the state belongs to a batch of
+        runs, an error is raised if at least one of the runs is stuck.
+      patience: the number of consecutive skipped steps after which a run at the lower bound is stuck, at least 1.
 
     Raises:
-      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The message lists the possible
-        causes.
+      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message lists the
+        possible causes.
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
         is not an integer of at least 1.
 
@@ -101,16 +101,17 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       >>> jls.raise_if_stuck(state)
 
     **Details.** From step 20 on, the state of an `AutoLossScale` also shows whether the user has scaled the gradients.
-    If they are scaled, the measured gradients (after unscaling) do not depend on the scale. An error is raised if both
-    of the following conditions are true:
+    If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An error is raised
+    if both of the following conditions are true:
 
-    - In the first 10 steps, the scale grew by at least 2**8, and the measured gradients shrank in proportion.
+    - In the first 10 steps, the scale grew by a factor of at least 2**8, and the measured gradients shrank in
+      proportion.
     - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
 
     This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
-    itself, or if gradients are clipped outside of `loss_scaled`. The mistake is not detected if the largest gradient
-    that the user computes is above 4 or changes by more than 2**3 in the first 10 steps, or if clipped gradients
-    overflow in these steps. Steps in which all gradients are zero or not finite do not count.
+    itself, or if gradients are clipped outside of `loss_scaled`. None of these mistakes is detected if the largest
+    gradient that the user computes is above 4 or changes by a factor of more than 2**3 in the first 10 steps, or if
+    clipped gradients overflow in these steps. Steps whose largest gradient is zero or not finite are not counted.
 
     References:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
@@ -148,9 +149,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
 
 def seem_unscaled(state: LossScaledState) -> np.ndarray:
-    """Return whether the gradients are most likely not scaled, as a NumPy boolean.
+    """Return, as a NumPy boolean, whether the gradients are most likely not scaled.
 
-    The result is always false if the loss scale is not an `AutoLossScale`, because the necessary measurements are not
+    If the loss scale is not an `AutoLossScale`, the result is always false because the necessary measurements are not
     available.
     """
     if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
@@ -186,6 +187,6 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
 
 
 def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:
-    """Return whether the scale is at its lower bound, as a NumPy boolean; false if no lower bound is known."""
+    """Return, as a NumPy boolean, whether the scale is known to be at its lower bound."""
     floor = loss_scale.lower_bound
     return np.asarray(False if floor is None else np.asarray(loss_scale()) <= np.asarray(floor, np.float32))

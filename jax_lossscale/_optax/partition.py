@@ -1,7 +1,8 @@
 """Partition of the parameters into the leaves that the inner optimizer updates, and all other leaves.
 
 A leaf is trained if it is an inexact array and its gradient is not ``None``. The inner optimizer receives ``None`` in
-place of every other leaf, and `combine` inserts these leaves into its results, as in equinox.
+place of every leaf that is not trained. As in equinox, `combine` inserts the omitted leaves into the results of the
+inner optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def is_none(node: Any) -> bool:
 
 
 def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Params:
-    """Return the parameters with ``None`` in place of each parameter whose gradient is ``None``, such as a frozen one.
+    """Return the parameters with ``None`` in place of each parameter whose gradient is ``None`` (a frozen parameter).
 
     Parameters that are not inexact arrays are replaced separately, by `jax_lossscale._tree.inexact_only`.
     """

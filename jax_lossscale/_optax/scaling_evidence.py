@@ -2,8 +2,9 @@
 
 Let g be the largest gradient that the user passes to ``update``. The loss scale measures ``largest = g / scale``. If
 the user has scaled the gradients, ``largest`` does not depend on the scale. If the user has not scaled the gradients,
-``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two
-in the first steps. In these steps, the gradients themselves change much less, so the two cases can be distinguished.
+``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two in the
+first steps, whereas the gradients change much less. The changes of ``largest`` in the first steps therefore show
+whether the user has scaled the gradients.
 
 If the scaled gradients are clipped to a constant norm outside of `loss_scaled`, ``largest`` is also inversely
 proportional to the scale.
@@ -30,7 +31,7 @@ _REFUTED = -_FIRST_STEPS  # added for a step that contradicts the assumption, so
 class ScalingEvidence(NamedTuple):
     """Measurements from the first steps, from which `seem_unscaled` determines whether the gradients are scaled.
 
-    Only steps whose largest gradient is finite and not zero count.
+    Steps whose largest gradient is zero or not finite are not counted.
 
     Attributes:
       scale: the loss scale of the first step that counts; 0 before this step.
@@ -48,20 +49,20 @@ class ScalingEvidence(NamedTuple):
 
 
 def no_evidence() -> ScalingEvidence:
-    """Return the evidence before the first step, in which all fields are 0."""
+    """Return the initial evidence, in which all fields are 0."""
     scale, largest = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
     return ScalingEvidence(scale, largest, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
 
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
-    """Return the evidence after a step.
+    """Return the evidence updated with the measurements of a step.
 
     The evidence changes only in the first 10 steps whose largest gradient is finite and not zero.
 
     Args:
       evidence: the evidence from all previous steps.
       scale: ``float32[]``, the loss scale of the step.
-      largest: ``float32[]``, the largest unscaled gradient of the step; NaN if it is not finite.
+      largest: ``float32[]``, the largest unscaled gradient of the step; NaN if the gradients are not finite.
     """
     counts = (evidence.num_steps < _FIRST_STEPS) & (largest > 0)
     is_first = counts & (evidence.num_steps == 0)
@@ -80,10 +81,11 @@ def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -
 def seem_unscaled(
     evidence: ScalingEvidence, num_steps: ArrayLike, log2_peak: ArrayLike, largest: ArrayLike
 ) -> np.ndarray:
-    """Return whether the gradients of a run are most likely not scaled, as a NumPy boolean.
+    """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
     The result is true only if the largest gradient of the last step is still far below the peak. If the user has
-    corrected the mistake, for example after loading a checkpoint, the largest gradient is close to the peak again.
+    started to scale the gradients, for example after loading a checkpoint, the largest gradient is close to the peak
+    again.
 
     Args:
       evidence: the evidence from the first steps of the run.

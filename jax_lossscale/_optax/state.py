@@ -19,8 +19,8 @@ from jax_lossscale._optax.branch import run_or_skip
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
-# Causes of bad steps, with a clause that describes each cause in a report. `BadStep.kind` is an index into the keys of
-# this dictionary.
+# The possible causes of a bad step, and the clause that describes each cause in a report. `BadStep.kind` is an index
+# into the keys of this dictionary.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
@@ -41,9 +41,9 @@ class BadStep(NamedTuple):
         step.
       leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
         `jls.diagnostics.leaf_path` converts the index to a path.
-      kind: ``int32[]``, the cause of the bad step as a number, which the property `cause` converts to a string.
-      loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at this
-        scale are finite, the scale was not the cause.
+      kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
+      loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at the same
+        scale are finite, the scale did not cause the bad step.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -101,7 +101,7 @@ class LossScaledState(NamedTuple):
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
-    """Return the state before the first step.
+    """Return the optimizer state before the first step.
 
     Each leaf of the state has its own buffer, because JAX cannot donate the same buffer twice.
     """
@@ -128,7 +128,7 @@ def next_state(
     unscaled: Callable[[], optax.Updates],
     axis_name: AxisName,
 ) -> LossScaledState:
-    """Return the state after a step.
+    """Return the optimizer state after a step.
 
     Args:
       state: the state before the step.
@@ -167,10 +167,10 @@ def check_state(state: Any, method: str, order: str) -> None:
 
 
 def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None:
-    """Return the field ``largest`` of the next state.
+    """Return the ``largest`` field of the next state.
 
-    A user can replace the loss scale in a state by a loss scale of a different class. The structure of the state must
-    not change in this case, so the field remains ``None`` or an array.
+    A user can replace the loss scale in a state with a loss scale of a different class. The structure of the state must
+    not change even then, so ``None`` remains ``None``, and an array remains an array.
     """
     if state.largest is None:
         return None
@@ -178,7 +178,7 @@ def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None
 
 
 def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> ScalingEvidence | None:
-    """Return the field ``scaling_evidence`` of the next state, which remains ``None`` if it is ``None``."""
+    """Return the ``scaling_evidence`` field of the next state, which is ``None`` if the field is ``None`` now."""
     if state.scaling_evidence is None or decision.checks.largest is None:
         return state.scaling_evidence
     return with_step(state.scaling_evidence, state.loss_scale(), decision.checks.largest)

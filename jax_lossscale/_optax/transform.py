@@ -23,18 +23,18 @@ from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation with the additional method ``update_and_apply``, as returned by `loss_scaled`.
 
-    Like every optax transformation, it is a tuple ``(init, update)`` and can be used wherever such a tuple is expected.
-    Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`, ``_replace`` and
-    `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through ``update``.
+    Like every optax transformation, an instance is a tuple ``(init, update)`` and can be used wherever optax expects
+    such a tuple. Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`, ``_replace``
+    and `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through ``update``.
     """
 
     @functools.cached_property
     def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
         """A function that computes the updates and applies them to the parameters.
 
-        It is called as ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of
-        ``update``, and returns ``(params, state)``. The result is the same as with ``update`` and
-        `optax.apply_updates`, but the computation is faster.
+        Call it as ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``.
+        The result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
+        ``update_and_apply`` is faster.
         """
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
@@ -64,27 +64,29 @@ def loss_scaled(
     """Wrap an optax optimizer so that it takes scaled gradients and skips non-finite steps.
 
     The wrapper divides the gradients by the loss scale and checks whether they are finite. If all gradients are finite,
-    the wrapper runs the inner optimizer on the unscaled gradients in float32. Otherwise, the step is skipped: the
-    updates are zero, and the state of the inner optimizer does not change. ``inner`` must be the complete optimizer,
-    including gradient clipping, weight decay and learning-rate schedules, and must be wrapped only once.
+    the wrapper runs the inner optimizer on the unscaled gradients in float32. If a gradient is not finite, the step is
+    skipped: the updates are zero, and the state of the inner optimizer does not change. ``inner`` must be the complete
+    optimizer, including gradient clipping, weight decay and learning-rate schedules, and must be wrapped only once.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
         because a step outside `jax.jit` is compiled as well.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
-        whether to skip a step, so that all devices skip the same steps. The agreement requires one small all-reduce.
-        The wrapper does not sum or average the gradients over devices. Sum or average them yourself in float32, because
-        a sum over devices is rounded to the dtype of the gradients. The sum that `jax.shard_map` computes for the
-        gradients of replicated weights is also rounded to their dtype, both in float16 and in bfloat16.
-      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` computes the step in any case, and then selects
-        the new or the old values. ``"auto"`` uses ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere,
-        because a program compiled for a GPU then moves half as many bytes (we have not timed it on a GPU). The results
-        are the same. Use ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the
-        derivative of ``"select"`` can be NaN if the unused values are not finite.
+        whether to skip a step, so that all devices skip the same steps. To reach this agreement, the devices perform
+        one small all-reduce. The wrapper does not sum or average the gradients over devices. Sum or average them
+        yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
+        `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the weights,
+        both in float16 and in bfloat16.
+      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects the
+        new or the old values. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all other platforms,
+        ``"auto"`` uses ``"select"``, because a program compiled for a GPU then moves half as many bytes (this has not
+        been timed on a GPU). All options return the same results. Use ``"cond"`` if you differentiate through optimizer
+        steps, as in meta-learning, because the derivative of ``"select"`` can be NaN if the unused values are not
+        finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
-        the first leaf of its gradients that was not finite. The record adds one branch to every step, and one reduction
-        for each leaf to the compiled program.
+        the first leaf of its gradients that was not finite. The record adds one branch to every step and one reduction
+        per leaf to the compiled program.
 
     Returns:
       A `LossScaledTransformation` with the methods ``init(params)``, ``update`` and ``update_and_apply``.
@@ -93,17 +95,19 @@ def loss_scaled(
       ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as computed by
       `value_and_scaled_grad` with this state. The following arguments are optional:
 
-      - ``value``: the unscaled loss, a real scalar. It is also passed to the inner optimizer.
+      - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
       - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
       - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
-        known, for example from the norm of the gradients. The wrapper then does not check the gradients, and does not
-        verify this argument. A loss scale with ``needs_largest`` still reads the gradients to measure them.
-      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. Gradients among these
-        arguments must be unscaled.
+        known, for example from the norm of the gradients. If this argument is passed, the wrapper uses it without
+        checking the gradients itself. However, a loss scale with ``needs_largest`` still reads the gradients to measure
+        their largest magnitude.
+      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. If these arguments contain
+        gradients, the gradients must be unscaled.
 
       ``update_and_apply(scaled_grads, state, params, **kwargs)`` takes the keyword arguments of ``update`` and returns
-      ``(params, state)``. The result is the same as with ``update`` and `optax.apply_updates`, but the computation is
-      faster. Leaves that are not inexact arrays, or whose gradient is ``None``, are returned as the same objects.
+      ``(params, state)``. The result is the same as that of ``update`` followed by `optax.apply_updates`, but
+      ``update_and_apply`` is faster. Leaves that are not inexact arrays, or whose gradient is ``None``, are returned as
+      the same objects.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation or already contains a `loss_scaled`, or if
@@ -156,8 +160,8 @@ def loss_scaled(
     not compiled, and each operation is dispatched separately.
 
     The updates of a skipped step are -0.0, because adding -0.0 does not change any number. However, an addition in XLA
-    may flush subnormal parameters to zero. ``update_and_apply`` avoids this, because it does not add anything in a
-    skipped step.
+    may flush subnormal parameters to zero. ``update_and_apply`` avoids this problem, because it does not add anything
+    in a skipped step.
 
     References:
       ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`` multiplies the loss by the scale itself, and
@@ -173,7 +177,8 @@ def checked_options(
 ) -> dict[str, Any]:
     """Return the fields of a `Wrapper`. Raise a `ValueError` if an argument is not valid.
 
-    ``names`` contains the name of the function that the user called, and the name of its argument ``inner``.
+    ``names`` contains two names for error messages: the function that the user called, and the argument of this
+    function that contains ``inner``.
     """
     function, argument = names
     check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")

@@ -56,7 +56,7 @@ class Wrapper:
         return f"loss_scaled({self.initial_loss_scale!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        """Return the object itself, so that a copy of a train state uses the step that is already compiled."""
+        """Return the wrapper itself, so that a copy of a train state uses the step that is already compiled."""
         return self
 
     def init(self, params: optax.Params) -> LossScaledState:
@@ -127,9 +127,9 @@ class Wrapper:
     ) -> _Stepped:
         """Compute a step on the inexact leaves. Outside `jax.jit`, call the compiled step if all arguments permit it.
 
-        The step is not compiled if ``extra_args`` contains anything but arrays. Functions cannot be arguments of a
+        If ``extra_args`` contains anything but arrays, the step is not compiled. Functions cannot be arguments of a
         compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use
-        them for Python control flow.
+        numbers and flags for Python control flow.
         """
         operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
@@ -140,7 +140,7 @@ class Wrapper:
     def _compiled_step(self) -> Callable[..., _Stepped]:
         """Return the compiled step.
 
-        The compiled function is stored in this object, so that it is freed together with the inner optimizer.
+        The compiled function is stored in the wrapper, so that the function is freed together with the inner optimizer.
         """
         return jax.jit(self._step, static_argnums=0)
 
@@ -153,7 +153,7 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Return the new parameters if ``applies`` is true, and the updates otherwise, together with the new state."""
+        """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
         decision = decide(
             scaled_grads, state.loss_scale, inputs, self.axis_name, are_scaled=self.takes_scaled_gradients
         )
@@ -204,7 +204,7 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
 def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The updates of arrays are zero. A Python number whose gradient is ``None`` is part of the configuration of the
+    The update of each array is zero. A Python number whose gradient is ``None`` is part of the configuration of the
     model, so its update is ``None``. If ``params`` is ``None``, the gradients themselves are returned.
     """
     if params is None:
@@ -257,7 +257,7 @@ def _check_arguments(
     inputs: StepInputs,
     extra_args: dict[str, Any],
 ) -> None:
-    """Raise a `ValueError` that names the method and the argument if an argument is not valid."""
+    """Raise a `ValueError` that names the method and the argument if any argument is not valid."""
     check_state(state, method, f"{grads_name}, state, params")
     _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
@@ -287,7 +287,7 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
 
 @contextlib.contextmanager
 def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
-    """Raise a clearer error if the code in the context fails because gradients and parameters differ in structure.
+    """Raise a clearer error if the ``with`` block fails because gradients and parameters differ in structure.
 
     Args:
       name: the name of the argument with the gradients, for the message.

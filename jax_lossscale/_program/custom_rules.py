@@ -1,8 +1,8 @@
-"""Evaluation of functions with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by a given evaluator.
+"""Evaluation of equations with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by a given evaluator.
 
-The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule is a
-private parameter of the equation and is not called directly. JAX transforms the original equation, which applies the
-rule, and then the evaluator evaluates the resulting jaxpr.
+The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule is not
+called directly, because it is a private parameter of the equation. Instead, JAX transforms the original equation, which
+applies the rule, and the evaluator evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
 class EvaluateRule(Protocol):
-    """Evaluator for the jaxpr of a function with a custom rule, and for the jaxprs that the rule computes."""
+    """Evaluator for the jaxpr of a function with a custom rule, and for the jaxprs obtained by applying the rule."""
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Return the outputs of a jaxpr.
@@ -37,8 +37,8 @@ class EvaluateRule(Protocol):
         Args:
           closed: the jaxpr.
           inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs correspond to the operands of
-            the equation. In the transpose of a `linear_call`, the cotangents correspond to the linear operands. Neither
-            cotangents nor linear operands are constants.
+            the equation. In the transpose of a `linear_call`, the cotangents are in the positions of the linear
+            operands. Neither the cotangents nor the linear operands of a `linear_call` are constants.
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. The outputs of
             ``forward`` are the results of the equation, followed by the residuals, which are the first inputs of
             ``closed``.
@@ -75,9 +75,9 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
       bind: binds the equation.
 
     Returns:
-      A jaxpr and a list. The inputs of the jaxpr are all operands, followed by the tangents of the perturbed operands.
-      The outputs of the jaxpr are the results, followed by their nonzero tangents. The list contains, for each result,
-      whether its tangent is a symbolic zero.
+      A jaxpr and a list. The inputs of the jaxpr are all operands of the equation, followed by the tangents of the
+      perturbed operands. The outputs of the jaxpr are the results of the equation, followed by the nonzero tangents of
+      the results. The list contains, for each result, whether its tangent is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
@@ -174,10 +174,10 @@ class _Linearized:
 
         Args:
           nonzero: the positions of the results whose cotangents are inputs. The custom rule receives symbolic zeros as
-            the cotangents of all other results.
+            the cotangents of the results at all other positions.
 
         Returns:
-          The jaxpr, and the positions of the operands whose cotangents it computes. The cotangents of all other
+          The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of all other
           operands are symbolic zeros.
         """
         tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]
@@ -250,7 +250,7 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
 
 def axes_of_shard_map(eqn: Any) -> frozenset[str]:
     """Return the names of the mesh axes that a `jax.shard_map` binds."""
-    # Before jax 0.10.2, the parameter was called `manual_axes`.
+    # Before jax 0.10.2, the parameter `newly_manual_axes` was called `manual_axes`.
     axes: frozenset[str] = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return axes
 
@@ -288,7 +288,7 @@ def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
     return results[0]
 
 
-# For each primitive with a custom rule, the function that evaluates an equation of this primitive.
+# A mapping from each primitive with a custom rule to the function that evaluates an equation of this primitive.
 RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
@@ -299,7 +299,7 @@ RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
 
 
 def _as_function(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int], bind: Bind = bind_here) -> Any:
-    """Return a function that binds ``eqn``: its arguments replace the operands of ``inputs`` at ``perturbed``."""
+    """Return a function that binds ``eqn`` to ``inputs``, with its arguments at the positions ``perturbed``."""
 
     def function(*values: Any) -> list[Any]:
         operands = list(inputs)

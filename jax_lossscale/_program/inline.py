@@ -1,4 +1,4 @@
-"""Graph of a jaxpr: its equations as one list of nodes, with all calls of `jax.jit` inlined."""
+"""Graph of a jaxpr: a list of the equations in the jaxpr, with calls to jitted functions inlined if possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 
-# An identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
+# The identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
 ValueId: TypeAlias = int
 
 
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A jaxpr as a list of nodes, in an order in which they can be evaluated.
+    """A jaxpr as a list of nodes, in an order in which the nodes can be evaluated.
 
     Attributes:
       inputs: the identifiers of the jaxpr's arguments.
@@ -48,9 +48,9 @@ class Graph(NamedTuple):
 
 
 def inlined(closed: ClosedJaxpr) -> Graph:
-    """Return the graph of a jaxpr, with the calls of `jax.jit` inlined.
+    """Return the graph of a jaxpr, with calls to jitted functions inlined if possible.
 
-    A call of `jax.jit` remains a single node if it specifies shardings or layouts, or donates arguments.
+    A call to a jitted function remains a single node if it specifies shardings or layouts, or donates arguments.
     """
     nodes: list[Node] = []
     constants: dict[ValueId, Any] = {}
@@ -102,5 +102,5 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
 
 
 def value_ids(atoms: Sequence[ValueId | Literal]) -> tuple[ValueId, ...]:
-    """Return the identifiers of the values among operands or results, without the literals."""
+    """Return the identifiers of all operands or results that are not literals."""
     return tuple(atom for atom in atoms if not isinstance(atom, Literal))

@@ -26,8 +26,8 @@ class Traced:
     unchanged.
 
     Attributes:
-      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are ``inputs``. The outputs are the arrays in the result of the
-        function and in the parts of nnx objects that the function changes.
+      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are ``inputs``. The outputs of the jaxpr are the arrays in the
+        result of the function and in the parts of nnx objects that the function changes.
       inputs: the leaves of the arguments that are arrays.
       positions: the positions of these arrays among all leaves of the arguments.
 
@@ -62,7 +62,7 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the inputs of the jaxpr for other arguments, which must have the same tree structure."""
+        """Return the inputs of the jaxpr for new arguments with the tree structure of the original arguments."""
         leaves = nnx_objects.flattened((args, kwargs)).leaves
         return [leaves[position] for position in self.positions]
 
@@ -99,12 +99,12 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"  # JAX does not support objects (O) and strings (S, U).
+        return leaf.dtype.kind not in "OSU"  # JAX does not support arrays of objects (O) or strings (S, U).
     return isinstance(leaf, jax.Array)
 
 
 def is_half(aval: Any) -> bool:
-    """Return whether a type is a floating dtype of fewer than 32 bits, such as float16; references do not count."""
+    """Return whether a type is an array type (not a reference) of a floating dtype of fewer than 32 bits."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
@@ -115,7 +115,7 @@ def is_float32(aval: Any) -> bool:
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
-    """Return ``aval`` with its dtype replaced by ``dtype`` if it is float32, and unchanged otherwise."""
+    """Return ``aval`` with the dtype ``dtype`` if ``aval`` is a float32 type, and unchanged otherwise."""
     return aval.update(dtype=dtype) if is_float32(aval) else aval
 
 
@@ -125,7 +125,7 @@ def size_of(aval: Any) -> int:
 
 
 def size_of_shape(shape: Iterable[Any]) -> int:
-    """Return the number of elements of a shape. A symbolic dimension of `jax.export` counts as 2**20."""
+    """Return the number of elements for an array shape. A symbolic dimension of `jax.export` counts as 2**20."""
     return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
 
 
@@ -135,7 +135,7 @@ def is_reference(atom: Any) -> bool:
 
 
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:
-    """Return the jaxprs in a parameter of an equation, which may be a jaxpr or a tuple of jaxprs."""
+    """Return the jaxprs in an equation's parameter if the parameter is a jaxpr or a tuple of jaxprs."""
     if isinstance(parameter, ClosedJaxpr):
         return [parameter.jaxpr]
     if isinstance(parameter, Jaxpr):
@@ -156,12 +156,12 @@ def half_dtypes(program: Any) -> list[jnp.dtype]:
 
 
 def has_effects(eqn: Any) -> bool:
-    """Return whether an equation has effects. The use of a mesh axis, which JAX lists as an effect, does not count."""
+    """Return whether an equation has effects other than the use of a mesh axis, which JAX also lists as an effect."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
-    """Return, for each equation, the variables that are used or defined there and are not needed afterwards."""
+    """Return, for each equation, the variables that the equation uses or defines and that are not needed afterwards."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     uses: list[list[Any]] = []
     for eqn in reversed(jaxpr.eqns):
@@ -198,14 +198,14 @@ def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> lis
 
 
 class RuleError(Exception):
-    """An error in the differentiation rule of an equation. The rule may be user code."""
+    """An error in the differentiation rule of an equation, which may be user code."""
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """Call `bind_here`, and convert any exception to a `RuleError`.
 
-    JAX calls the differentiation rule of an equation while the equation is bound. An exception is therefore an error in
-    the rule, and not in the code that differentiates the equation.
+    JAX calls the differentiation rule of an equation while the equation is bound. An exception is therefore caused by
+    the rule, not by the code that differentiates the equation.
     """
     try:
         return bind_here(eqn, inputs, params)
@@ -223,7 +223,7 @@ def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, A
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:
-    """Return ``value`` in a dtype. A Python or NumPy value becomes a NumPy value, so it remains a constant."""
+    """Return ``value`` cast to ``dtype``. Python and NumPy values become NumPy values, so they remain constants."""
     if getattr(value, "dtype", None) == dtype:
         return value
     if isinstance(value, jax.Array):

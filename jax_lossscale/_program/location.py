@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-# The names in which the transformations of JAX wrap the names of scopes, as in `transpose(jvp(Dense_0))`.
+# JAX transformations wrap the names of scopes in their own names, as in `transpose(jvp(Dense_0))`.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
 # Scopes whose names begin with this prefix are omitted from locations.
 HIDDEN_SCOPE = "jls: "
-_NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects, and is not a layer.
+_NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect handler, not a layer.
 # Each directory must end in a separator, because otherwise the directory of `jax` would be a prefix of the directory of
 # `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
@@ -45,8 +45,8 @@ class Location(NamedTuple):
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether the equation belongs to the backward pass.
       instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
-        equations have the same positions only if the same user code was executed twice.
-      parameter: the tree path of the argument leaf that the equation uses; "" if it was not determined.
+        equations have the same bytecode positions only if the same user code was executed twice.
+      parameter: the tree path of the argument leaf that the equation uses; "" if the path was not determined.
     """
 
     stack: str
@@ -60,7 +60,7 @@ class Location(NamedTuple):
 
 
 def location_of(eqn: Any, within: Location | None = None) -> Location:
-    """Return the location of an equation. ``within`` is the location of the equation that contains it, if any."""
+    """Return the location of an equation. ``within`` is the location of the enclosing equation, if any."""
     outer = within or Location("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, _shown_names(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
@@ -81,7 +81,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the location of an equation. ``within`` contains the equations around it, the outermost first."""
+    """Return the location of an equation. ``within`` contains the enclosing equations, the outermost first."""
     location = None
     for outer in within:
         location = location_of(outer, location)
@@ -114,7 +114,7 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """Return the frames outside of JAX and this library, from the innermost to the one that traced the function."""
+    """Return the frames outside JAX and this library, from the innermost frame to the one that traced the function."""
     traceback = eqn.source_info.traceback
     # Before jax 0.9.1, a traceback also includes the callers of the tracing function, whose classes are not layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
@@ -129,7 +129,7 @@ def _instructions(traceback: Any) -> tuple[int, ...]:
 
 
 def _readable(file_name: str) -> str:
-    """Return the name of the notebook cell, or the path, relative to the working directory if it is below it."""
+    """Return the name of a notebook cell, or the path of a file (relative if it is in the working directory)."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file_name) if shell else None
     if cell:
@@ -141,12 +141,13 @@ def _readable(file_name: str) -> str:
 def _classes(frames: list[Any]) -> list[str]:
     """Return the classes whose ``__call__`` is running, the outermost first.
 
-    For nnx and equinox modules, the classes replace scopes, because these modules do not add names to the name stack.
+    For nnx and equinox modules, classes are used instead of scopes, because these modules do not add names to the name
+    stack.
     """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 
 
 def _is_of_user(file_name: str) -> bool:
-    """Return whether a file contains user code: it belongs neither to an installed library nor to this library."""
+    """Return whether a file contains user code, that is, code outside this library and all installed libraries."""
     return not file_name.startswith((*_LIBRARIES, "<frozen", _OURS))

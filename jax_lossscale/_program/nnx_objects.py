@@ -1,8 +1,8 @@
 """Support for modules and variables of flax nnx in the arguments of a traced function.
 
 Modules and variables of nnx are mutable, and a function may change them while it runs. If modules were flattened as
-pytrees, the function would change copies of them (for example, of the batch statistics and the counters of random
-streams), and the changes would be lost without an error. Therefore, modules and variables are split and merged with
+pytrees, the function would change copies of the modules (for example, of the batch statistics and the counters of
+random streams), and the changes would be silently lost. Therefore, modules and variables are split and merged with
 `nnx.split` and `nnx.merge`, and the changed parts become additional results of the traced function.
 """
 
@@ -69,12 +69,12 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Apply the changes that `changes` found in copies of the nnx objects to the objects themselves."""
+    """Apply the changes that `changes` found in copies of nnx objects to the original objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            if holder is not None:  # If there is no holder, the value is in a new container, which is set as a whole.
+            if holder is not None:  # If `holder` is None, the value is in a new container, which is set as a whole.
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
@@ -85,8 +85,8 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function, and the nnx object that it needs as its first argument.
 
-    If ``fun`` is an nnx module or a method of one, the result is the unbound method and a tuple with the module. Any
-    other function is returned unchanged, together with an empty tuple.
+    If ``fun`` is an nnx module or a method of an nnx module, the result is the unbound method and a tuple with the
+    module. Any other function is returned unchanged, together with an empty tuple.
     """
     if _is_object(fun):
         return type(fun).__call__, (fun,)
@@ -95,14 +95,14 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the paths and values of all variables, and of other contents of modules, dictionaries and lists."""
+    """Return the paths and values of all variables, and of all other values in modules, dictionaries and lists."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
 
 
 def _held(holder: Any) -> list[tuple[Any, Any]]:
-    """Return the names and values in a module, dictionary or list, except for nnx modules and variables."""
+    """Return the names and values of the items in a module, dictionary or list, except nnx modules and variables."""
     if isinstance(holder, list):
         named: Iterable[tuple[Any, Any]] = enumerate(holder)
     elif isinstance(holder, dict):
@@ -119,7 +119,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _nnx() -> Any:
-    """Return the module `flax.nnx`, or None if it has not been imported.
+    """Return the `flax.nnx` module, or None if it has not been imported.
 
     Without this import, there cannot be any nnx objects.
     """

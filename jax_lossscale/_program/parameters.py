@@ -1,4 +1,4 @@
-"""Tree paths of the parameters that operations use, which distinguish layers with the same class and source line."""
+"""Tree paths of the parameters used by operations, to distinguish layers with the same class and source line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# An equation and the equations that contain it, the outermost first.
+# The equations that contain an equation, the outermost first, followed by the equation itself.
 Path: TypeAlias = tuple[Any, ...]
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
-    """Return, for each operation, the tree path of the argument leaf that it uses.
+    """Return, for each operation, the tree path of the argument leaf that the operation uses.
 
     Data movement and casts may be applied to the leaf before the operation uses it. If an operation uses several
     leaves, the leaf of the first argument is returned, because the first argument usually contains the parameters. If
@@ -44,7 +44,7 @@ class _Leaf(NamedTuple):
 
 
 class _Taken(Propagation[_Leaf | None]):
-    """Determine which values are leaves of arguments. ``found`` maps each operation to the path of its leaf."""
+    """Determine which values are leaves of the arguments. ``found`` maps each operation to the path of its leaf."""
 
     follows = Propagation.follows | {"shard_map"}
 

@@ -1,7 +1,7 @@
-"""Tables of the primitives of JAX, grouped by kind of operation.
+"""Tables of JAX primitives, grouped by kind of operation.
 
 A primitive that is not in any table is computed in float32, and the jaxprs in its parameters are evaluated unchanged,
-which is always correct. Reports list the names of primitives that are not in any table.
+because this is correct for every primitive. Reports list the names of primitives that are not in any table.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _names(words: str) -> frozenset[str]:
 # Matrix multiplications and convolutions (matmuls), which tensor cores compute.
 MATMULS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {FLOAT32_RESULT_MATMUL}
 
-# Operations that only determine the devices or the memory in which an array is stored.
+# Operations that only determine where an array is stored (on which devices, or in which kind of memory).
 PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# Operations that only move numbers, or select them by a mask. All moved operands and all results have the same dtype.
+# Operations that only move numbers or select numbers by a mask. All moved operands and all results have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
@@ -42,27 +42,28 @@ PLAIN_DATA_MOVEMENT = (
     | PLACEMENTS
     | {SAVED}
 )
-# Data movement that may replicate a number, whose cotangent is then a sum, and therefore arithmetic.
+# Data movement that may replicate a number. The transpose of replication is arithmetic, because the cotangents of all
+# copies are summed.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
-# Data movement between devices, whose results are saved for the backward pass instead of being communicated again.
+# Data movement between devices. The results are saved for the backward pass, so that they are not communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
 # Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# Operations that select numbers by their size, which commutes with rounding. Pooling operations select a number from
-# each window.
+# Operations that select one of several numbers by comparing them. The numbers can be rounded before or after the
+# selection, because rounding preserves their order. Max and min pooling select one number from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = (
     PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 )
-# For data movement with other operands such as indices or sizes, the number of leading operands that are moved.
+# The number of leading operands that are moved, for data movement with additional operands such as indices or sizes.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
-# Operations that convert their operand to another dtype.
+# Operations that convert their operand to another dtype or precision.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
 # Sums of many numbers, which may cancel if the numbers have different signs.
@@ -74,7 +75,7 @@ STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 # Reductions along axes, such as the mean and the variance in a normalization layer. The tables REDUCTIONS, WRITTEN and
 # CHEAP describe how XLA fuses operations.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
-# Operations whose result is written to memory, because XLA does not fuse it into its consumers.
+# Operations whose result is written to memory, because XLA does not fuse these operations into their consumers.
 WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
 # Operations that XLA fuses into their consumers at almost no cost.
 CHEAP = _names(
@@ -88,7 +89,7 @@ LINEAR_ALGEBRA = _names(
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve"
 )
-# Operations whose computation is not described by a jaxpr, or is written for specific dtypes or memory spaces.
+# Operations whose computation is not described by a jaxpr or is written for specific dtypes or memory spaces.
 OPAQUE = _names(
     "call_exported compute_on custom_partitioning dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
@@ -123,7 +124,7 @@ EFFECTS = _names(
     "accum_grad_in_ref addupdate after_all check create_token dce_sink empty_ref free_ref freeze get inspect_sharding "
     "new_ref shape_assertion swap"
 )
-# Elementwise operations, and all sums.
+# Elementwise operations and all sums.
 ARITHMETIC = _names(
     "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e cbrt "
     "ceil clz complex conj convert_element_type cos cosh digamma dim_as_value dimension_size div empty empty2 eq "
@@ -139,10 +140,10 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 
 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return, for each result of data movement or a cast, the positions of the operands whose numbers it contains.
+    """Return, for each result of a data movement or cast, the positions of the operands whose numbers it can contain.
 
-    Operands such as masks, indices and sizes are not returned, because they only determine which numbers are moved, and
-    to which positions. For operations that are neither data movement nor casts, return None.
+    Operands such as masks, indices and sizes are ignored, because these operands only determine which numbers are
+    moved, and to which positions. For operations that are neither data movement nor casts, return None.
     """
     name = eqn.primitive.name
     if name not in DATA_MOVEMENT | CONVERSIONS:
@@ -155,7 +156,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive, followed by the name of the library that defines it if this is not JAX."""
+    """Return the name of a primitive, followed by the name of the library that defines it unless this is JAX."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
@@ -177,7 +178,7 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def terms_per_sum(eqn: Any) -> int:
-    """Return the number of terms in the sum for each element of a matmul's result, and 1 for any other equation."""
+    """Return the number of terms that are summed for each element of a matmul's result, or 1 for any other equation."""
     params = eqn.params
     name = params["matmul"].name if eqn.primitive.name == FLOAT32_RESULT_MATMUL else eqn.primitive.name
     if name not in MATMULS:

@@ -1,8 +1,8 @@
 """Propagation of static information through the values of a jaxpr, from operation to operation.
 
-A subclass of `Propagation` defines the information. For each operation, the subclass computes the information about the
-results from the information about the operands. The base class propagates the information through calls, loops and
-branches.
+A subclass of `Propagation` defines which information is propagated. For each operation, the subclass computes the
+information about the results from the information about the operands. The base class propagates the information through
+calls, loops and branches.
 """
 
 from __future__ import annotations

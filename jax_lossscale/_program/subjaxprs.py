@@ -1,7 +1,7 @@
 """The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
-`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. Every module of
-this library that enters sub-jaxprs uses this mapping.
+`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. All code in
+`jax_lossscale` that enters sub-jaxprs uses this mapping.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SubJaxpr(NamedTuple):
 
     @property
     def is_condition(self) -> bool:
-        """Whether this is the condition of a `while` loop."""
+        """Whether the jaxpr is the condition of a `while` loop."""
         return -1 in self.results
 
 
@@ -49,7 +49,7 @@ class SubJaxprs(NamedTuple):
       jaxprs: the jaxprs. The last jaxpr of a loop is its body. The jaxprs of a conditional are its branches.
       carried: for each carry of a loop, the position of its final value among the results, and the position of its
         initial value among the operands.
-      sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each.
+      sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
       times: the number of iterations of a `scan`, and 1 for all other primitives.
     """
 
@@ -60,13 +60,13 @@ class SubJaxprs(NamedTuple):
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
-    """Return the jaxprs in an equation, or an empty result if it has no known higher-order primitive."""
+    """Return the sub-jaxprs of an equation, or an empty result if its primitive is not a known higher-order one."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Bind an equation whose primitive is in `REBOUND` with other jaxprs, and return its outputs."""
+    """Bind an equation whose primitive is in `REBOUND` with new sub-jaxprs, and return the outputs."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -93,7 +93,7 @@ def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None
 
 
 def _called(*names: str) -> Callable[[Any], SubJaxprs]:
-    """Return a rule for primitives that call the jaxpr in the first existing parameter of ``names``."""
+    """Return a rule for primitives that call the jaxpr in the first of the parameters ``names`` that exists."""
 
     def rule(eqn: Any) -> SubJaxprs:
         jaxpr = next(eqn.params[name] for name in names if name in eqn.params)

@@ -1,4 +1,4 @@
-"""Base class of interpreters of jaxprs, which visit each equation once, in order.
+"""Base class of jaxpr interpreters that visit each equation once, in order.
 
 Each subclass chooses how to represent a value: as an array, as a tuple of arrays, or as static information that is
 available at trace time.
@@ -20,7 +20,7 @@ class Walk(Generic[Datum]):
     """Base class that interprets a jaxpr and deletes each value after its last use."""
 
     def value_of(self, constant: Any, aval: Any) -> Datum:
-        """Return the value that represents a literal or a constant. ``aval`` is its type in the jaxpr."""
+        """Return the value that represents a literal or a constant. ``aval`` is the type of the literal or constant."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: list[Datum]) -> Sequence[Datum]:
@@ -28,7 +28,7 @@ class Walk(Generic[Datum]):
         raise NotImplementedError
 
     def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Datum]) -> list[Datum]:
-        """Return the values that represent the results of a jaxpr. ``inputs`` are the values of its arguments."""
+        """Return the values that represent the results of a jaxpr, given the values that represent its arguments."""
         jaxpr = closed.jaxpr
         values: dict[Any, Datum] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
