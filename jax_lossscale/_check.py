@@ -89,8 +89,8 @@ def check_bool_scalar(value: Any, name: str) -> None:
     if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
         return
     raise ValueError(
-        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else shown(value)}. Reduce it with "
-        "`jnp.all` or `jnp.any`."
+        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else shown(value)}. Reduce the "
+        "value with `jnp.all` or `jnp.any`."
     )
 
 

@@ -54,8 +54,8 @@ class MixedPrecision:
     clip or accumulate gradients as usual. After an overflow, the gradients are not finite, and the optimizer skips the
     step and adjusts the loss scale.
 
-    Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, the training step needs a third line, because JAX does not
-    support references in these transformations: ``trainer.train_step = mp.step(trainer.train_step)``.
+    Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, the training step needs a third line of code, because JAX does
+    not support references in these transformations: ``trainer.train_step = mp.step(trainer.train_step)``.
 
     Args:
       optimizer: an optax transformation, or `optax.MultiSteps`.
@@ -250,7 +250,9 @@ class _SharedLossScale:
             try:
                 reference[...] = jnp.asarray(value, reference.dtype)
             except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and derivatives.
-                raise ValueError(f"`MixedPrecision` cannot be used here without a third line. {_USE_STEP}") from error
+                raise ValueError(
+                    f"`MixedPrecision` needs `MixedPrecision.step` in this transformation. {_USE_STEP}"
+                ) from error
 
     def place_like(self, params: Any) -> None:
         """Create the references on the mesh of the parameters, if the parameters are on more than one device."""
@@ -290,7 +292,7 @@ class _SharedLossScale:
         if not mesh.empty and mesh.shape_tuple != self._mesh.shape_tuple:
             raise ValueError(
                 f"`MixedPrecision.{method}` was called under the mesh {mesh.shape_tuple}, but was first used under "
-                f"{self._mesh.shape_tuple or 'no mesh'}. Create the `MixedPrecision` anew, and use it under one mesh."
+                f"{self._mesh.shape_tuple or 'no mesh'}. Create a new `MixedPrecision` for each mesh."
             )
         return self._references
 
@@ -310,9 +312,7 @@ class _SharedLossScale:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a `TypeError`, because copies are not supported."""
-        raise TypeError(
-            "The optimizer of a `MixedPrecision` cannot be pickled, because it shares a loss scale with it."
-        )
+        raise TypeError("The optimizer of a `MixedPrecision` cannot be pickled, because the two share a loss scale.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

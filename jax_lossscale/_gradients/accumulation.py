@@ -103,7 +103,7 @@ def accumulate_gradients(
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    whole = "With 1, the batch is not split."
+    whole = "With `num_microbatches=1`, the batch is not split."
     num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
     batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
@@ -175,7 +175,7 @@ def _check_no_modules(tree: Any) -> None:
     """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost."""
     if _has_nnx_module(tree):
         raise ValueError(
-            "`accumulate_gradients` got an nnx module, but changes of the module, such as updates of batch statistics, "
+            "`accumulate_gradients` got an nnx module, but changes to the module, such as updates of batch statistics, "
             "would be lost. Use the method of the optimizer instead: "
             "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
         )
@@ -224,7 +224,8 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
             "`accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, "
-            f"got {jax.tree.map(jnp.shape, batch)}. Use `batch_argnums` to specify the arguments with the batch."
+            f"got {jax.tree.map(jnp.shape, batch)}. Use `batch_argnums` to specify the arguments that contain the "
+            "batch."
         )
     ((size,),) = sizes
     if size % num_microbatches or size == 0:

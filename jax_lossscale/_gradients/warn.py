@@ -63,9 +63,9 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     if not is_frozen(loss_scale):
         return False
     warn_user(
-        f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. It "
-        "will never change, although the loss scale in the optimizer state does. If you write the training step, pass "
-        "`opt_state` to the step as an argument, and create the gradient function inside the step, "
+        f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. "
+        "This constant will never change, although the loss scale in the optimizer state does. If you write the "
+        "training step, pass `opt_state` to the step as an argument, and create the gradient function inside the step: "
         "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`. If a library computes the gradients, use "
         "`jls.MixedPrecision`."
     )

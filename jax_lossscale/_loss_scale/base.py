@@ -135,8 +135,8 @@ class LossScale(abc.ABC):
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
             raise ValueError(
-                f"`==` got a traced `{type(self).__name__}`, whose state is not known yet. Compare outside `jax.jit`, "
-                "or compare the scales: `a() == b()`."
+                f"`==` got a traced `{type(self).__name__}`, whose state is not known yet. Compare the loss scales "
+                "outside `jax.jit`, or compare only their current scales: `a() == b()`."
             )
         return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
 

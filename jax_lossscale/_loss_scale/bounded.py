@@ -63,7 +63,7 @@ class BoundedLossScale(LossScale):
         if ceiling is not None and start > ceiling:
             raise ValueError(
                 f"`{self._named('initial_loss_scale')}` must not be above `max_loss_scale` = {ceiling!r}, got "
-                f"{initial!r}. Start lower, or raise `max_loss_scale`."
+                f"{initial!r}. Lower `initial_loss_scale`, or raise `max_loss_scale`."
             )
         self._set(initial_loss_scale=start, min_loss_scale=floor, max_loss_scale=ceiling)
 

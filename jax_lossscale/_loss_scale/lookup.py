@@ -19,8 +19,8 @@ _Tree = TypeVar("_Tree")
 
 # If a class is not registered with flax, flax restores objects of this class as dictionaries.
 READ_WITHOUT_INTEROP = (
-    "contains a dictionary instead of a loss scale. If flax restored it from a checkpoint, `import "
-    "jax_lossscale.interop.flax` first, and restore the checkpoint again."
+    "contains a dictionary instead of a loss scale. If flax restored the state from a checkpoint, "
+    "`import jax_lossscale.interop.flax` first, and restore the checkpoint again."
 )
 
 
@@ -102,7 +102,8 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         paths = ", ".join(jax.tree_util.keystr(keys) for keys, _ in chosen or nodes)
         raise ValueError(
             f"`{name}` must contain exactly one `{kind.__name__}`{below}, got {len(chosen)}. A `{kind.__name__}` "
-            f"exists at: {paths}. Pass a part of the state that contains only one, or pass a path to `get_loss_scale`."
+            f"exists at: {paths}. Pass a part of the state that contains only one `{kind.__name__}`, or pass a path to "
+            "`get_loss_scale`."
         )
     ((_, node),) = chosen
     return node
@@ -112,14 +113,14 @@ def not_a_state(argument: Any, name: str) -> ValueError:
     """Return the exception to raise for an argument that should be an optimizer state but is not."""
     got, fix = shown(argument), ""
     if all(callable(getattr(argument, method, None)) for method in ("init", "update")):
-        got, fix = "the optimizer itself", "Pass its state: `tx.init(params)`, or the state after the last step."
+        got, fix = "the optimizer itself", "Pass `tx.init(params)`, or the state after the last step."
     elif isinstance(argument, LossScale):
-        got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state that contains it."
+        got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state instead."
     elif _holds_nnx_state(argument):
         got = "an `nnx.State`, which does not contain the classes of its objects"
-        fix = "Merge it first, `nnx.merge(graphdef, state)`, and pass the optimizer or its `opt_state`."
+        fix = "Merge the state with `nnx.merge(graphdef, state)`, and pass the optimizer or its `opt_state`."
     elif _is_plain_copy(argument):
-        got = "a plain dictionary, as a checkpoint contains it"
+        got = "a plain dictionary, as stored in a checkpoint"
         fix = "Restore the checkpoint with a target: `tx.init(params)`."
     expected = "the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
     return ValueError(f"`{name}` must be or contain {expected}; got {got}. {fix}".rstrip())

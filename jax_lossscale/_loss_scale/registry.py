@@ -110,7 +110,7 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
         raise ValueError(
             f"`serialize(loss_scale=...)` got a `{kind.__name__}` from {kind.__module__}, but `get` would construct "
-            "the class of the same name in this library. Rename the class."
+            "the class of the same name in `jax_lossscale`. Rename the class."
         )
     return {"class_name": kind.__name__, "config": loss_scale.get_config()}
 

@@ -63,8 +63,8 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
             raise
         raise ValueError(
             f"`all_finite(tree=...)` has leaves on {number} devices or meshes, which a single program cannot process. "
-            "Call `all_finite` for the leaves on each of them, and use `jax.device_put` to combine the results on one "
-            "device."
+            "Call `all_finite` separately for the leaves on each device or mesh, and use `jax.device_put` to combine "
+            "the results on one device."
         ) from error
 
 

@@ -23,7 +23,7 @@ _MAX_CONSECUTIVE_SKIPS = 1000
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
-    "the arguments, `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
+    "the arguments: `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
     '"Libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 
@@ -117,7 +117,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
       1,000 consecutive skipped steps.
     """
-    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It is a number of consecutive skipped steps.")
+    patience = count(
+        patience, "raise_if_stuck(patience=...)", 1, "`patience` is the number of consecutive skipped steps."
+    )
     state = own_numbers(opt_state, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
@@ -181,9 +183,7 @@ def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
 def check_is_concrete(state: LossScaledState, name: str) -> None:
     """Raise a `ValueError` that names the argument if the state is traced."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
-        raise ValueError(
-            f"`{name}` got values that are traced, so they are not known yet. Call this function outside `jax.jit`."
-        )
+        raise ValueError(f"`{name}` got traced values, which are not known yet. Call this function outside `jax.jit`.")
 
 
 def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:

@@ -59,7 +59,7 @@ jls.AutoLossScale().update(jnp.array(False))
     `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To pass a
     boolean, use `adjust`.
 jls.AutoLossScale().adjust(1)
-    `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
+    `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
     `jnp.any`.
 jls.AutoLossScale().adjust(True, largest="x")
     `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
@@ -75,16 +75,16 @@ jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1 and fit into int32, got 0. To keep the scale
     fixed, use `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
-    `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Start lower,
-    or raise `max_loss_scale`.
+    `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Lower
+    `initial_loss_scale`, or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
     `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit into int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
-    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
+    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
     `jnp.any`.
 jls.DynamicLossScale().adjust({"kernel": PARAMS})
-    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). Reduce it with
-    `jnp.all` or `jnp.any`.
+    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). Reduce the
+    value with `jnp.all` or `jnp.any`.
 jls.DynamicLossScale(current_loss_scale=np.array([1, 0]))
     `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got
     np.int64(0).
@@ -120,8 +120,8 @@ jls.PrecisionRule("float32", layer=3)
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
-    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit into int32, got 0. With 1, the batch
-    is not split.
+    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit into int32, got 0. With
+    `num_microbatches=1`, the batch is not split.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with
     2 positional arguments. Pass the batch and the differentiated arguments by position.
@@ -136,7 +136,7 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
     0 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
-    ([],). Use `batch_argnums` to specify the arguments with the batch.
+    ([],). Use `batch_argnums` to specify the arguments that contain the batch.
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
@@ -159,8 +159,8 @@ jls.cast_floating(jnp.dtype("float16"), {"kernel": PARAMS})
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
-    `get_loss_scale(opt_state=...)` must contain exactly one `LossScale` below the path 'nope', got 0. A
-    `LossScale` exists at: .loss_scale. Pass a part of the state that contains only one, or pass a path to
+    `get_loss_scale(opt_state=...)` must contain exactly one `LossScale` below the path 'nope', got 0. A `LossScale`
+    exists at: .loss_scale. Pass a part of the state that contains only one `LossScale`, or pass a path to
     `get_loss_scale`.
 jls.metrics(PARAMS)
     `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
@@ -195,9 +195,9 @@ TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
     `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other
     values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
-    `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
+    `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
-    `update(skip_if=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
+    `update(skip_if=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, (), PARAMS)
     `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
 TX.update("x", STATE, PARAMS)
@@ -219,11 +219,11 @@ TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
     `update`.
 jls.raise_if_stuck(STATE, patience=0)
-    `raise_if_stuck(patience=...)` must be at least 1 and fit into int32, got 0. It is a number of consecutive
-    skipped steps.
+    `raise_if_stuck(patience=...)` must be at least 1 and fit into int32, got 0. `patience` is the number of
+    consecutive skipped steps.
 COMPILED(jls.raise_if_stuck)(STATE)
-    `raise_if_stuck(opt_state=...)` got values that are traced, so they are not known yet. Call this function
-    outside `jax.jit`.
+    `raise_if_stuck(opt_state=...)` got traced values, which are not known yet. Call this function outside
+    `jax.jit`.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
@@ -384,12 +384,15 @@ TAKE_A_STATE = {
 RESTORED = {"applied_steps": 0, "consecutive_skips": 0, "inner_state": [], "loss_scale": {"current_loss_scale": 8.0}}
 NNX_STATE = nnx.split(nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param))[1]
 NOT_A_STATE = {
-    "the optimizer": (TX, "the optimizer itself. Pass its state: `tx.init(params)`, or the state after the last step."),
-    "another optimizer": (optax.sgd(0.1), "the optimizer itself. Pass its state: `tx.init(params)`, or the state"),
-    "an untargeted restore": ([RESTORED], "a plain dictionary, as a checkpoint contains it. Restore the checkpoint"),
+    "the optimizer": (TX, "the optimizer itself. Pass `tx.init(params)`, or the state after the last step."),
+    "another optimizer": (optax.sgd(0.1), "the optimizer itself. Pass `tx.init(params)`, or the state"),
+    "an untargeted restore": ([RESTORED], "a plain dictionary, as stored in a checkpoint. Restore the checkpoint"),
     "the parameters": ({"kernel": PARAMS}, "PyTreeDef({'kernel': *})."),
-    "an nnx.State": (NNX_STATE, "an `nnx.State`, which does not contain the classes of its objects. Merge it first, "),
-    "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state that contains it."),
+    "an nnx.State": (
+        NNX_STATE,
+        "an `nnx.State`, which does not contain the classes of its objects. Merge the state with ",
+    ),
+    "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state instead."),
 }
 
 

@@ -467,7 +467,7 @@ def test_a_copied_optimizer_shares_the_scale():
     mp = jls.MixedPrecision(adam())
     _, state, losses = train(mp.loss(loss_fn), copy.deepcopy(mp.optimizer))
     assert_trained(losses, state)
-    with pytest.raises(TypeError, match="shares a loss scale"):
+    with pytest.raises(TypeError, match="share a loss scale"):
         pickle.dumps(mp.optimizer.update.__self__.shared)
 
 

@@ -89,7 +89,7 @@ def test_raise_if_stuck_detects_runs_that_skip_every_step(state, message):
 
 def test_raise_if_stuck_rejects_traced_states():
     state = skipping("dynamic", 0)
-    with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
+    with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got traced values"):
         jax.jit(jls.raise_if_stuck)(state)
     with pytest.raises(ValueError, match="traced"):
         jax.jit(lambda skips: jls.raise_if_stuck(state._replace(consecutive_skips=skips)))(jnp.int32(0))

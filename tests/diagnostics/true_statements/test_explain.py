@@ -330,7 +330,7 @@ def test_a_batch_of_runs_is_refused():
 
 def test_a_traced_state_is_refused():
     state = jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)
-    with pytest.raises(ValueError, match="values that are traced"):
+    with pytest.raises(ValueError, match="traced values"):
         jax.jit(lambda state: explain(state) and state)(state)
 
 
