@@ -158,10 +158,10 @@ class AutoLossScale(BoundedLossScale):
       this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free.
       Otherwise, the allowance would decay faster than it grows if a rare kind of batches overflows.
     - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
-      grows by 8 bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop.
-      Otherwise, the margin is set to 1, and the allowance becomes negative. It remains negative for about 6,000 steps,
-      during which no other test starts. After the margin has grown twice, an overflow below the target also ends the
-      test, because the scale does not reach the target if gradients underflow.
+      grows by 8 bits after each overflow until it exceeds 16 bits. If the scale was the cause, the overflows stop.
+      Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. It remains negative for
+      about 6,000 steps, during which no other test starts. The overflow that ends the test can also be below the
+      target, because the scale does not reach the target if gradients underflow.
     - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
       discarded, because they are relative to the peak.
     - **Gradients that are all zero.** They do not show how large other gradients are. Such steps therefore increase the
@@ -287,15 +287,15 @@ class AutoLossScale(BoundedLossScale):
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
         # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
-        # allowance up to its maximum, and the next two overflows increase the margin in order to test lower scales.
+        # allowance up to its maximum, and the next overflows increase the margin in order to test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
         reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the overflows continue after the margin has been increased twice, the scale is not the cause. Overflows
-        # below the target also end the test, because the scale does not reach the target if gradients underflow.
+        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. Overflows below
+        # the target also end the test, because the scale does not reach the target if gradients underflow.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
