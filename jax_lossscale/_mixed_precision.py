@@ -61,7 +61,7 @@ class MixedPrecision:
       optimizer: an optax transformation, or `optax.MultiSteps`.
       loss_scale: a loss scale, or any argument of `get`. The default ``"auto"`` is an `AutoLossScale`.
       dtype: float16 or bfloat16, the dtype of `autocast`. With float32, the function is not changed by `autocast`.
-      policy: exceptions from the rule of `autocast`, a `PrecisionPolicy`.
+      policy: exceptions to the rule of `autocast`, a `PrecisionPolicy`.
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.

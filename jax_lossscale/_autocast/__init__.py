@@ -4,7 +4,7 @@ Terms that are used in this package:
 
 - *Half precision*: the dtype of `autocast`, float16 or bfloat16.
 - *Matmul*: a matrix multiplication or a convolution (`primitives.is_matmul`).
-- *Graph*: the equations of a jaxpr as a list of *nodes*, with all calls of `jax.jit` inlined (`_program.inline`).
+- *Graph*: the equations of a jaxpr as a list of *nodes*, with calls to jitted functions inlined (`_program.inline`).
 - *Data movement*: an operation that only moves numbers, such as a transpose, or selects them by a mask.
 - *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
   data movement and selections have the dtype of the operands.
@@ -15,8 +15,8 @@ Terms that are used in this package:
 - *Saved* value: a value that the forward pass stores for the backward pass. All other values that the backward pass
   needs are recomputed. `min_cut` selects the saved values.
 - *Rounding* of a value: the same value after a cast to half precision.
-- *Residual stream*: the float32 sums that each block of a network passes to the next block (skip connections). They are
-  stored in half precision if the policy contains ``half_residual_stream=True``.
+- *Residual stream*: the float32 sums that each block of a network passes to the next block (skip connections). These
+  sums are stored in half precision if the policy contains ``half_residual_stream=True``.
 - *Reason*: why a matmul is not in half precision. In a program that is traced for a report, the name stack of each such
   matmul contains its reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
 """

@@ -1,10 +1,10 @@
 """Functions whose derivative is computed from their result instead of their operand.
 
-If the result is rounded to half precision for a matmul, then only this rounding is saved for the backward pass. The
-derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
-relu does not need its operand. The minimum cut cannot find these solutions, because it uses the derivatives that JAX
-defines for the individual operations. Sigmoid and tanh are not included. Close to saturation, their results are rounded
-to 0, 1 or -1, so a derivative that is computed from the rounding would be zero.
+If the result is rounded to half precision for a matmul, then only the rounded result is saved for the backward pass.
+The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of
+a relu does not need its operand. The minimum cut (`min_cut`) cannot find these savings, because it uses the derivatives
+that JAX defines for the individual operations. Sigmoid and tanh are not included. Close to saturation, the results of
+sigmoid and tanh are rounded to 0, 1 or -1, so a derivative that is computed from the rounded result would be zero.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_cont
 
 
 class ByResult(NamedTuple):
-    """A function, and its derivative as a function of its result and a tangent."""
+    """A function, and its derivative as a function of the result and a tangent."""
 
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
 
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return the result for ``x`` and its rounding. Both are differentiated from the rounding."""
+        """Return the result for ``x`` and the rounded result. Both are differentiated from the rounded result."""
 
         @jax.custom_jvp
         def function(x: Any) -> Any:
@@ -71,12 +71,12 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
     """Find the functions that are differentiated from their result.
 
     For each function, yield the position of the node that computes its result, a node that replaces this node, and the
-    `ByResult`. The new node computes the result directly from the operand of the function, so the nodes between them
-    are no longer needed for this result. Two kinds of functions are found:
+    `ByResult`. The new node computes the result directly from the operand of the function, so the nodes in between are
+    no longer needed for this result. Two kinds of functions are found:
 
     - ``exp(x) / sum(exp(x))``, if it is stored in half precision;
-    - `jax.nn.relu`, if it is stored in float32 and a matmul uses its rounded result. An example is the relu of the sum
-      of a skip connection.
+    - `jax.nn.relu`, if it is stored in float32 and a matmul uses its rounded result. An example is the relu that
+      follows the sum of a skip connection.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
@@ -114,7 +114,7 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the node that computes the dividend of a softmax and the axes of the sum in its divisor, or None."""
+    """Return the node of a softmax's dividend, and the axes of the sum in its divisor (None if there is no softmax)."""
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
     dividend, divisor = value_ids(node.inputs)
@@ -124,7 +124,7 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
-    """Return the axes over which the divisor of a softmax sums the exponentials, or None if it is another divisor.
+    """Return the axes over which the divisor of a softmax sums the exponentials, or None for any other divisor.
 
     The node ``below``, which computes the divisor, must broadcast the sum along the same axes.
     """

@@ -1,4 +1,4 @@
-"""Intervals of the values of a graph that are constants or are computed from constants alone.
+"""Intervals for all values of a graph that are constants or are computed from constants alone.
 
 An interval is computed only when it is requested. The interval of the result of an unknown operation is the range of
 the result's dtype, which is infinite for floats.
@@ -34,13 +34,13 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# For each operand, these functions are monotone for positive numbers and for negative numbers. Their largest and
-# smallest values are therefore found at the two bounds of the interval and at its number that is closest to 0.
+# Each of these functions is monotone in each operand, separately for positive and for negative numbers. Its largest and
+# smallest values on an interval are therefore at the two bounds or at the number that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    "dot_general": np.multiply,  # Only for a `dot_general` that is an elementwise multiplication: see `_is_left_out`.
+    "dot_general": np.multiply,  # only if the `dot_general` is an elementwise multiplication (see `_is_left_out`)
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }
@@ -50,9 +50,9 @@ class Constants:
     """The values of a graph that are constants or are computed from constants alone.
 
     Args:
-      graph: the graph. Its nodes must be added with `add`, in order.
-      known: for each argument that is a constant or a slice of one, the function that computes its interval; otherwise
-        None.
+      graph: the graph. Its nodes must be added with `add`, in the order of the graph.
+      known: for each argument that is a constant or a slice of a constant, the function that computes its interval;
+        otherwise None.
     """
 
     def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
@@ -77,7 +77,7 @@ class Constants:
 
     def _interval(self, result: ValueId) -> Interval:
         pending = [] if result in self._found else [result]
-        while pending:  # Deep graphs would exceed the recursion limit of Python.
+        while pending:  # A recursive function would exceed Python's recursion limit in deep graphs.
             node, position = self._maker[pending[-1]]
             unknown = [n for n in value_ids(node.inputs) if n in self._maker and n not in self._found]
             if unknown:
@@ -103,7 +103,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
 
 
 def _is_left_out(eqn: Any) -> bool:
-    """Return whether an equation is a matmul, contains one, or is opaque."""
+    """Return whether an equation is a matmul, contains a matmul, or is opaque."""
     return (
         is_matmul(eqn)
         or eqn.primitive.name in OPAQUE | {IN_HALF}
@@ -116,7 +116,7 @@ def _known(value: Any) -> FindInterval | None:
 
 
 def _of_array(value: Any) -> Interval:
-    # A user-defined array type, such as that of an extended dtype, need not have a dtype.
+    # User-defined array types, such as those of extended dtypes, need not have a dtype.
     dtype = jax.dtypes.result_type(value) if np.isscalar(value) else getattr(value, "dtype", np.dtype(object))
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_number or not getattr(value, "is_fully_addressable", True):
@@ -154,7 +154,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
             numbers += [0]  # Devices to which `ppermute` sends nothing receive zeros. NaN is cast to zero.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
-    elif name == "scatter" and params["update_jaxpr"] is None:  # Otherwise, as in `.at[].apply`, it calls a function.
+    elif name == "scatter" and params["update_jaxpr"] is None:  # Scatters of `.at[].apply` call a function.
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
@@ -184,7 +184,7 @@ def _is_cast_to_integer(eqn: Any) -> bool:
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:
-    """Return whether an operation is in `_MONOTONE` and is monotone on these intervals."""
+    """Return whether an operation is monotone on these intervals, as described for `_MONOTONE`."""
     match eqn.primitive.name:
         case "div":
             return operands[1].low * operands[1].high > 0

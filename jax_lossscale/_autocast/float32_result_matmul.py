@@ -1,9 +1,10 @@
 """A primitive for matmuls with operands in half precision and a float32 result.
 
 Tensor cores accumulate in float32, so the result is not rounded. JAX supports such matmuls with
-``preferred_element_type``. However, its backward matmuls then multiply a float32 cotangent by an operand in half
-precision, and are computed in float32. This primitive rounds the cotangent first, so that both backward matmuls are in
-half precision. A `jax.custom_vjp` function could do the same, but would not support forward-mode differentiation.
+``preferred_element_type``. However, the backward matmuls of such a matmul multiply a float32 cotangent by an operand in
+half precision, and are therefore computed in float32. This primitive rounds the cotangent first, so that both backward
+matmuls are in half precision. A `jax.custom_vjp` function could do the same, but would not support forward-mode
+differentiation.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _primitive = Primitive(FLOAT32_RESULT_MATMUL)
 
 
 def float32_result_matmul(matmul: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> jax.Array:
-    """Return the float32 result of a matmul of operands in half precision.
+    """Return the float32 result of a matmul with operands in half precision.
 
     Args:
       matmul: the primitive of a matrix multiplication or convolution.
       operands: the two factors, which must have the same dtype, and any other operands of the primitive.
-      params: the parameters of its equation.
+      params: the parameters of the equation of the matmul.
     """
     params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
     return _primitive.bind(*operands, matmul=matmul, **params)

@@ -1,10 +1,10 @@
 """`in_half`: a function that is used under `autocast`, with another function as its fallback.
 
-When a program is traced, it is not known whether `autocast` will transform it later. In addition, `jax.jit` reuses one
-traced program with and without `autocast`. Therefore, a call of an `in_half` function is traced to a single equation
-that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If `jax.vmap` is
-applied before `autocast`, it transforms all three jaxprs. If `jax.jvp` or `jax.grad` is applied before `autocast`, the
-fallback and its derivative replace the equation.
+While a program is traced, it is not known whether `autocast` will transform the program later. In addition, `jax.jit`
+reuses one traced program with and without `autocast`. Therefore, a call to an `in_half` function is traced to a single
+equation that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If `jax.vmap`
+is applied before `autocast`, it transforms all three jaxprs. If `jax.jvp` or `jax.grad` is applied before `autocast`,
+the fallback and its derivative replace the equation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# The jaxpr of the function for each dtype, or the error that the function raised for this dtype.
+# For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
 _primitive = Primitive(IN_HALF)
@@ -38,19 +38,19 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
     """Compute a function in half precision under `autocast`, and its fallback in float32 otherwise.
 
     Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`,
-    a float32 program can call such a kernel. `in_half` is the counterpart of `keep_float32`. It also works inside
-    `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
+    a float32 program can call such a kernel. `in_half` is the counterpart of `keep_float32`. `in_half` also works
+    inside `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
 
     Args:
-      function: a function of arbitrary pytrees. It is traced once in float16 and once in bfloat16. Arguments other than
-        arrays (Python numbers, strings, functions, `None`) are passed unchanged. Only arguments are cast. Therefore,
-        all traced arrays that the function uses, such as parameters, must be arguments.
+      function: a function of arbitrary pytrees. The function is traced once in float16 and once in bfloat16. Arguments
+        other than arrays (Python numbers, strings, functions, `None`) are passed unchanged. Only arguments are cast.
+        Therefore, all traced arrays that the function uses, such as parameters, must be arguments.
       fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. The
         default is ``function``.
 
     Returns:
-      A function of the same arguments. Its results have the structure, shapes and dtypes of the results of
-      ``fallback``.
+      A function of the same arguments. The results of the function have the structure, shapes and dtypes of the results
+      of ``fallback``.
 
     Raises:
       ValueError: if an argument is not callable. The returned function raises a `ValueError` if the results of
@@ -113,7 +113,8 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
                 f"`in_half(function={function!r})` called it in float32 here. Pass a `fallback` that supports float32."
             )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
-        # The traceback of an error refers to arrays. It is removed because a jaxpr can exist for a long time.
+        # The traceback of an error refers to arrays. The traceback is removed because the error is stored in an
+        # equation, which can exist for a long time.
         programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
         first = next(iter(traced.values()))
         return first.result(_bind(first.inputs, programs))
@@ -122,7 +123,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate an `in_half` function in a dtype, and return its results.
+    """Evaluate an `in_half` function in a given dtype, and return its results.
 
     A result that the equation declares as float32 keeps the given dtype if the function returns it in this dtype (see
     `gives_half`). All other results are cast to their declared dtypes.
@@ -142,14 +143,14 @@ def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
 
 
 def is_fallback(eqns: Iterable[Any]) -> bool:
-    """Return whether one of the equations computes the derivative of ``fallback``, according to its name stack."""
+    """Return whether, according to its name stack, one of the equations computes the derivative of ``fallback``."""
     return is_in_scope(_SCOPE, eqns)
 
 
 def _or_error(make: Callable[..., Any], *args: Any) -> Any:
     try:
         return make(*args)
-    except Exception as error:  # The function of the user can raise any exception.
+    except Exception as error:  # The user's function can raise any exception.
         return error
 
 
@@ -177,7 +178,7 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """Return the results of the equation of an `in_half` function.
+    """Bind the equation of an `in_half` function, and return its results.
 
     Only the jaxpr of ``fallback`` is a parameter of the equation, and the other jaxprs are hidden in a function.
     Therefore, code that traverses all jaxprs in a program finds only the fallback.

@@ -1,4 +1,4 @@
-"""The matmuls whose results must not be rounded to half precision, because of the operations that use these results.
+"""Matmuls whose results must not be rounded to half precision, because of the operations that use these results.
 
 There are two kinds of such operations:
 
@@ -27,12 +27,12 @@ _CONVERTED = "its result is converted to an integer"
 class Feeding:
     """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    These values are marked with the reason why they must not be rounded. The mark "" means that there is no reason.
-    Marks are propagated backward, from the results of an operation to its operands, with two exceptions:
+    Each of these values is marked with the reason why the value must not be rounded. The mark "" means that there is no
+    reason. Marks are propagated backward, from the results of an operation to its operands, with two exceptions:
 
     - Matmuls do not propagate marks, so their operands may be rounded.
-    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding changes their
-      result only if two numbers are almost equal.
+    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding changes the
+      results of these operations only if two numbers are almost equal.
 
     The marks of each jaxpr are cached for each combination of marks on its results, because the analysis of a loop
     visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated as one
@@ -62,7 +62,7 @@ class Feeding:
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the marks of the operands, and the marks of the results after propagation through loop carries."""
+        """Return the marks of an equation's operands and (after propagation through loop carries) its results."""
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:

@@ -1,6 +1,6 @@
 """Two identity primitives of `autocast`: one marks a value as saved, and one rounds a cotangent.
 
-They are primitives because a `jax.custom_vjp` would not support forward-mode differentiation, and
+New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
 `jax.ad_checkpoint.checkpoint_name` cannot be transposed.
 """
 
@@ -24,14 +24,14 @@ def mark_saved(value: Any) -> Any:
 
 
 def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether `jax.checkpoint` saves the result of a primitive, which is the case for marked results only."""
+    """Return whether `jax.checkpoint` saves the result of a primitive. Only results of `mark_saved` are saved."""
     return primitive is _saved
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all its uses.
 
-    This is applied to ``y + bias``, in which ``y`` is the result of a matmul in half precision. The cotangent is
+    This function is applied to ``y + bias``, where ``y`` is the result of a matmul in half precision. The cotangent is
     rounded for the backward matmuls anyway. The reduction that computes the gradient of the bias then reads the same
     rounded cotangent, so no float32 cotangent is written to memory.
     """

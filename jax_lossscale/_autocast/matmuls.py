@@ -1,4 +1,4 @@
-"""The matmuls of a traced function: the location and dtype of each, and the reason if it is not in half precision."""
+"""The matmuls of a traced function, with their locations and dtypes, and why some are not in half precision."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Matmul:
     """A matmul of a program.
 
     Attributes:
-      location: its location.
-      index: the number of equations of the program that precede it, including those in nested jaxprs.
+      location: the location of the matmul.
+      index: the number of equations that precede the matmul in the program, including equations in nested jaxprs.
       operation: the name of the primitive.
-      dtype: the dtype of its operands. If they differ, the dtype with the most bytes.
+      dtype: the dtype of its operands; if the dtypes of the operands differ, the dtype with the most bytes.
       result: the dtype of its result.
       flops: the floating-point operations of all its executions, as far as their number is known.
       reason: the reason why the matmul or its result is not in half precision; otherwise an empty string.
@@ -65,9 +65,9 @@ def trace_matmuls(
     """Trace a function, and return the program and every matmul in it.
 
     Args:
-      fun: the function. If it computes gradients, the matmuls of the backward pass are included.
-      args: its arguments.
-      kwargs: its keyword arguments.
+      fun: the function. If the function computes gradients, the matmuls of the backward pass are included.
+      args: the positional arguments of the function.
+      kwargs: the keyword arguments of the function.
       dtype: the half-precision dtype. A matmul with another dtype has a reason.
     """
     with adding_reasons():
@@ -90,13 +90,13 @@ def trace_matmuls(
 
 
 class NestedEquation(NamedTuple):
-    """An equation of a program or of a jaxpr in it.
+    """An equation of a program or of a jaxpr that is nested in the program.
 
     Attributes:
       eqn: the equation.
-      location: its location.
-      within: the equations that contain it, the outermost first.
-      times: the number of its executions, as far as it is known.
+      location: the location of the equation.
+      within: the equations that contain the equation, the outermost first.
+      times: the number of executions of the equation, as far as this number is known.
     """
 
     eqn: Any
@@ -108,7 +108,7 @@ class NestedEquation(NamedTuple):
 def nested_equations(
     jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
 ) -> Iterator[NestedEquation]:
-    """Yield the equations of a program and of all jaxprs in it, in order."""
+    """Yield the equations of a program and of all nested jaxprs, in order."""
     for eqn in jaxpr.eqns:
         location = location_of(eqn, at)
         yield NestedEquation(eqn, location, within, times)
@@ -122,7 +122,7 @@ def jaxprs_in(eqn: Any) -> list[Jaxpr]:
 
 
 def operation_name(eqn: Any) -> str:
-    """Return the name of the primitive. For a matmul with a float32 result, return the name of the original matmul."""
+    """Return the name of an equation's primitive, or of the original matmul for a matmul with a float32 result."""
     name: str = eqn.primitive.name
     return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 

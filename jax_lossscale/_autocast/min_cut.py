@@ -1,8 +1,8 @@
-"""Minimum cut: the values of a segment that are saved for the backward pass, so that the fewest bytes are moved.
+"""Minimum cut, which selects the values that a segment saves for the backward pass so that the fewest bytes are moved.
 
-Every value that the derivatives need must be available in the backward pass. It is either saved or recomputed from
-available values, and each alternative has a price: the number of bytes that it reads and writes. The cheapest
-combination is a minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
+Every value needed by the derivatives must be available in the backward pass. Such a value is either saved or recomputed
+from available values. Each alternative has a price, which is the number of bytes that are read and written. The
+cheapest combination is a minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-# Approximate upper bound of the sum of all finite capacities. The solver uses 32-bit integers.
+# Approximate upper bound for the sum of all finite capacities. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
 
 
@@ -31,11 +31,11 @@ class CutGraph:
     """The flow network of a segment.
 
     Each value has a node "needed" and a node "available". The value is available in the backward pass if its node
-    "available" is on the sink side of the cut. There are two ways to make it available:
+    "available" is on the sink side of the cut. There are two ways to make the value available:
 
-    - It is saved if "needed" is on the source side. The edge from "needed" to "available" is then cut.
-    - It is recomputed if "needed" is on the sink side. The edge from the source to "needed" is then cut, and all
-      operands of the value must be available as well.
+    - The value is saved if its node "needed" is on the source side. The edge from "needed" to "available" is then cut.
+    - The value is recomputed if its node "needed" is on the sink side. The edge from the source to "needed" is then
+      cut, and all operands of the value must be available as well.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class CutGraph:
 
 
 class MinCut(NamedTuple):
-    """Selects the saved values of the segments of a graph.
+    """Selects the values that the segments of a graph save for the backward pass.
 
     Attributes:
       types: the type of each value in the original jaxpr.
       half: the values that are stored in half precision outside of segments.
-      dtype: the half precision.
+      dtype: the half-precision dtype.
       price_saved: the price of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
       operands_needed: a function from an equation to the positions of the operands that its derivative needs.
     """
@@ -87,15 +87,15 @@ class MinCut(NamedTuple):
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
         inputs = {Value(value_id) for value_id in segment.inputs}
         in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        # Functions that are differentiated from their result mark this result, or its rounding, as saved themselves.
+        # Functions that are differentiated from their result already mark the result, or its rounding, as saved.
         of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
             # For each byte, the price of a saved value includes `self.price_saved` (1 for an input of the segment) for
-            # the read in the backward pass. It also includes 1 for the write in the forward pass, unless the value is
-            # in memory for another consumer. One byte is added so that the cut with the fewest values is selected among
-            # cuts with the same price.
+            # the read in the backward pass. The price also includes 1 for the write in the forward pass, unless the
+            # value is in memory for another consumer. One byte is added so that the cut with the fewest values is
+            # selected among cuts with the same price.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 
@@ -112,10 +112,11 @@ class MinCut(NamedTuple):
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
             for value in map(Value, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
-                    # The recomputation of a reduction reads its operands, which are much larger than the result.
+                    # Recomputing a reduction reads its operands, which are much larger than the result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
-                    # XLA does not fuse such an operation with its consumers, so its result is written and read again.
+                    # XLA does not fuse these operations with their consumers, so their results are written and read
+                    # again.
                     price = 2 * self._bytes(value)
                 else:
                     price = price_recomputed(value)
@@ -125,14 +126,14 @@ class MinCut(NamedTuple):
         return frozenset(graph.saved() - inputs - by_result)
 
     def _bytes(self, value: Value) -> int:
-        """Return the number of bytes of a value. Types without an item size, such as keys, count as 4 bytes."""
+        """Return the number of bytes of a value. Elements of unknown size, such as keys, count as 4 bytes."""
         aval = self.types[value.id]
         is_half = value.is_rounding or value.id in self.half
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
         return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
 
     def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
-        """Return the operands of a node. A float32 operand that the node takes in half precision is a rounding."""
+        """Return the operands of a node. Each operand that the node rounds is replaced by its rounding."""
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
             Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
@@ -143,7 +144,7 @@ class MinCut(NamedTuple):
     def _needed_by_arithmetic(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
     ) -> set[Value]:
-        """Return the values that the derivatives of all nodes except `MATMUL` and `BY_RESULT` need."""
+        """Return the values needed by the derivatives of all nodes except `MATMUL` and `BY_RESULT` nodes."""
         differentiated = self._differentiated(segment, nodes)
         found: set[Value] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):
@@ -154,7 +155,7 @@ class MinCut(NamedTuple):
         return found
 
     def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
-        """Return the values on a path of floats from an input to an output that contains no `stop_gradient`."""
+        """Return all values on paths of floats from an input to an output that do not contain `stop_gradient`."""
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
@@ -173,7 +174,7 @@ class MinCut(NamedTuple):
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     """Return the nodes on the sink side of the minimum cut that is nearest to the sink."""
-    # The import of scipy is slow, so it is delayed until a cut is computed.
+    # Importing scipy is slow, so the import is delayed until a cut is computed.
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
@@ -196,9 +197,9 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
 
 
 class OperandsNeeded:
-    """Determine which operands of an equation its derivative needs.
+    """Determine which operands of an equation are needed by the derivative of the equation.
 
-    If the derivative needs a result, this includes all operands from which the result is computed.
+    If the derivative needs a result of the equation, this includes all operands from which the result is computed.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ class OperandsNeeded:
         key = eqn.primitive, operands, tuple(eqn.params.items())
         try:
             is_known = key in self._known
-        except TypeError:  # Some parameters are not hashable, such as arrays.
+        except TypeError:  # Some parameters, such as arrays, are not hashable.
             return _find_operands_needed(eqn)
         if not is_known:
             self._known[key] = _find_operands_needed(eqn)

@@ -19,11 +19,11 @@ from jax_lossscale._program.subjaxprs import LOOPS
 
 
 class NodeKind(enum.Enum):
-    """The kind of computation of a node."""
+    """The kind of computation that a node performs."""
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # Like data movement, it has the dtype of its operands. Its derivative needs a mask.
+    SELECTION = enum.auto()  # Results have the dtype of the operands. The derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
     CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
     IN_HALF = enum.auto()  # A call of an `in_half` function.
@@ -36,7 +36,7 @@ class NodePlan(NamedTuple):
     Attributes:
       kind: its kind of computation.
       is_alone: whether the node must form a segment of its own, so that it is never recomputed.
-      is_half: whether the node takes its float32 operands in half precision. It is False for data movement and
+      is_half: whether the node takes its float32 operands in half precision. The value is False for data movement and
         selections, whose dtype depends on the stored values (see `operands_in_half`).
       has_float32_result: whether the result of a matmul in half precision is float32.
       reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;
@@ -73,7 +73,7 @@ def operands_in_half(
     if node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT:
         return are_half
     # The cotangent of a replicated value is a sum, which is computed in float32. A broadcast that only adds axes of
-    # size 1 does not replicate.
+    # size 1 does not replicate values.
     size_in, size_out = (size_of(variable.aval) for variable in (node.eqn.invars[0], node.eqn.outvars[0]))
     adds_axes = node.eqn.primitive.name == "broadcast_in_dim" and size_in == size_out
     is_replicating = node.eqn.primitive.name in REPLICATING_DATA_MOVEMENT and not adds_axes
@@ -81,7 +81,7 @@ def operands_in_half(
 
 
 class Context(NamedTuple):
-    """The information about a jaxpr that is determined by the equations around it.
+    """Information about a jaxpr that is determined by the enclosing equations.
 
     An empty sequence stands for the default value for every argument or result.
 
@@ -90,8 +90,8 @@ class Context(NamedTuple):
       half_inputs: for each argument, whether it is passed in half precision; by default False.
       half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
       unrounded: for each result that must not be rounded, the reason; otherwise "", which is the default.
-      known: for each argument that is a constant or a slice of one, the function that computes the interval of its
-        elements (`constants.Interval`); otherwise None, which is the default.
+      known: for each argument that is a constant or a slice of a constant, the function that computes the interval of
+        its elements (`constants.Interval`); otherwise None, which is the default.
     """
 
     within: tuple[Any, ...] = ()
@@ -148,8 +148,9 @@ class Plan(NamedTuple):
     def is_rewritten(self) -> bool:
         """Whether the jaxpr must be rewritten.
 
-        This is the case if anything is computed in half precision. It is also the case if there is a `jax.custom_vjp`
-        function, because its backward pass is planned later and may contain matmuls.
+        A jaxpr must be rewritten if anything in it is computed in half precision. A jaxpr with a `jax.custom_vjp`
+        function must be rewritten as well, because the backward pass of the function is planned later and may contain
+        matmuls.
         """
         return self.is_half or bool(self.calls)
 

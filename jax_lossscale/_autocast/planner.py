@@ -41,7 +41,7 @@ _OUTERMOST = Context()
 
 
 class _Values(NamedTuple):
-    """The information about the values of a graph from which their dtypes are chosen.
+    """The information from which the dtypes of the values of a graph are chosen.
 
     Attributes:
       half: the values that are stored in half precision. The results of a node are added after the node is visited.
@@ -59,10 +59,10 @@ class _Values(NamedTuple):
 
 
 class Planner:
-    """Makes plans by the rule of `autocast` and a policy.
+    """Makes plans that follow the rule of `autocast` and a policy.
 
     Attributes:
-      dtype: the half precision.
+      dtype: the half-precision dtype.
       policy: the policy.
       rule: decides the treatment of each node.
 
@@ -154,7 +154,7 @@ class Planner:
                 call = self._plan_call(node, context.within, values)
                 for plan in call.plans:
                     reasons |= plan.reasons
-                # The computation of the backward pass of a `jax.custom_vjp` is known only when it is traced.
+                # The backward pass of a `jax.custom_vjp` function is not known until it is traced.
                 if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in call.plans):
                     calls[position] = call
                     results = call.results
@@ -216,7 +216,7 @@ class Planner:
         def plan_subjaxprs() -> list[Plan]:
             return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
 
-        # `plan` differentiates equations, which is only possible in a context in which the axes of the mesh are bound.
+        # `plan` differentiates equations, which is possible only in a context in which the axes of the mesh are bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
         # Apart from residual streams, only the results from `first` on may differ in dtype from the jaxpr. These are
         # all results of `OF_ANY_DTYPE`, and the stacked results of a scan.
@@ -289,7 +289,7 @@ def _with_reasons(
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph and node plans in which each function that `by_result` finds is one node."""
+    """Return a graph and node plans in which each function found by `by_result` is a single node."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half):
         nodes[position], plans[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)

@@ -1,4 +1,4 @@
-"""Exceptions from the rule of `autocast`: `PrecisionPolicy`, its rules, and the mark `keep_float32`."""
+"""Exceptions to the rule of `autocast`: `PrecisionPolicy`, its rules, and `keep_float32`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ class PrecisionRule:
     can therefore be used as a pattern.
 
     Args:
-      precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The last value applies to
-        matrix multiplications and convolutions. It means operands in half precision and a float32 result. For
-        `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``. An operation always stays in float32
-        if one of its constant operands is known to be outside of the range of half precision.
+      precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The value
+        ``"float32_result"`` applies to matrix multiplications and convolutions, and selects operands in half precision
+        and a float32 result. For `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``. An
+        operation always stays in float32 if one of its constant operands is known to be outside the range of half
+        precision.
       layer: the path of scopes (flax, haiku, `jax.named_scope`), or the classes of the modules that were being called
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
         components of the absolute path, so the match does not depend on the working directory.
       parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
-        `compare_gradients`. Use it to distinguish layers that run the same line. It can be a literal path or a pattern.
-        An empty string matches operations without such an operand.
-      function: the name of a function that was running, such as ``"RungeKutta.step"``. It can be part of any library.
-      reason: the reason for the rule. It is printed, but has no other effect.
+        `compare_gradients`. Use this argument to distinguish layers that run the same line. The value can be a literal
+        path or a pattern. An empty string matches operations that have no such operand.
+      function: the name of a function that was running, such as ``"RungeKutta.step"``. The function can belong to
+        any library.
+      reason: the reason for the rule. The reason is printed, but has no other effect.
 
     Raises:
       ValueError: if ``precision`` is not one of these three values, if another argument is not a string, or if a
@@ -96,14 +98,14 @@ class PrecisionRule:
         )
 
     def get_config(self) -> dict[str, str]:
-        """Return the arguments of the constructor that differ from their defaults."""
+        """Return the constructor arguments that differ from their defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionPolicy:
-    """Exceptions from the rule of `autocast`.
+    """Exceptions to the rule of `autocast`.
 
     If several rules match an operation, the first one applies. A policy is immutable and hashable. The default policy
     has no rules and does not change the behavior of `autocast`.
@@ -113,17 +115,19 @@ class PrecisionPolicy:
       recompute: whether the backward pass may recompute values. If True, each value is either saved or recomputed,
         whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution (matmul) is
         saved in half precision. If False, all values are saved. A positive number is the cost of saving a byte,
-        relative to the cost of reading or writing a byte. 1 is the same as True. 2 saves fewer values, which takes less
-        memory and more time. Matmuls and other expensive operations are never recomputed.
-      loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. It is printed, but it is
-        ignored by comparisons of policies and has no other effect.
+        relative to the cost of reading or writing a byte. The value 1 is the same as True. With the value 2, fewer
+        values are saved, which takes less memory and more time. Matmuls and other expensive operations are never
+        recomputed.
+      loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
+        printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
-        float32 sums that each block of a network passes to the next block (skip connections). In half precision, it
-        takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is part of the
-        residual stream if each iteration adds a value to it and also uses it in another operation. This includes the
-        parameters in an inner training loop, because each iteration adds an update to them.
-      errors: the relative errors of the value and gradients, compared with float32: a pair of the error without the
-        rules and the error with them. It is printed, but has no other effect, like ``loss_scale``.
+        float32 sums that each block of a network passes to the next block (skip connections). In half precision, the
+        residual stream takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is
+        part of the residual stream if each iteration adds a value to the carry and also uses the carry in another
+        operation. For example, the parameters in an inner training loop are part of the residual stream, because each
+        iteration adds an update to the parameters.
+      errors: a pair of relative errors of the value and gradients, compared with float32: the error without the rules,
+        and the error with the rules. Like ``loss_scale``, the errors are printed but have no other effect.
 
     Raises:
       ValueError: if an argument has the wrong type or is out of range.
@@ -184,7 +188,7 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor as values that can be stored in JSON."""
+        """Return the constructor arguments as values that can be stored in JSON."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
         errors = None if self.errors is None else list(self.errors)
         optional = {"loss_scale": self.loss_scale, "half_residual_stream": self.half_residual_stream, "errors": errors}
@@ -192,7 +196,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the policy that `get_config` described. Raise a `ValueError` if an argument is unknown."""
+        """Return the policy that a result of `get_config` describes. Raise a `ValueError` if an argument is unknown."""
         try:
             return cls(**config)
         except TypeError as error:
@@ -200,7 +204,7 @@ class PrecisionPolicy:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether a name matches a pattern, in which brackets have no special meaning."""
+    """Return whether a name matches a pattern in which brackets have no special meaning."""
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
@@ -252,13 +256,13 @@ def keep_float32(function: Any = None) -> Any:
     """Compute part of a function in float32 under `autocast`.
 
     Matrix multiplications and convolutions (matmuls) in a ``with jls.keep_float32():`` block, or in a function with the
-    decorator ``@jls.keep_float32``, are computed in float32. Their operands may have been rounded before the block.
-    The block is recorded as a `jax.named_scope`, so it also works inside `jax.jit`, `jax.vmap`, `jax.grad` and loops.
-    Casting an array to float32 would not have this effect, because JAX removes the cast of a float32 array to float32
-    before `autocast` processes the program. Without `autocast`, `keep_float32` has no effect.
+    decorator ``@jls.keep_float32``, are computed in float32. The operands of these matmuls may have been rounded before
+    the block. The block is recorded as a `jax.named_scope`, so it also works inside `jax.jit`, `jax.vmap`, `jax.grad`
+    and loops. Casting an array to float32 would not have the same effect, because JAX removes the cast of a float32
+    array to float32 before `autocast` processes the program. Without `autocast`, `keep_float32` has no effect.
 
     Args:
-      function: the function to compute in float32. If it is omitted, the result is a context manager.
+      function: the function to compute in float32. If this argument is omitted, the result is a context manager.
 
     Returns:
       A function with the same arguments and results as ``function``, or a context manager.

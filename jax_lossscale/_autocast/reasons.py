@@ -1,7 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
-A reason is the name of a scope, so all transformations preserve it, and the backward matmuls have the reason of their
-forward matmul. Only programs that are traced for a report have such scopes. The name of a layer does not contain them.
+A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
+forward matmul. Only programs that are traced for a report have such scopes. The names of layers do not contain these
+scopes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def is_under_autocast(eqn: Any) -> bool:
 
 
 def reason_of(eqn: Any) -> str:
-    """Return the reason of an equation, or "" if it has none. Several reasons, from nested `autocast`s, are joined."""
+    """Return the reason of an equation, or "" if there is none. The reasons of nested `autocast`s are joined."""
     names = [entry.name for entry in eqn.source_info.name_stack.stack]
     return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))
 
@@ -60,7 +61,7 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
 
     Args:
       eqn: the equation.
-      within: the equations that contain it, the outermost first.
+      within: the equations that contain the equation, the outermost first.
       reasons: the reason of each equation that has one, and "" for each equation that contains such an equation.
     """
     path = *within, eqn

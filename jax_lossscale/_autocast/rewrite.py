@@ -40,10 +40,11 @@ class Rewriting:
     """Evaluates plans.
 
     Args:
-      planner: the planner that made the plans. It also plans the jaxprs of custom rules when they are traced.
-      measured: a function that replaces every matmul in half precision and every `in_half` function, or None. It is
-        called with the equation, the equations that contain the equation, and the operands, and returns the results. If
-        it is given, no value is cast to half precision.
+      planner: the planner that made the plans. The planner also plans the jaxprs of custom rules when these jaxprs are
+        traced.
+      measured: a function that replaces every matmul in half precision and every `in_half` function, or None. The
+        function is called with the equation, the equations that contain the equation, and the operands, and returns the
+        results. If a function is given, no value is cast to half precision.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Rewriting:
                 if self.measured is None:
                     # `jax.checkpoint` traces each function object once. Equal segments, such as those of equal blocks
                     # of a network, therefore use the same function object.
-                    with contextlib.suppress(TypeError):  # Some parameters are not hashable, such as arrays.
+                    with contextlib.suppress(TypeError):  # Some parameters, such as arrays, are not hashable.
                         function = functions.setdefault(_key(plan, segment), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
             results = function(*(values[value_id] for value_id in segment.inputs))
@@ -119,7 +120,7 @@ class Rewriting:
         return [self._as_stored(plan, value_id, values[Value(value_id)]) for value_id in segment.outputs]
 
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
-        """Return a result of a node in the dtype that it has within the segment, marked if it is saved.
+        """Return a result of a node in its dtype within the segment, marked as saved if the segment saves it.
 
         A value that is stored in half precision is rounded before it is saved, even if it is upcast in the segment.
         The results of data movement and selections need no rounding, because their operands were rounded.
@@ -148,7 +149,7 @@ class Rewriting:
     def _node(
         self, plan: Plan, segment: Segment, position: int, are_half: Sequence[bool], operands: Sequence[Any]
     ) -> list[Any]:
-        """Return the results of a node, in the dtypes in which it computes them."""
+        """Return the results of a node, in the dtypes in which the node computes the results."""
         node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
         eqn, name = node.eqn, node.eqn.primitive.name
         if node_plan.kind is NodeKind.CALL:
@@ -193,7 +194,7 @@ class Rewriting:
           inputs: the arguments.
           known: for each argument that is a constant, the function that computes its interval; otherwise None.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
-            declares. The other results are returned in the dtypes in which the plan stores them.
+            declares. All other results are returned in the dtypes in which the plan stores them.
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, Context(within, half_inputs, known=known))
@@ -223,8 +224,8 @@ class Rewriting:
     ) -> list[Any]:
         """Return the results of a jaxpr that is evaluated for a function with a custom rule.
 
-        This is either the jaxpr of the function itself, which has already been planned, or a jaxpr that is traced from
-        its rule, such as the forward or backward pass of a `jax.custom_vjp` function.
+        The jaxpr is either that of the function itself, which has already been planned, or a jaxpr that is traced from
+        the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
 
         Args:
           eqn: the equation of the function.
@@ -261,9 +262,9 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
     """Return a key that is equal for two segments only if they can share one function.
 
-    Such segments perform the same operations on the same lines of code and in the same layer, so the locations that
-    reports and profiles show are correct for both. The saved values need not be compared because they are determined
-    by the other parts of the key.
+    Two segments with equal keys perform the same operations on the same lines of code and in the same layer, so the
+    locations that reports and profiles show are correct for both segments. The saved values need not be compared
+    because they are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 

@@ -41,9 +41,9 @@ from jax_lossscale._program.primitives import (
 )
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# The operands and results of these primitives may be in half precision even if the jaxpr declares float32. For other
-# higher-order primitives, this is possible only for the sliced operands, the stacked results and the residual stream of
-# a scan.
+# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. For
+# other higher-order primitives, half precision is possible only for the sliced operands, the stacked results and the
+# residual stream of a scan.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 # For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
@@ -57,7 +57,7 @@ class Rule:
     A decision depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are chosen afterwards.
 
     Attributes:
-      matched: the rules of the policy that match an operation, or that may match one in the backward pass of a
+      matched: the rules of the policy that match an operation, or that may match an operation in the backward pass of a
         `jax.custom_vjp` function, which is planned only if the function is differentiated.
     """
 
@@ -66,7 +66,8 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # This option sets the precision of all matmuls. A matmul with this precision was not marked individually.
+        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with this precision was not marked
+        # individually.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
@@ -214,8 +215,8 @@ class Rule:
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.
 
-        The operation must accept half-precision operands. Its float32 results must become half precision, and its other
-        results must not change. No constant operand may become infinite.
+        The operation must accept half-precision operands. The float32 results of the operation must become half
+        precision, and all other results must not change. No constant operand may become infinite.
         """
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
@@ -241,10 +242,10 @@ class Rule:
         return None
 
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
-        """Mark the rules that may match an operation in the backward pass of a `jax.custom_vjp` function as matched.
+        """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
-        Such a rule matches the line of the function, and either its layer or a layer below it. Layers below are
-        included because the backward pass can enter layers that the forward pass does not enter.
+        These rules match the line of the function, and either the layer of the function or a layer below it. Layers
+        below are included because the backward pass can enter layers that the forward pass does not enter.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:

@@ -1,9 +1,10 @@
 """Segments: groups of nodes that are evaluated together, and recomputed together in the backward pass.
 
 Segments are separated by matmuls and by nodes that form a segment of their own (`NodePlan.is_alone`). The *level* of a
-node is the largest number of such separators on any path that ends at the node, without the node itself. A node that is
-not a separator is deferred to the level at which its results are first needed. No node of a level depends on another
-node of the same level through a separator. Therefore, the levels can be evaluated in order. Each level consists of
+node is the largest number of such separators on any path that ends at the node, not counting the node itself. A node
+that is not a separator is deferred to the level at which its results are first needed. No node of a level depends on
+another node of the same level through a separator. Therefore, the levels can be evaluated in order. Each level consists
+of
 
 1. one segment, which ends with the matmuls that use its results, and
 2. one segment for each node that forms a segment of its own.
@@ -31,10 +32,11 @@ class Segment(NamedTuple):
       inputs: the values that are computed outside of the segment.
       outputs: the values that are needed outside of the segment.
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of their result is rounded to half
-        precision once, before it is used (see `marks.with_rounded_cotangent`).
+      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of each of their results is rounded to
+        half precision once, before it is used (see `marks.with_rounded_cotangent`).
       saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
-        backward pass. None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the saved values.
+        backward pass. ``saved`` is None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the
+        saved values.
     """
 
     nodes: tuple[int, ...]
@@ -111,7 +113,7 @@ def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
     """Return the level of each node. ``is_counted`` contains, for each node, whether it separates segments."""
     levels: list[int] = []
     of_value: dict[ValueId, int] = {}
-    after_effects = 0  # The order of effects is preserved.
+    after_effects = 0  # ensures that effects remain in order
     for node, counts in zip(graph.nodes, is_counted, strict=True):
         level = max((of_value.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
         if has_effects(node.eqn):
@@ -137,7 +139,7 @@ def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
         dict.fromkeys(value for n in group for value in value_ids(graph.nodes[n].inputs) if value not in computed_here)
         for group, computed_here in zip(groups, computed, strict=True)
     ]
-    # A value that several segments compute is an output of the first one only.
+    # A value that several segments compute is an output of only the first of these segments.
     first_computed_in: dict[ValueId, int] = {}
     for number, computed_here in enumerate(computed):
         for value in computed_here:

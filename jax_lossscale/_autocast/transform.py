@@ -33,19 +33,20 @@ def autocast(
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a
-    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason.
+    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason for this
+    dtype.
 
     Args:
-      fun: a function of arbitrary pytrees, written for float32. It is traced again at every call, so use `jax.jit` to
-        compile the result. Arrays are traced, and other arguments (Python numbers, strings, functions) are passed
-        unchanged.
+      fun: a function of arbitrary pytrees, written for float32. The function is traced again at every call, so use
+        `jax.jit` to compile the result. Arrays are traced, and other arguments (Python numbers, strings, functions) are
+        passed unchanged.
       dtype: float16, which needs a loss scale, or bfloat16. With float32, the result is ``fun`` itself.
-      policy: exceptions from the rule above, as a `PrecisionPolicy`.
+      policy: exceptions to the rule above, as a `PrecisionPolicy`.
 
     Returns:
-      A function with the same arguments and keyword arguments as ``fun``. Its results have the same structure, shapes
-      and dtypes as those of ``fun``, and the gradients of float32 arguments are float32. Another ``autocast`` with the
-      same policy has no further effect on this function.
+      A function with the same arguments and keyword arguments as ``fun``. The results of the function have the same
+      structure, shapes and dtypes as the results of ``fun``, and the gradients of float32 arguments are float32.
+      Another ``autocast`` with the same policy has no further effect on this function.
 
     Raises:
       ValueError: if ``fun`` is not callable, if ``dtype`` is not float16, bfloat16 or float32, or if ``policy`` is not
@@ -54,7 +55,7 @@ def autocast(
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. The backward pass of a
         `jax.custom_vjp` function has not been traced at this time. Therefore, there is no warning if the rule matches
-        the line of such a function and its layer or a layer below it.
+        the line of such a function, and either the layer of the function or a layer below it.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -146,7 +147,7 @@ def autocast(
 def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
-    """Evaluate a function under `autocast`. Return its result and the planner."""
+    """Evaluate a function under `autocast`, and return its result and the planner."""
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)
@@ -171,7 +172,7 @@ def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
 
 
 def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
-    """Return ``policy``, or a policy without rules for None. Raise a `ValueError` if it is neither of these."""
+    """Return ``policy``, or a policy without rules for None. Raise a `ValueError` for a value of any other type."""
     if policy is None:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):

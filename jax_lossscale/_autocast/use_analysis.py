@@ -29,12 +29,13 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the float32 values that are used only by half-precision matmuls, directly or through data movement.
 
-    Such values are cast once, as early as possible. The result of a pool is included if at least one matmul uses it. It
-    is rounded for this matmul anyway, so it can overflow only if the operand of the matmul would overflow as well.
+    Each of these values is cast once, as early as possible. The result of a pooling operation is included if at least
+    one matmul uses the result. The result is rounded for this matmul anyway, so the pooling operation can overflow only
+    if the operand of the matmul would overflow as well.
 
-    A function of `in_half` counts as a matmul. However, if it uses an argument of the graph, directly or after data
-    movement, this argument is cast only at the call of the function. Its gradient is then summed over devices in
-    float32.
+    An `in_half` function counts as a matmul. However, if the function uses an argument of the graph, directly or after
+    data movement, this argument is not cast before the call of the function. The gradient of the argument is then
+    summed over devices in float32.
     """
     elsewhere = {*value_ids(graph.outputs)} | _arguments_cast_at_their_uses(graph, node_plans)
     into_matmuls: set[ValueId] = set()
@@ -51,8 +52,8 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the values that are cast at each use instead of once.
 
-    These are the arguments of the graph that several nodes use, and the arguments that functions of `in_half` use. For
-    the latter, the results of data movement of an argument are included.
+    These values are the graph arguments used by several nodes, and the graph arguments used by `in_half` functions,
+    directly or after data movement.
 
     The gradient of an argument that is used several times is a sum. If the argument is cast at each use, the sum is
     computed in float32.
@@ -72,7 +73,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
 
 
 def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the results of pools that any matmul in half precision uses, directly or through data movement."""
+    """Return the results of pooling operations used by a half-precision matmul, directly or after data movement."""
     into_any: set[ValueId] = set()
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
@@ -96,8 +97,8 @@ def _takes_half(node_plan: NodePlan) -> bool:
 def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     """Return whether the operands of a node may be cast instead of its results.
 
-    This is the case for data movement that copies each number to at most one position, and for elementwise selections,
-    such as the maximum of two arrays.
+    The operands may be cast for data movement that copies each number to at most one position, and for elementwise
+    selections, such as the maximum of two arrays.
     """
     others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS | POOLS
     return node_plan.kind in FOLLOWING and node.eqn.primitive.name not in others
@@ -141,9 +142,9 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
 def carried_residual_stream(eqn: Any) -> set[int]:
     """Return the positions of the operands of a scan that are its residual stream.
 
-    These are the largest float32 carries to which each iteration adds a value, if the iteration also uses the carry in
-    another operation. The cell state of an LSTM is not included, because it is multiplied. A sum over the iterations is
-    not included, because no other operation uses it.
+    The residual stream consists of the largest float32 carries to which each iteration adds a value and which the
+    iteration also uses in another operation. The cell state of an LSTM is not included, because it is multiplied. A sum
+    over the iterations is not included, because no other operation uses it.
     """
     (body,), carried, *_ = subjaxprs(eqn)
     sizes = {

@@ -45,8 +45,8 @@ class AutoLossScale(BoundedLossScale):
 
     The scale is as large as possible while the largest recent gradient, called the peak, remains a few bits (powers of
     two) below the float16 limit. Values inside the backward pass can be larger than the gradients of all parameters, so
-    the number of bits that must remain free is learned from overflows. This number is the sum of a margin and the
-    magnitude of an allowance, which increase after overflows and then decay slowly.
+    the number of bits that must remain free is learned from overflows. The required number of free bits is the sum of
+    a margin and the magnitude of an allowance, both of which increase after overflows and then decay slowly.
 
     Each step updates the state by the following rule. All quantities in the rule are base-2 logarithms, including
     ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is the largest scale with
@@ -57,7 +57,7 @@ class AutoLossScale(BoundedLossScale):
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
     is at most ``ceiling``. For each event, apply the first row whose condition is true, and then the row "finally". All
     rows use the values before the step, except that the row "finally" uses the new target, which is computed from the
-    new peak, margin and allowance. A quantity that these two rows do not mention does not change::
+    new peak, margin and allowance. Quantities that the two rows do not mention are unchanged::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -86,11 +86,11 @@ class AutoLossScale(BoundedLossScale):
       min_loss_scale: the lower bound of the scale, a positive number that need not be a power of two.
       max_loss_scale: the upper bound of the scale, which need not be a power of two. The default is ``2**126``.
       log2_headroom: the number of additional bits that always remain free, a nonnegative number that can be a fraction.
-      current_loss_scale: the initial value of the attribute, which is part of the state instead of the configuration.
-        To change the state of an existing object, use this argument with `dataclasses.replace`.
-      log2_peak: the initial value of the attribute, part of the state.
-      log2_margin: the initial value of the attribute, part of the state.
-      log2_allowance: the initial value of the attribute, part of the state.
+      current_loss_scale: the initial value of the attribute of the same name, which is part of the state, not of the
+        configuration. To change the state of an existing object, use this argument with `dataclasses.replace`.
+      log2_peak: the initial value of the attribute of the same name, which is part of the state.
+      log2_margin: the initial value of the attribute of the same name, which is part of the state.
+      log2_allowance: the initial value of the attribute of the same name, which is part of the state.
 
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
@@ -205,8 +205,8 @@ class AutoLossScale(BoundedLossScale):
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     log2_headroom: float = static_field(default=0.0, kw_only=True)
 
-    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
-    # constructor when it unflattens a loss scale (see `register`).
+    # The constructor replaces the default value `...` of each state field with the initial value of the field. JAX does
+    # not call the constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_peak: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_margin: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
@@ -223,13 +223,14 @@ class AutoLossScale(BoundedLossScale):
         )
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
-        """Return the loss scale after a step.
+        """Return the loss scale for the next step.
 
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite.
           largest: ``float32[]``, the largest magnitude among the *unscaled* gradients of all devices, or 0 if all
-            gradients are zero. If the magnitude was not measured, omit this argument or pass NaN. The loss scale then
-            changes only if the gradients are not finite. If the gradients are not finite, this argument is ignored.
+            gradients are zero. If the magnitude was not measured, omit this argument or pass NaN. Without a measured
+            magnitude, the loss scale changes only if the gradients are not finite. If the gradients are not finite,
+            ``largest`` is ignored.
 
         Returns:
           The new loss scale, with the same tree structure, shapes and dtypes.
@@ -315,7 +316,7 @@ class AutoLossScale(BoundedLossScale):
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 
     def _search_margin(self) -> int:
-        """Return the initial margin, with which the target is 40, or ``max_loss_scale`` if this is lower."""
+        """Return the initial margin, with which the target is 40, or ``ceiling`` if ``ceiling`` is lower."""
         return max(self._log2_ceiling() - _LOG2_SEARCH_TOP, 0) + _LOG2_LEAST_MARGIN
 
     def _log2_ceiling(self) -> int:
