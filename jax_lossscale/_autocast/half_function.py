@@ -109,9 +109,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         if isinstance(error := made[_FLOAT32], Exception):
             if fallback is not None or not traced:
                 raise error
-            error.add_note(
-                f"`in_half(function={function!r})` called it in float32 here. Pass a `fallback` that supports float32."
-            )
+            error.add_note(f"`in_half` called {function!r} in float32 here. Pass a `fallback` that supports float32.")
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error refers to arrays. The traceback is removed because the error is stored in an
         # equation, which can exist for a long time.

@@ -170,7 +170,7 @@ class PrecisionPolicy:
             object.__setattr__(self, "errors", errors)
 
     def __str__(self) -> str:
-        lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
+        lines = list(map(_sentence, self.rules)) or ["No exceptions to the rule of `autocast`."]
         if self.errors is not None and self.rules:
             lines = [f"Error compared with float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
@@ -183,7 +183,7 @@ class PrecisionPolicy:
             lines.append(f"Tested at a loss scale of 2^{math.log2(self.loss_scale):g}.")
             if self.loss_scale < 1:
                 lines.append(
-                    'This is below 1. Use the loss scale `"auto"`, or pass `min_loss_scale` to `DynamicLossScale`.'
+                    'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` to `DynamicLossScale`.'
                 )
         return "\n".join(lines)
 

@@ -484,7 +484,7 @@ def test_a_policy_is_a_value():
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
     assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNo values are recomputed in the backward pass."
-    assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
+    assert str(jls.PrecisionPolicy()) == "No exceptions to the rule of `autocast`."
 
 
 def test_errors_are_shown_and_saved_and_change_nothing():

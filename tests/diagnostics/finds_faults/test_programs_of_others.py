@@ -48,7 +48,7 @@ def test_every_question_has_an_answer(name, kind):
         sound = {
             "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
-            "find_precision": "No exceptions from the rule of `autocast`.",
+            "find_precision": "No exceptions to the rule of `autocast`.",
         }
         assert sound.get(kind, "") in answer
 
