@@ -43,8 +43,8 @@ class PrecisionRule:
       source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
         components of the absolute path, so the match does not depend on the working directory.
       parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
-        `compare_gradients`. Use this argument to distinguish layers that run the same line. The value can be a literal
-        path or a pattern. An empty string matches operations that have no such operand.
+        `compare_gradients`. Use this argument to distinguish layers that run the same line of code. The value can be a
+        literal path or a pattern. An empty string matches operations that have no such operand.
       function: the name of a function that was running, such as ``"RungeKutta.step"``. The function can belong to
         any library.
       reason: the reason for the rule. The reason is printed, but has no other effect.
@@ -115,7 +115,7 @@ class PrecisionPolicy:
       recompute: whether the backward pass may recompute values. If True, each value is either saved or recomputed,
         whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution (matmul) is
         saved in half precision. If False, all values are saved. A positive number is the cost of saving a byte,
-        relative to the cost of reading or writing a byte. The value 1 is the same as True. With the value 2, fewer
+        relative to the cost of reading or writing a byte. The cost 1 is the same as True. With a cost of 2, fewer
         values are saved, which takes less memory and more time. Matmuls and other expensive operations are never
         recomputed.
       loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
@@ -183,7 +183,7 @@ class PrecisionPolicy:
             lines.append(f"Tested at a loss scale of 2^{math.log2(self.loss_scale):g}.")
             if self.loss_scale < 1:
                 lines.append(
-                    'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` to `DynamicLossScale`.'
+                    'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.'
                 )
         return "\n".join(lines)
 

@@ -148,7 +148,7 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
 def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
     assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
         "Tested at a loss scale of 2^-13.",
-        'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` to `DynamicLossScale`.',
+        'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.',
     ]
     assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
 
