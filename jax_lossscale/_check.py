@@ -1,4 +1,4 @@
-"""Validation of arguments. Each error message contains the name of the argument, its value, and a way to fix it."""
+"""Validation of arguments. Error messages contain the name of the argument, its value, and how to fix the error."""
 
 from __future__ import annotations
 

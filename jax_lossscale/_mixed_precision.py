@@ -227,8 +227,9 @@ class _SharedLossScale:
     def of_gradients(self, of_state: LossScale) -> LossScale:
         """Return the loss scale from which an update continues.
 
-        This is the shared loss scale, at which the gradients were computed. Before the first update, however, the loss
-        scale of the state is returned, because the state may have been restored from a checkpoint.
+        After the first update, the result is the shared loss scale, at which the gradients were computed. Before the
+        first update, the result is the loss scale of the state, because the state may have been restored from a
+        checkpoint.
         """
         if self._of_step.get() is not None or not self._leaves():
             return of_state

@@ -21,7 +21,7 @@ from jax_lossscale._program.jaxpr import Traced
 
 
 def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
-    """Return a function with the values and the gradients of ``fun`` whose backward pass runs at a loss scale.
+    """Return a function that computes the values and gradients of ``fun``, but runs the backward pass at a loss scale.
 
     ::
 

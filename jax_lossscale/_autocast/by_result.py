@@ -59,8 +59,8 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # The sum of a rounded row is not exactly 1. The division by this sum ensures that adding a constant to all
-        # tangents does not change the result. The sum is 0 if all elements of the row are rounded to zero.
+        # The sum of a rounded row is not exactly 1. Dividing by the sum of the row ensures that adding a constant to
+        # all tangents does not change the result. The sum is 0 if all elements of the row are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 

@@ -34,8 +34,8 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# Each of these functions is monotone in each operand, separately for positive and for negative numbers. Its largest and
-# smallest values on an interval are therefore at the two bounds or at the number that is closest to 0.
+# Each of these functions is monotone in each operand, separately for positive and for negative numbers. The largest and
+# smallest values of a function on an interval are therefore at the two bounds or at the number that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),

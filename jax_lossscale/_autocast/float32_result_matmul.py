@@ -1,10 +1,10 @@
 """A primitive for matmuls with operands in half precision and a float32 result.
 
-Tensor cores accumulate in float32, so the result is not rounded. JAX supports such matmuls with
-``preferred_element_type``. However, the backward matmuls of such a matmul multiply a float32 cotangent by an operand in
-half precision, and are therefore computed in float32. This primitive rounds the cotangent first, so that both backward
-matmuls are in half precision. A `jax.custom_vjp` function could do the same, but would not support forward-mode
-differentiation.
+Tensor cores accumulate in float32, so the result is not rounded. JAX supports matmuls whose result is wider than the
+operands with ``preferred_element_type``. However, the backward matmuls then multiply a float32 cotangent by an operand
+in half precision, and are therefore computed in float32. This primitive rounds the cotangent first, so that both
+backward matmuls are in half precision. A `jax.custom_vjp` function could do the same, but would not support
+forward-mode differentiation.
 """
 
 from __future__ import annotations

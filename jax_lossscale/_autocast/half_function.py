@@ -35,11 +35,11 @@ _primitive.multiple_results = True
 
 
 def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
-    """Compute a function in half precision under `autocast`, and its fallback in float32 otherwise.
+    """Compute a function in half precision under `autocast`, and a fallback in float32 everywhere else.
 
-    Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`,
-    a float32 program can call such a kernel. `in_half` is the counterpart of `keep_float32`. `in_half` also works
-    inside `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
+    Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`, a
+    float32 program can call a kernel that supports only 16-bit dtypes. `in_half` is the counterpart of `keep_float32`.
+    `in_half` also works inside `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
 
     Args:
       function: a function of arbitrary pytrees. The function is traced once in float16 and once in bfloat16. Arguments
@@ -141,7 +141,7 @@ def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
 
 
 def is_fallback(eqns: Iterable[Any]) -> bool:
-    """Return whether, according to its name stack, one of the equations computes the derivative of ``fallback``."""
+    """Return whether any of the equations belongs to the derivative of ``fallback``, according to the name stacks."""
     return is_in_scope(_SCOPE, eqns)
 
 
@@ -234,7 +234,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
-    """Return ``fallback`` as a function of some of its operands; the other operands are constants."""
+    """Return ``fallback`` as a function of some of its operands; all other operands are constants."""
     program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:

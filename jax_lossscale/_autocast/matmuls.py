@@ -48,7 +48,7 @@ class TracedMatmuls(NamedTuple):
 
     Attributes:
       traced: the program.
-      used: the equations on which the results depend. Compilers remove all other equations.
+      used: the equations on which the results depend. Compilers remove all unused equations.
       matmuls: the matmuls of ``used``, in the order of the program.
       is_autocast: whether the function, or a part of it, is under `autocast`.
     """
@@ -68,7 +68,7 @@ def trace_matmuls(
       fun: the function. If the function computes gradients, the matmuls of the backward pass are included.
       args: the positional arguments of the function.
       kwargs: the keyword arguments of the function.
-      dtype: the half-precision dtype. A matmul with another dtype has a reason.
+      dtype: the half-precision dtype. A matmul in any other dtype has a reason.
     """
     with adding_reasons():
         traced = Traced(fun, args, kwargs)

@@ -1,8 +1,9 @@
 """Minimum cut, which selects the values that a segment saves for the backward pass so that the fewest bytes are moved.
 
 Every value needed by the derivatives must be available in the backward pass. Such a value is either saved or recomputed
-from available values. Each alternative has a price, which is the number of bytes that are read and written. The
-cheapest combination is a minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
+from available values. Saving and recomputing each have a price, which is the number of bytes that are read and written.
+The cheapest combination of choices is a minimum cut of a flow network, as in the partitioner of PyTorch's
+``functorch``.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class MinCut(NamedTuple):
                     # Recomputing a reduction reads its operands, which are much larger than the result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
-                    # XLA does not fuse these operations with their consumers, so their results are written and read
-                    # again.
+                    # XLA does not fuse the operations in `WRITTEN` with their consumers, so the results are written and
+                    # read again.
                     price = 2 * self._bytes(value)
                 else:
                     price = price_recomputed(value)
@@ -199,7 +200,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
 class OperandsNeeded:
     """Determine which operands of an equation are needed by the derivative of the equation.
 
-    If the derivative needs a result of the equation, this includes all operands from which the result is computed.
+    If the derivative needs a result of the equation, all operands from which the result is computed are needed.
     """
 
     def __init__(self) -> None:

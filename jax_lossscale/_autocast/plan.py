@@ -25,8 +25,8 @@ class NodeKind(enum.Enum):
     DATA_MOVEMENT = enum.auto()
     SELECTION = enum.auto()  # Results have the dtype of the operands. The derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
-    CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
-    IN_HALF = enum.auto()  # A call of an `in_half` function.
+    CALL = enum.auto()  # An equation whose jaxprs are rewritten.
+    IN_HALF = enum.auto()  # A call to an `in_half` function.
     OTHER = enum.auto()
 
 
@@ -130,8 +130,8 @@ class Plan(NamedTuple):
       within: the equations that contain the jaxpr, the outermost first.
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes. Each equation that contains such a matmul or function has the
-        reason "".
+        precision, including those in the jaxprs of nodes. An equation whose jaxprs contain a matmul or function with a
+        reason has the reason "".
     """
 
     graph: Graph

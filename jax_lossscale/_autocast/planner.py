@@ -136,8 +136,8 @@ class Planner:
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Return the values that are stored in half precision, and the treatment of the jaxprs in each node.
 
-        Also return the reasons in the plans of these jaxprs. If nothing in the jaxprs of a node is rewritten, the entry
-        of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
+        The reasons in the plans of the jaxprs are returned as well. If nothing in the jaxprs of a node is rewritten,
+        the entry of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
         """
         half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -218,8 +218,8 @@ class Planner:
 
         # `plan` differentiates equations, which is possible only in a context in which the axes of the mesh are bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Apart from residual streams, only the results from `first` on may differ in dtype from the jaxpr. These are
-        # all results of `OF_ANY_DTYPE`, and the stacked results of a scan.
+        # Apart from residual streams, only the results from `first` on may differ in dtype from the jaxpr. The results
+        # from `first` on are all results of a primitive in `OF_ANY_DTYPE`, or the stacked results of a scan.
         first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))

@@ -1,8 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
 A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Only programs that are traced for a report have such scopes. The names of layers do not contain these
-scopes.
+forward matmul. Only programs that are traced for a report have scopes with reasons. The names of layers do not contain
+these scopes.
 """
 
 from __future__ import annotations

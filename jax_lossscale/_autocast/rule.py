@@ -244,8 +244,8 @@ class Rule:
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
-        These rules match the line of the function, and either the layer of the function or a layer below it. Layers
-        below are included because the backward pass can enter layers that the forward pass does not enter.
+        These rules match the line of the function, and either the layer of the function or a layer below it. Lower
+        layers are included because the backward pass can enter layers that the forward pass does not enter.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:

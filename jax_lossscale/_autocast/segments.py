@@ -1,10 +1,10 @@
 """Segments: groups of nodes that are evaluated together, and recomputed together in the backward pass.
 
 Segments are separated by matmuls and by nodes that form a segment of their own (`NodePlan.is_alone`). The *level* of a
-node is the largest number of such separators on any path that ends at the node, not counting the node itself. A node
-that is not a separator is deferred to the level at which its results are first needed. No node of a level depends on
-another node of the same level through a separator. Therefore, the levels can be evaluated in order. Each level consists
-of
+node is the largest number of separators (matmuls and nodes of the second kind) on any path that ends at the node, not
+counting the node itself. A node that is not a separator is deferred to the level at which its results are first needed.
+No node of a level depends on another node of the same level through a separator. Therefore, the levels can be evaluated
+in order. Each level consists of
 
 1. one segment, which ends with the matmuls that use its results, and
 2. one segment for each node that forms a segment of its own.
@@ -32,8 +32,8 @@ class Segment(NamedTuple):
       inputs: the values that are computed outside of the segment.
       outputs: the values that are needed outside of the segment.
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of each of their results is rounded to
-        half precision once, before it is used (see `marks.with_rounded_cotangent`).
+      rounds_cotangent: the positions of the nodes that add a bias. The cotangents of the sums are rounded to half
+        precision once, before they are used (see `marks.with_rounded_cotangent`).
       saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
         backward pass. ``saved`` is None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the
         saved values.

@@ -53,9 +53,10 @@ def autocast(
         a `PrecisionPolicy`.
 
     Warns:
-      UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. The backward pass of a
-        `jax.custom_vjp` function has not been traced at this time. Therefore, there is no warning if the rule matches
-        the line of such a function, and either the layer of the function or a layer below it.
+      UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
+        a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
+        pass has not been traced at this time. Such a rule matches the line of the function, and either the layer of the
+        function or a layer below it.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

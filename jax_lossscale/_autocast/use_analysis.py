@@ -108,8 +108,8 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
     A value is included if the segment uses it several times and at least one of these uses is an operation in float32.
-    Data movement and selections of an included value are included as well. Each included value is converted to float32
-    once, so that its cotangents are added in float32.
+    The results of data movement and selections of an included value are included as well. Each included value is
+    converted to float32 once, so that its cotangents are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()

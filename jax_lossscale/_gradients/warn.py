@@ -55,7 +55,7 @@ def warn_if_frozen(loss_scale: LossScale) -> bool:
     """Warn if a loss scale that changes during training becomes a constant in the program that is being traced.
 
     Because the loss scale in the optimizer state changes, later gradients would be unscaled with a different scale than
-    the one with which they were computed.
+    the one used to compute them.
 
     Returns:
       Whether a warning was emitted.

@@ -27,7 +27,8 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Maximum of margin plus allowance after an overflow below the target. Normal float16 numbers span 30 powers of two.
+# Maximum of the sum of margin and allowance after an overflow below the target. Normal float16 numbers span 30 powers
+# of two.
 _LOG2_MOST_MARGIN = 30
 # Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
 # underflow in float16.
@@ -97,7 +98,7 @@ class AutoLossScale(BoundedLossScale):
       log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
         that is not zero. The peak is a leaf.
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before there is
-        a peak, the margin can be larger, because it alone determines the target. The margin is a leaf.
+        a peak, the margin can be larger, because the margin alone determines the target. The margin is a leaf.
       log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
         free for some time. The allowance is negative if a lower scale did not prevent the overflows. It is a leaf.
 
@@ -305,7 +306,8 @@ class AutoLossScale(BoundedLossScale):
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
-        # This is false if the previous step has also overflowed, and if the initial scale is far below the target.
+        # `has_climbed` is false if the previous step has also overflowed, or if the initial scale is far below the
+        # target.
         has_climbed = s > target - LOG2_MOVE
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance

@@ -130,7 +130,8 @@ class LossScale(abc.ABC):
         """
         if type(self) is not type(other):
             return NotImplemented
-        # Without this context, flattening a new loss scale inside `jax.jit` would convert its NumPy scalars to tracers.
+        # Without `ensure_compile_time_eval`, `jax.tree.flatten` would convert NumPy scalars to tracers inside
+        # `jax.jit`.
         with jax.ensure_compile_time_eval():
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
@@ -258,9 +259,9 @@ def register(cls: _T) -> _T:
 def _as_array(leaf: Any) -> Any:
     """Return a NumPy scalar as a JAX array, and any other leaf unchanged.
 
-    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. When a new loss scale is
-    flattened, these scalars are converted to JAX arrays. The leaves of a new and of an updated loss scale then have the
-    same types, so a training step is compiled only once.
+    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. When a loss scale is flattened,
+    its NumPy scalars are converted to JAX arrays. The leaves of a new loss scale then have the same types as those of
+    an updated loss scale, so a training step is compiled only once.
     """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 

@@ -39,8 +39,8 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
 
     Raises:
       ValueError: if ``opt_state`` does not contain a loss scale, or if the number of loss scales that match ``path`` is
-        not one. In the second case, the error message lists the paths of all loss scales that match, or of all loss
-        scales in the pytree if none matches.
+        not one. The error message lists the paths of the matching loss scales, or of all loss scales in ``opt_state``
+        if none matches ``path``.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -129,9 +129,9 @@ def not_a_state(argument: Any, name: str) -> ValueError:
 def unwrapped(tree: _Tree) -> _Tree:
     """Return the pytree with each object that has a ``__jax_array__`` method converted to an array.
 
-    `nnx.Optimizer` wraps each number in an optimizer state in an object with this method. Apply this function only to
-    pytrees of scalars, because the moments of an optimizer can be named arrays from haliax, which also have a
-    ``__jax_array__`` method but cannot be converted.
+    `nnx.Optimizer` wraps each number in an optimizer state in an object with a ``__jax_array__`` method. Apply this
+    function only to pytrees of scalars, because the moments of an optimizer can be named arrays from haliax, which also
+    have a ``__jax_array__`` method but cannot be converted.
     """
 
     def is_wrapped(node: Any) -> bool:

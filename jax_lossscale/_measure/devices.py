@@ -29,7 +29,7 @@ def agree(
     """
     numbers = [flag.astype(jnp.float32) for flag in flags]
     if largest is not None:
-        # NaN is encoded as -inf because the minimum of an all-reduce ignores NaN on some platforms.
+        # NaN is encoded as -inf because an all-reduce that computes the minimum ignores NaN on some platforms.
         numbers.append(jnp.where(jnp.isnan(largest), -jnp.inf, -largest))
     lowest = jax.lax.pmin(jnp.stack(numbers), axis_name)
     agreed = [number > 0 for number in lowest[: len(flags)]]

@@ -51,8 +51,8 @@ def anywhere(*leaves: jax.Array) -> jax.Array:
     """Return the largest magnitude, with as few reductions as possible.
 
     On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last kernel has
-    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The program was not timed on a
-    GPU.
+    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The run time on a GPU has not
+    been measured.
     """
     return _largest_of(map(_largest_of_group, _groups(leaves)))
 

@@ -36,7 +36,7 @@ class StepInputs(NamedTuple):
 class StepChecks(NamedTuple):
     """The results of the checks of one step, or ``None`` for each check that is not needed.
 
-    A step counts as having passed each of the first three checks that is not needed.
+    Each of the first three checks counts as passed if the check is not needed.
 
     Attributes:
       grads_finite: ``bool[]``, whether all gradients are finite, or ``None`` if the loss scale does not check gradients

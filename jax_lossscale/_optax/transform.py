@@ -98,9 +98,9 @@ def loss_scaled(
       - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
       - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
       - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
-        known, for example from the norm of the gradients. If this argument is passed, the wrapper uses it without
-        checking the gradients itself. However, a loss scale with ``needs_largest`` still reads the gradients to measure
-        their largest magnitude.
+        known, for example from the norm of the gradients. If ``grads_finite`` is passed, the wrapper uses this value
+        without checking the gradients itself. However, a loss scale with ``needs_largest`` still reads the gradients to
+        measure their largest magnitude.
       - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. If these arguments contain
         gradients, the gradients must be unscaled.
 

@@ -77,7 +77,7 @@ class Traced:
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the result of the function for these outputs of the jaxpr, and apply its changes to nnx objects."""
+        """Return the function's result for these outputs, and apply the function's changes to nnx objects."""
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result

@@ -45,7 +45,7 @@ PLAIN_DATA_MOVEMENT = (
 # Data movement that may replicate a number. The transpose of replication is arithmetic, because the cotangents of all
 # copies are summed.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
-# Data movement between devices. The results are saved for the backward pass, so that they are not communicated again.
+# Data movement between devices. Its results are saved for the backward pass, so that no result is communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )

@@ -47,7 +47,7 @@ class Propagation(Walk[Known]):
         """Process the information about a carry at the start (``within``) and the end (``at_end``) of an iteration."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
-        """Return the information about the results of an equation, and enter its sub-jaxprs if `follows` names it."""
+        """Return the information about an equation's results; enter its sub-jaxprs if `follows` contains its name."""
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
