@@ -157,24 +157,25 @@ class AutoLossScale(BoundedLossScale):
       lower scales.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. For
       this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free.
-      Otherwise, the allowance would decay faster than it grows if a rare kind of batches overflows.
+      With only 1 bit, the allowance would decay faster than it grows if a rare kind of batch overflows.
     - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
       grows by 8 bits after each overflow until it exceeds 16 bits. If the scale was the cause, the overflows stop.
-      Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. It remains negative for
-      about 6,000 steps, during which no other test starts. The overflow that ends the test can also be below the
-      target, because the scale does not reach the target if gradients underflow.
+      Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. The allowance remains
+      negative for about 6,000 steps, during which no other test starts. The overflow that ends the test can also be
+      below the target, because the scale does not reach the target if gradients underflow.
     - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
       discarded, because they are relative to the peak.
-    - **Gradients that are all zero.** They do not show how large other gradients are. Such steps therefore increase the
-      scale only up to 1 bit below the target. If an overflow occurs there, it counts as an overflow below the target.
+    - **Gradients that are all zero.** Zero gradients do not show how large other gradients are. Steps with only zero
+      gradients therefore increase the scale only up to 1 bit below the target. An overflow at this scale counts as an
+      overflow below the target.
 
     The margin is at least 1 bit. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights
     are summed in float32 and can be larger than all values inside the backward pass. In such models, the scale could be
     up to 5 bits larger than the target. However, a rule that tries such scales would cause one overflow in a few
     hundred steps in all other models.
 
-    In the following cases, `DynamicLossScale` skips fewer steps. Use it if the skipped batches matter, although it
-    usually leaves more bits unused. All numbers are measured by ``python -m benchmarks policies``:
+    In the following cases, `DynamicLossScale` skips fewer steps. Use `DynamicLossScale` if the skipped batches matter,
+    although it usually leaves more bits unused. All numbers were measured by ``python -m benchmarks policies``:
 
     - **Kinds of batches that are rarer than 1 in 200.** If 1 in k batches contains much larger values than the others,
       about k / 1536 of these batches are skipped: 6% to 7% for k = 100, 12% to 16% for k = 200, and 26% to 34% for
