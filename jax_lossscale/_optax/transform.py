@@ -65,8 +65,9 @@ def loss_scaled(
 
     The wrapper divides the gradients by the loss scale and checks whether they are finite. If all gradients are finite,
     the wrapper runs the inner optimizer on the unscaled gradients in float32. If a gradient is not finite, the step is
-    skipped: the updates are zero, and the state of the inner optimizer does not change. ``inner`` must be the complete
-    optimizer, including gradient clipping, weight decay and learning-rate schedules, and must be wrapped only once.
+    skipped, which means that the updates are zero and the state of the inner optimizer does not change. ``inner`` must
+    be the complete optimizer, including gradient clipping, weight decay and learning-rate schedules, and must be
+    wrapped only once.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
