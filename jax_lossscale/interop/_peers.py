@@ -1,7 +1,7 @@
-"""Conversion of a `DynamicLossScale` from and to the field names of other libraries.
+"""Conversion of a `DynamicLossScale` to and from the field names of other libraries.
 
 A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
-of the other library and the behavior of `DynamicLossScale` with the same numbers.
+of the other library and the behavior of a `DynamicLossScale` with the same configuration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NAMES = {
 }
 # The names of the libraries in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# For each library, the fields whose values are fixed. (The floor of jmp can be set, but jmp soon resets it to 1.)
+# For each library, the fields that the library sets to a fixed value. (The floor of jmp can be set, but jmp soon resets
+# it to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 
@@ -106,7 +107,7 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
 
 
 def number(value: Any, name: str) -> float:
-    """Convert a scale or a factor to a Python float, from a Python number, an array, a scalar tensor or a variable."""
+    """Convert a scale or a factor (a Python number, an array, a scalar tensor or a variable) to a Python float."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
@@ -122,13 +123,13 @@ def _count(value: Any, name: str) -> int:
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """Return the names that a library uses for ``fields``, without the fields that it does not have."""
+    """Return the names that a library uses for ``fields``, omitting the fields that the library does not have."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 
 
 def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Read all fields except for the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
+    """Read all fields except the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
         raise ValueError(f"`{argument}` must be a dictionary with the keys {', '.join(names.values())}, got {saved!r}.")
