@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     """Perform the five training runs one after another, and return their results by name.
 
-    All training runs have the same number of steps and the same initial parameters. If stderr is a terminal, it shows a
-    progress bar.
+    All training runs have the same number of steps and the same initial parameters. A progress bar is shown if stderr
+    is a terminal.
     """
     from rich.console import Console
     from rich.progress import Progress

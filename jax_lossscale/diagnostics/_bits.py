@@ -131,7 +131,7 @@ def _only_device(leaf: Any) -> Any:
 def joined(part: Sequence[ArrayLike]) -> jax.Array:
     """Return the `magnitudes` of a list of leaves.
 
-    A single leaf keeps its shape, but several leaves are concatenated to a vector.
+    A single leaf keeps its shape, but several leaves are concatenated into a vector.
     """
     if len(part) == 1:
         return magnitudes(part[0])

@@ -15,7 +15,7 @@ from jax_lossscale.diagnostics._sites import Dataflow, Site
 _WRONG = 0.1
 # If an operation amplifies an error by less than this factor, the error is assumed to accumulate in a loop.
 ACCUMULATED = 2
-# An operation is reported if more than this fraction of its results becomes zero.
+# An operation is reported if more than this fraction of the elements of its result becomes zero.
 MANY_ZEROS = 0.5
 # A value of at least this magnitude is assumed to be the fill value of a mask.
 _MASK = 1e8
@@ -38,7 +38,7 @@ def blame(
       nodes in which these errors begin.
     """
     # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
-    # However, a result of the function only counts as inaccurate if its error including outliers is large.
+    # However, a result of the function counts as inaccurate only if its error including outliers is large.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
@@ -65,7 +65,7 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
 
 
 def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
-    """Find the half-precision values whose rounding errors are amplified by an operation of the forward pass.
+    """Find the half-precision values whose rounding errors are amplified by an operation in the forward pass.
 
     An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. However, the
     result of an operation that amplifies errors is accurate only if the values from which the result is computed are in

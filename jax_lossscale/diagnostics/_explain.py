@@ -28,7 +28,7 @@ from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If
-# more than this fraction of the steps is skipped, there is another cause.
+# more than this fraction of the steps is skipped, the growth of the loss scale is not the only cause.
 _LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
 # If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be

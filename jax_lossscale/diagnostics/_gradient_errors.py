@@ -1,7 +1,7 @@
 """Errors of half-precision gradients relative to float32 gradients, and the choice of the initial loss scale.
 
-For each leaf and each loss scale, the device computes a few numbers, such as a squared error. The host then computes
-the error of each leaf from these numbers.
+For each leaf and each loss scale, the device computes a few numbers, such as a squared error, from which the host then
+computes the error of the leaf.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def reports_of(
       rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
     # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
-    # fields that only depend on the float32 gradients are equal in all rows.
+    # fields that depend only on the float32 gradients are equal in all rows.
     of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
@@ -278,8 +278,8 @@ class GradientErrors(NamedTuple):
         """Return the index of the best loss scale among the scales with finite gradients.
 
         The best scale has the fewest inaccurate leaves. Among scales with equally many inaccurate leaves, the best
-        scale has the smallest error of all leaves together. If several scales are equally good, the largest is
-        returned, because the fewest gradients underflow at this scale.
+        scale has the smallest error of all leaves together. If several scales are equally good, the largest of them is
+        returned, because the fewest gradients underflow at the largest scale.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -347,7 +347,8 @@ def errors_by_scale(
             value, leaves = value_and_leaves(result, call.has_aux)
             measured.append(measure(leaves, exact, scale))
             del result, leaves
-        # If a callback raises an exception, JAX raises one of these types, depending on the program.
+        # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
+        # program.
         except (RuntimeError, ValueError) as error:
             if not is_raised_in_callback(error):
                 raise
@@ -375,7 +376,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
 
 
 def is_raised_in_callback(error: Exception) -> bool:
-    """Return whether an error was raised in a callback of the program.
+    """Return whether an error was raised by a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """

@@ -165,7 +165,7 @@ class Evaluator(Walk[Any]):
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
-            except (NotImplementedError, TypeError, ValueError):  # The primitive only supports half precision.
+            except (NotImplementedError, TypeError, ValueError):  # Some primitives support only half precision.
                 self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 

@@ -50,7 +50,7 @@ class LossCall(NamedTuple):
         return self._replace(args=chosen)
 
     def value_and_grad(self) -> Traced:
-        """Trace the value and the gradients, without a loss scale."""
+        """Trace the value and the gradients without a loss scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
     def scaled(self) -> Traced:

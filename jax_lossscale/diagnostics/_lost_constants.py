@@ -41,7 +41,7 @@ class LostConstant(NamedTuple):
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
-    """Return the constants of the forward pass that became zero or infinite in half precision.
+    """Return the constants in the forward pass that became zero or infinite in half precision.
 
     Epsilons, which keep a result away from zero, come first. All other constants follow the epsilons in program order.
 

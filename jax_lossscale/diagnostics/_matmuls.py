@@ -106,7 +106,7 @@ class Float32Origin(NamedTuple):
 
 
 def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
-    """Return the origins of the float32 operands of all matmuls. Matmuls of the forward pass come first.
+    """Return the origins of the float32 operands of all matmuls. Matmuls in the forward pass come first.
 
     Args:
       program: the program.

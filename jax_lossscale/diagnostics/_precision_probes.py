@@ -7,8 +7,9 @@ in the matmul, such as its result. In the backward pass, the probe inserts anoth
 round their values to half precision. The same compiled program can therefore compute the function in float32, under
 `autocast`, or under any policy.
 
-The probe of a cotangent has the corresponding value of the forward pass as a second operand. The cotangent multiplied
-by the rounding error of this value estimates how much the result of the program changes if the value is rounded.
+The probe of a cotangent has the corresponding value of the forward pass as a second operand. The product of a cotangent
+and the rounding error of its forward-pass value estimates how much the result of the program changes if the value is
+rounded.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
-# The levels of precision of a matmul, in ascending order.
+# The precision levels of a matmul, in ascending order.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
 # Each probed value of a matmul has one of three roles, which are numbered from 0 to 2. The role of a cotangent is the
-# role of the corresponding value plus 3. The two slices select the roles of all values and the roles of all cotangents.
+# role of the corresponding value plus 3. `VALUES` selects the roles of all values, and `COTANGENTS` selects the roles
+# of all cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
@@ -63,7 +65,8 @@ class Measured(NamedTuple):
       largest: the largest magnitude.
       error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
       damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of the corresponding
-        value. The damage estimates to first order how much the result of the program changes if the value is rounded.
+        value. The damage is a first-order estimate of how much the result of the program changes if the value is
+        rounded.
     """
 
     largest: Any

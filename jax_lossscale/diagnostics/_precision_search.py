@@ -40,13 +40,13 @@ _EXACT = {"xla_allow_excess_precision": False}
 # the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. If such a change of the parameters also causes large errors in float32, the precision of the matmuls
-# is not the cause. The tolerance then increases by up to the factor `_MOST_SENSITIVE`.
+# every layer does. If this change causes large errors even in float32, the precision of the matmuls is not the cause,
+# and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is
-# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf below
-# `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
+# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf whose
+# contribution is below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
 _SMALL_SHARE = 0.01
 _TINY_SHARE = 0.001
 _SMALL_LEAF = 10.0
@@ -143,17 +143,17 @@ class Search:
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
-        # Measure the float32 program without a loss scale. The array of largest magnitudes has the shape ``[sites, 2 *
-        # roles]``. The array of damages has the shape ``[sites, 2]``. Its two columns contain the estimated change of
-        # the value if the result of a matmul is rounded, and the estimated change if the operands of the matmul are
-        # rounded.
+        # Measure the float32 program without a loss scale. The largest magnitudes have shape ``[sites, 2 * roles]``.
+        # The damages have shape ``[sites, 2]``. The first column of damages contains the estimated change of the value
+        # if the result of a matmul is rounded, and the second column contains the estimated change if the operands of
+        # the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
         exact, measured = self._run(in_float32, 1.0)
         self._largest = measured.largest
         damage = np.nan_to_num(measured.damage[:, COTANGENTS])
         self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
 
-        # Derive the tolerances from the effects of two nudges (small changes of the parameters) in float32.
+        # Derive the tolerances from the effects of two nudges (small changes to the parameters) in float32.
         fine, coarse = (self._run(in_float32, 1.0, self._nudged(by))[0] for by in (errors.NUDGE, _COARSE))
         self._exact = [self._with_tolerances(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
         rounding = self._exact[0].rounding
@@ -172,11 +172,11 @@ class Search:
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
 
-        The fine nudge changes each parameter by about one float32 rounding error. If the fine nudge changes the value
-        or the gradient of a leaf by more than half the tolerance, this quantity is ignored in trials. The coarse nudge
-        changes each parameter by about one half-precision rounding error. If the coarse nudge causes a
-        disproportionately larger error, for example because the inputs of ReLUs change sign, the tolerance is
-        increased.
+        A nudge is a small random change to all parameters. The fine nudge changes each parameter by about one float32
+        rounding error. If the fine nudge changes the value or the gradient of a leaf by more than half the tolerance,
+        this quantity is ignored in trials. The coarse nudge changes each parameter by about one half-precision rounding
+        error. If the coarse nudge causes a disproportionately larger error, for example because the inputs of ReLUs
+        change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.
@@ -189,7 +189,7 @@ class Search:
         of_value = errors.relative_error(fine[0], value)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Return the tolerance of a quantity with the relative change ``coarse`` or ``fine`` after these nudges.
+            """Return the tolerance of a quantity, given its relative changes after the coarse nudge and the fine nudge.
 
             If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
             """
@@ -228,7 +228,7 @@ class Search:
         return self._run(np.full(len(self.sites), FLOAT32), scale)[1]
 
     def _errors(self, results: Callable[[], Sequence[Any]], scale: float) -> tuple[float, float, str]:
-        """Return the largest ratio of an error to its tolerance among all batches, with the error and its quantity."""
+        """Return the largest ratio of an error to its tolerance among all batches, with the error and the quantity."""
         found = [(0.0, 0.0, "nothing")]
         try:
             for (value, leaves), exact in zip(results(), self._exact, strict=True):
@@ -317,7 +317,7 @@ class Search:
         return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
-        """Lower the precision of matmuls by bisection, until no matmul can be lowered without losing accuracy."""
+        """Lower the precision of matmuls by bisection until it cannot be lowered further without losing accuracy."""
         # The precision of the matmuls with the least damage is lowered first.
         order = np.argsort(self._damages.max(axis=1), kind="stable")
         before = None
@@ -349,7 +349,7 @@ class Search:
         return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
-        """Return, for each site, the reason why it is not in half precision; "" if it is in half precision.
+        """For each site, return the reason why the site is not in half precision, or "" if it is in half precision.
 
         The reason is generic if no evaluations of the gradients are left to determine it.
         """
@@ -400,9 +400,8 @@ class Search:
                 f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
-        # The remaining cases are that the matmuls at this site have both large and small gradients, or that the
-        # gradients of other matmuls in half precision underflow because the largest gradient at this site limits the
-        # loss scale.
+        # In all remaining cases, either the matmuls at this site have both large and small gradients, or the gradients
+        # of other half-precision matmuls underflow because the largest gradient at this site limits the loss scale.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "

@@ -102,7 +102,7 @@ class RangeReport(Report[OperationRange]):
     The operations are sorted by the following criteria, in this order:
 
     1. Operations with a suggestion whose error changes the value or a gradient come first.
-    2. Operations of the forward pass come before operations of the backward pass.
+    2. Operations in the forward pass come before operations in the backward pass.
     3. Operations that overflow come first, in the order of the program, because the first overflow usually causes the
        following ones.
     4. All other operations are sorted by the amplification of errors, and then by the fraction of elements that become
@@ -115,8 +115,8 @@ class RangeReport(Report[OperationRange]):
       operations: the operations.
       dtype: the name of the half-precision dtype.
       loss_scale: the loss scale at which the backward pass was evaluated.
-      opaque_operations: the names of the operations that could not be evaluated in float32. Only the results of such
-        operations are measured, but not the steps inside them.
+      opaque_operations: the names of the operations that could not be evaluated in float32. For opaque operations, only
+        the results are measured, and not the steps inside the operations.
       lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
         in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
         listed, unless a result is NaN.
@@ -150,7 +150,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the forward pass that overflow, regardless of the loss scale."""
+        """Return the operations in the forward pass that overflow, regardless of the loss scale."""
         return tuple(
             operation
             for operation in self.bad
@@ -158,11 +158,11 @@ class RangeReport(Report[OperationRange]):
         )
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the forward pass in which errors begin, with the worst operation first."""
+        """Return the operations in the forward pass at which errors originate, with the worst operation first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the backward pass whose results underflow at the loss scale of the report."""
+        """Return the operations in the backward pass whose results underflow at the loss scale of the report."""
         finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
@@ -304,7 +304,7 @@ def range_report(
 
 
 def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> RangeReport:
-    """Return the report of the traced gradients at a given loss scale."""
+    """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
     ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
@@ -353,8 +353,9 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """Return whether a gradient consists of float32 rounding errors, such as the gradient of a bias before a softmax.
 
-    The last operation amplifies rounding errors by the same factor in float32 and in half precision. The error of the
-    float32 gradient is therefore the half-precision error times the ratio of the machine epsilons.
+    The operation that computes the gradient amplifies rounding errors by the same factor in float32 and in half
+    precision. The error of the float32 gradient is therefore the half-precision error times the ratio of the machine
+    epsilons.
     """
     if measured is None or math.isinf(measured.error):
         return False

@@ -32,7 +32,7 @@ from jax_lossscale.diagnostics._sites import is_measured
 # of rounding errors, even in float32.
 _ROUNDING = 2.0**-20
 # Outliers, such as the fill value of a mask, are within this factor of the largest magnitude. An array has outliers
-# only if no other element is within the square of this factor.
+# only if no other element is within the square of this factor of the largest magnitude.
 _OUTLIER_FACTOR = 4.0
 # An array has outliers only if at least this fraction of its nonzero elements are not outliers.
 _SMALLEST_SHARE = 1 / 256
@@ -44,7 +44,7 @@ Rows: TypeAlias = list[jax.Array]
 
 
 class MeasuringEvaluator(Walk[Any]):
-    """Base class of interpreters that measure the results of operations. Values are pytrees of arrays.
+    """Base class for interpreters that measure the results of operations. Values are pytrees of arrays.
 
     Attributes:
       fields: the number of elements of a row.
@@ -107,7 +107,7 @@ class MeasuringEvaluator(Walk[Any]):
         return outputs
 
     def goes_into(self, eqn: Any) -> bool:
-        """Return whether the sub-jaxprs of an equation are entered."""
+        """Return whether the interpreter enters the sub-jaxprs of an equation."""
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:

@@ -1,7 +1,7 @@
 """Static analysis of a jaxpr for `range_report`.
 
-`Dataflow` determines which results of the jaxpr are measured. For each measured result, it records the operation, the
-location, and the measured results from which the result is computed.
+`Dataflow` determines which results of the jaxpr are measured. For each measured result, `Dataflow` records the
+operation, the location, and the measured results from which the result is computed.
 """
 
 from __future__ import annotations
@@ -224,12 +224,12 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
 
     Similar sites are labeled with the name of a parameter:
 
-    - If an operation of the backward pass contributes to only one gradient and does not use a parameter itself, the
+    - If an operation in the backward pass contributes to only one gradient and does not use a parameter itself, the
       label is the parameter of this gradient.
     - Otherwise, the label is the most recently used parameter. In the backward pass, the most recently used parameter
       belongs to the operation that is differentiated.
 
-    If several sites of the forward pass still have the same label, a number is appended to each label.
+    If several sites in the forward pass still have the same label, a number is appended to each label.
 
     Args:
       flow: the dataflow of the jaxpr that computes the value and the gradients.

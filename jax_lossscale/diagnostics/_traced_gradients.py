@@ -71,7 +71,7 @@ class TracedGradients:
 
     @functools.cached_property
     def float32_origins(self) -> list[Float32Origin]:
-        """The origins of the float32 operands of all matmuls. Matmuls of the forward pass come first."""
+        """The origins of the float32 operands of all matmuls. Matmuls in the forward pass come first."""
         return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
 
     @functools.cached_property

@@ -46,9 +46,9 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     Args:
       library: the name of the library, a key of ``_NAMES``.
       floor: the smallest value of the scale; ``None`` if the library does not have a floor.
-      saved: dictionaries with the field names of the library. The keys are the names of the arguments by which the
-        public function received the dictionaries: either one argument that contains all fields, or ``config`` and
-        ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
+      saved: dictionaries with the field names of the library. The keys of ``saved`` are the names of the public
+        function's arguments that contain these dictionaries: either one argument that contains all fields, or
+        ``config`` and ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
       **known: arguments of `DynamicLossScale` that are not read from ``saved``.
     """
     call, ours = f"from_{library}", dict(known)

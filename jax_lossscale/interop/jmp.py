@@ -31,8 +31,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, with a warning,
-      because jmp would have lost it. With a static scale, jmp does not skip steps by itself. The returned
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, although jmp would
+      lose it, and a warning is emitted. With a static scale, jmp does not skip steps by itself. The returned
       `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:

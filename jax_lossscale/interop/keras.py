@@ -58,7 +58,7 @@ def from_keras(
 
 
 def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a ``LossScaleOptimizer``, and the values of its variables.
+    """Return the arguments for a ``LossScaleOptimizer`` and the values of its variables.
 
     Use the result as follows::
 

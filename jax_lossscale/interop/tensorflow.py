@@ -22,7 +22,7 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
     Args:
       config: the result of ``get_config()`` of a ``FixedLossScale`` or ``DynamicLossScale``.
       state: the values of the variables ``current_loss_scale`` and ``good_steps``. If ``state`` is ``None``, the loss
-        scale starts in its initial state. To read these values from a checkpoint of
+        scale starts in its initial state. To read the variables from a checkpoint of
         ``tf.train.Checkpoint(loss_scale=...)``, call ``tf.train.load_checkpoint(path).get_tensor``. The name of the
         first tensor is ``"loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE"``; the name of the second contains
         ``good_steps`` instead of ``current_loss_scale``.
@@ -60,9 +60,9 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
       loss_scale: a `DynamicLossScale` or a `FixedLossScale`.
 
     Returns:
-      ``(config, state)``, two dictionaries of Python numbers. Pass ``config`` to ``from_config`` of a TensorFlow loss
-      scale. For a `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it is
-      empty. TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports
+      ``(config, state)``, two dictionaries of Python numbers. The ``from_config`` method of TensorFlow accepts
+      ``config``. For a `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it
+      is empty. TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports
       neither a ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that TensorFlow does not
       support.
 

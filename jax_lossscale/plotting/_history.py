@@ -35,7 +35,7 @@ def plot_loss_scale(
       ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes. The first step has the number 1.
+      The Axes. Steps are numbered from 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
@@ -68,8 +68,8 @@ def plot_run(
 ) -> tuple[Axes, ...]:
     """Plot the loss, the loss scale, the number of skipped steps, and the underflow over the steps of a run.
 
-    Each of these quantities is shown in its own panel if the history contains it. A loss that is not finite leaves a
-    gap in the line and a mark at the bottom of the panel.
+    Each quantity is shown in its own panel if the history contains it. A loss that is not finite leaves a gap in the
+    line and a mark at the bottom of the panel.
 
     Args:
       history: a dictionary of sequences with one number per step, or a sequence of dictionaries, one per step. The
@@ -86,7 +86,7 @@ def plot_run(
       axes: the Axes to draw in, one for each panel; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes, from top to bottom. Without ``"step"``, the first step has the number 1.
+      The Axes, from top to bottom. Without ``"step"``, the steps are numbered from 1.
 
     Raises:
       ImportError: if matplotlib is not installed.

@@ -49,7 +49,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         raise ValueError(f"`register(kind=...)` must be a subclass of `LossScale`, got {kind!r}.")
 
     def children(loss_scale: Any) -> tuple[list[Any], Any]:
-        # The tree is flattened by one level only, because flax serializes each child. `None` is not a child.
+        # Only one level of the tree is flattened, because flax serializes each child. `None` is not a child.
         def is_child(node: Any) -> bool:
             return node is not loss_scale and node is not None
 

@@ -177,9 +177,9 @@ class Optimizer(nnx.Optimizer):
           model: the model.
           grads: the gradients of the scaled loss, as returned by `value_and_scaled_grad` of this optimizer.
           restore_from: a copy of the model, ``nnx.clone(model)``, from before the forward pass. If the step is skipped,
-            every variable that is not trained (batch statistics, random counters, ...) is restored from the copy.
-            Without ``restore_from``, the variables that are not trained keep the values that the forward pass assigned
-            to them.
+            every variable that is not trained (batch statistics, random counters, ...) is reset to its value in
+            ``restore_from``. Without ``restore_from``, the variables that are not trained keep the values that the
+            forward pass assigned to them.
           **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the unscaled loss), ``skip_if``,
             ``grads_finite``, and the extra arguments of the inner optimizer.
 
