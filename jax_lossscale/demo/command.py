@@ -81,7 +81,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=_positive_integer,
         default=job.STEPS,
         metavar="N",
-        help=f"number of steps of each training {default}",
+        help=f"number of steps in each training run {default}",
     )
     seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)

@@ -94,7 +94,7 @@ class AutocastReport(Report[OperationPrecision]):
         return (
             f"{self.summary}\n"
             f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
-            f"{percent(self.half_share)} of their floating-point operations are in {self.dtype}.\n"
+            f"{percent(self.half_share)} of all floating-point operations in matmuls are in {self.dtype}.\n"
             f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 

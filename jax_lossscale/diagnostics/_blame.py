@@ -165,7 +165,7 @@ def suggestion_for(
         )
     if measured.overflow and is_autocast and site.operation == "convert_element_type":
         return (
-            "`autocast` casts this operand of a matmul on the same line. Keep the matmul in float32 with "
+            "`autocast` casts this value, an operand of a matmul on the same line. Keep the matmul in float32 with "
             "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32."
         )
     if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
@@ -205,8 +205,8 @@ def suggestion_for(
         )
     if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
         return (
-            "A sum in 16 bits stops changing when the added numbers are smaller than its last bit. Compute the sum in "
-            "float32."
+            "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the sum. Compute "
+            "the sum in float32."
         )
     where = "this operation and its operands in float32" if is_half(site.aval) else "the operands in float32 as well"
     return f"This operation amplifies the rounding errors of its operands. Compute {where}."

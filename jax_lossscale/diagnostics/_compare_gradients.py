@@ -90,7 +90,7 @@ class GradientComparison(Report[LeafGradientError]):
             (first, message), *_ = self.run_time_errors
             lines.append(
                 f"At a loss scale of {power_of_two(first)}, the program raises an error, which counts as an overflow: "
-                f"{message} A training step at this loss scale would raise it as well. If equinox raises the error "
+                f"{message} A training step at this loss scale would raise the same error. If equinox raises the error "
                 "(lineax, optimistix and diffrax use equinox), set the environment variable EQX_ON_ERROR=nan so that "
                 "the step is skipped instead."
             )

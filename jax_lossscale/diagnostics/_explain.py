@@ -59,7 +59,10 @@ _INSIDE_THE_STEP = (
     "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
     "changes"
 )
-_HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the loss scale "dynamic".'
+_HOW_TO_SKIP = (
+    "To skip steps with non-finite gradients, use `FixedLossScale(..., skip_nonfinite=True)` or the "
+    '"dynamic" loss scale.'
+)
 _LOSS = (
     f"The loss does not depend on the loss scale. {_COMPARE} whether the loss is finite in float32, and which "
     "operation causes the problem.\n"
@@ -118,7 +121,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The loss scale is 2^0 = 1 (AutoLossScale).
       Of 1 step, 0 were applied and 1 was skipped.
       The last step was skipped because there was an infinity in the gradients, first in ['kernel'].
-      This is how the loss scale adapts to the size of the gradients. You do not need to do anything.
+      Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.
 
     The text depends on the configuration of `loss_scaled`:
 
@@ -202,7 +205,10 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
                 f"The largest parameter is {largest.largest_finite:.2g}, in {where}, and may exceed the range of "
                 "float16 if it is cast or multiplied."
             )
-            yield "If it became so large during training, restart from a checkpoint with a smaller learning rate."
+            yield (
+                "If this parameter became so large during training, restart from a checkpoint with a smaller learning "
+                "rate."
+            )
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
@@ -261,16 +267,18 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
     if is_at_floor:
         yield "The loss scale is at its lower bound."
     if not is_at_floor and cause == "infinity":
-        yield "This is how the loss scale adapts to the size of the gradients. You do not need to do anything."
+        yield (
+            "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything."
+        )
     elif not is_at_floor and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
-        yield "If an overflow caused this, a lower loss scale will fix it. You do not need to do anything."
+        yield "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything."
     elif cause == "gradients":
         yield "To find the non-finite leaf, you can also call `nonfinite_report(grads)`."
         yield _ADVICE[_LOSS_OR_CONDITION]
     elif cause == "nan":
         yield f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins."
     elif isinstance(loss_scale, FixedLossScale):
-        yield 'Use a smaller loss scale, or "dynamic", which finds a suitable one.'
+        yield 'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.'
     elif loss_scale() <= 1:
         yield f"The gradients overflow even at a loss scale of {power_of_two(float(loss_scale()))}."
         yield f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}."
@@ -292,13 +300,17 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
         yield f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}."
         was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
         again = (
-            f"Therefore, the cause was that batch, not the scale.\nIf it happens again, check the batch {_BATCH_CHECKS}"
+            "Therefore, the cause was the batch, not the loss scale.\n"
+            f"If this happens again, check the batch {_BATCH_CHECKS}"
         )
         if cause == "loss":
             yield f"All later losses were finite, and the loss does not depend on the loss scale. {again}"
         elif moves and was_the_batch:
             now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
-            yield f"The loss scale is again as high as in that step ({now} now, {then} then), and steps are finite."
+            yield (
+                f"The loss scale is again as high as in the step with the NaN ({now} now, {then} then), and steps are "
+                "finite."
+            )
             yield again
         elif moves and cause in _GRADIENT_CAUSES and loss_scale() < record.loss_scale:
             yield "Since then, the loss scale has been lower and all steps were finite, as usual after an overflow."
@@ -360,12 +372,15 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
     if math.isnan(largest):
         yield (
             "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
-            "`update`, this was wrong, because the gradients were not finite. The step was applied."
+            "`update`, this argument was wrong, because the gradients were not finite. The step was applied."
         )
         return
     if largest == 0:
         yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32."
-        yield "If they are not, they underflowed in float16 or were not scaled. Use `jls.value_and_scaled_grad`."
+        yield (
+            "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. Use "
+            "`jls.value_and_scaled_grad`."
+        )
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
@@ -377,7 +392,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         )
         yield HOW_TO_SCALE
     elif room >= _REPORTED_HEADROOM:
-        yield f"The loss scale could be 2^{room} times larger without an overflow of this gradient in float16."
+        yield f"The loss scale could be 2^{room} times larger before this gradient overflows in float16."
         if room >= _HEADROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
 

@@ -184,7 +184,7 @@ class LossScaleSuggestion(NamedTuple):
             return f"No loss scale can be suggested. {_ALL_ZERO}"
         return (
             f"A loss scale of 2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits the largest gradient, "
-            f"{self.largest:.4g}.\nIt prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
+            f"{self.largest:.4g}.\nThis scale prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
             f"{self.already_zero:.3%} of all gradients are already zero."
         )
 
@@ -271,7 +271,7 @@ def suggest_loss_scale(
       (4194304.0, 0.5)
       >>> print(suggestion)
       A loss scale of 2^22 = 4194304 fits the largest gradient, 0.001.
-      It prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
+      This scale prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
     """
     _tree.check_tree(grads, "suggest_loss_scale(grads=...)")
     dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")

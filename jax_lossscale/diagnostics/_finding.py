@@ -79,15 +79,15 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32 as well. If it became so large during training, training "
-                f"diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate and the "
-                "sign of the loss.",
+                f"The loss is {reference:.2g} in float32 as well. If the loss became so large during training, "
+                f"training diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate "
+                "and the sign of the loss.",
             )
         if not is_in_vain:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = f"{lost_constants[0]}, also in the float32 reference. Keep this constant in float32."
+            lost = f"{lost_constants[0]}, even in the float32 reference. Keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 
@@ -230,8 +230,8 @@ class Finder:
             advice = "Compare larger loss scales by passing `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
             advice = (
-                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute its "
-                "final mean in float32, and return the loss in float32."
+                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute the "
+                "final mean of the loss in float32, and return the loss in float32."
             )
         else:
             advice = (

@@ -206,7 +206,7 @@ class RangeReport(Report[OperationRange]):
         return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}, also in the float32 reference." for constant in self.lost_constants]
+        notes = [f"{constant}, even in the float32 reference." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]

@@ -68,15 +68,15 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would "
-            "raise the scale to the floor, but `DynamicLossScale` never raises the scale at an overflow."
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. On overflow, {name} would "
+            "raise the scale to the floor, but `DynamicLossScale` never raises the scale on overflow."
         )
     # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
             f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
-            "`DynamicLossScale` grows."
+            "the scale of `DynamicLossScale` grows."
         )
     return loss_scale
 

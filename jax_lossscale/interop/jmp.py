@@ -55,7 +55,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
             {"loss_scale_value": number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
         )
     if not isinstance(loss_scale, jmp.DynamicLossScale):
-        raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
+        raise ValueError(f"`from_jmp(loss_scale=...)` must be a jmp loss scale, got {loss_scale!r}.")
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(

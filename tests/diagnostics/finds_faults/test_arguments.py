@@ -74,7 +74,7 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    sentence = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
+    sentence = f"The loss is {loss:.2g} in float32 as well. If the loss became so large during training, training"
     assert sentence in verdict
     assert verdict.startswith(sentence) == (size > 65504)  # first where it cannot train as it is
     assert "Check the learning rate" in verdict

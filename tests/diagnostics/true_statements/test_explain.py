@@ -114,7 +114,7 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The loss scale could be 2^8 times larger without an overflow of this gradient in float16.",
+                "The loss scale could be 2^8 times larger before this gradient overflows in float16.",
             ],
         ),
         (
@@ -146,8 +146,9 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The loss scale is again as high as in that step (2^0 now, 2^0 then), and steps are finite.",
-                "Therefore, the cause was that batch, not the scale.",
+                "The loss scale is again as high as in the step with the NaN (2^0 now, 2^0 then), and steps are "
+                "finite.",
+                "Therefore, the cause was the batch, not the loss scale.",
                 "20% of all steps were skipped.",
             ],
         ),
@@ -253,7 +254,7 @@ def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
     assert statements_of(explain(state)) == "not measured"
-    assert "`grads_finite=True` to `update`, this was wrong" in explain(state)
+    assert "`grads_finite=True` to `update`, this argument was wrong" in explain(state)
 
 
 def test_of_parameters_that_are_not_finite_no_gradients_are_compared():

@@ -150,11 +150,11 @@ def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
     assert report.will_train
     assert report.verdict == (
         "Training in float16 will work. No loss scale is needed. "
-        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the "
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, even in the "
         "float32 reference. Keep this constant in float32."
     )
     assert (
-        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the float32 reference."
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, even in the float32 reference."
         in repr(range_report(epsilon, *args, loss_scale=1.0))
     )
 
