@@ -1,4 +1,4 @@
-"""What goes in and comes out, and what `autocast` composes with."""
+"""Arguments and results of functions under `autocast`, and its composition with the transformations of JAX."""
 
 import functools
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def close(found, expected, tolerance=4e-3):
     return distance(expected, found) < tolerance
 
 
-# Ways to call it.
+# The decorator syntax and the `dtype` argument.
 
 
 @jls.autocast
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     label: str = "digits"
 
 
-# Arguments, in the ways a function may take them: each is a call of a function of W and X.
+# Different kinds of arguments. Each entry contains a function, its positional arguments and its keyword arguments.
 CALLS = {
     "keywords": (network, (), {"w": W, "x": X}),
     "some keywords": (network, (W,), {"x": X}),
@@ -131,7 +131,7 @@ def test_a_result_that_is_an_argument_is_that_argument():
 
 
 def test_a_result_is_weakly_typed_where_that_of_the_function_is():
-    """Or the next step of a training would be traced anew."""
+    """Otherwise, the next training step would be traced again."""
 
     def function(w, x):
         return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
@@ -165,7 +165,7 @@ def test_a_constant_result_is_an_array(transformed):
         assert isinstance(result, jax.Array)
 
 
-# What is not float32 stays to the bit.
+# Values that are not float32 do not change by a single bit.
 
 
 def test_random_bits_integers_and_keys_stay_to_the_bit():
@@ -223,7 +223,7 @@ def test_what_is_cast_by_hand_stays_to_the_bit():
     assert str(plain) == str(half)
 
 
-# What it composes with.
+# Composition with transformations.
 
 
 def test_the_function_itself_is_traced_once_a_call():
@@ -242,7 +242,7 @@ def test_the_function_itself_is_traced_once_a_call():
     assert len(traces) == 1
 
 
-# The others are modes of `test_any_program`.
+# `test_any_program` covers the other transformations.
 TRANSFORMED = {
     "hessian": lambda f: jax.hessian(lambda b: f(W, X + b))(jnp.zeros((1, 8))),
     "jacfwd of grad": lambda f: jax.jacfwd(lambda b: jax.grad(f)(W, X + b))(jnp.zeros((1, 8))),
@@ -282,7 +282,7 @@ def test_an_outer_matmul_over_a_symbolic_size_is_exported():
 
 @pytest.mark.parametrize("sizes", ["rows, 8", "rows, steps"])
 def test_it_is_exported_for_any_batch(sizes):
-    """Whichever of two sizes without a number is the larger."""
+    """It is not known which of two symbolic sizes is larger."""
 
     def loss(w, x):
         mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
@@ -318,7 +318,7 @@ def test_an_error_of_the_function_comes_through():
         jls.autocast(loss_fn)(W, X[:, :3])
 
 
-# Layers and lines stay on the operations.
+# Locations of operations.
 
 
 def named(w, x):
@@ -410,7 +410,7 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_a_custom_vjp_receives_symbolic_zeros(around):
-    """For unused results, for arguments without a derivative, and for results of which another rule uses nothing."""
+    """Cotangents are symbolic zeros if a result is unused, or if another rule returns `None` as its cotangent."""
     received = []
 
     @jax.custom_vjp
@@ -452,7 +452,7 @@ def test_a_custom_vjp_receives_symbolic_zeros(around):
 
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
 def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
-    """As does equinox's for `None`. So what comes after it is not differentiated."""
+    """Equinox returns symbolic zeros for `None`. Operations that depend only on such results are not differentiated."""
     matmul = jax.custom_jvp(lambda w, x: (x @ w, 2 * w))
 
     def rule(primals, tangents):

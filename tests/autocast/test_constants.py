@@ -1,4 +1,4 @@
-"""A constant goes into a half-precision product only if all its numbers fit, as far as that can be known."""
+"""A constant becomes an operand of a half-precision matmul only if the bounds of its values fit in half precision."""
 
 import math
 import random
@@ -28,7 +28,7 @@ def drawn(shape=(N, N)):
     return jax.random.normal(jax.random.key(0), shape)
 
 
-# What float16 cannot hold, by what makes it.
+# Constants that float16 cannot represent, by the operation that computes them.
 TOO_LARGE = {
     "a number": lambda: jnp.full((N, N), 1e6),
     "a power": lambda: (ROW() + 1) ** 8,
@@ -88,7 +88,7 @@ TOO_LARGE = {
     "an inverse": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
     "a long way": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
 }
-# What float16 holds, and is known to hold.
+# Constants whose computed bounds fit in float16.
 FITS = {
     "numbers": lambda: ROW() + 2 * COLUMN(),
     "a table of angles": lambda: jnp.sin(ROW() / 10_000 ** (COLUMN() / 8)),
@@ -160,7 +160,7 @@ OF_TWO = {
 
 
 HALVES = np.array([0.25, 0.5, 1.0], np.float32)
-# What is known of a constant: no less, since it would stay float32 needlessly.
+# The bounds that are computed for a constant. With wider bounds, some matmuls would stay in float32 unnecessarily.
 INTERVALS = {
     "an array": (lambda: jax.lax.neg(HALVES), (-1, -0.25)),
     "iota": (lambda: jax.lax.iota(jnp.float32, 8), (0, 7)),
@@ -299,7 +299,7 @@ def test_constants_that_fit_are_half_precision_in_custom_rules(rule, transformat
 
 
 def test_nothing_is_known_of_a_constant_without_a_dtype():
-    """As is an array of a user-defined extended dtype."""
+    """For example, an array with a user-defined extended dtype is such a constant."""
     program = inlined(jax.make_jaxpr(lambda: HALVES + 1)())
     (constant,) = program.constants
     constants = Constants(program._replace(constants={constant: object()}), ())

@@ -1,4 +1,4 @@
-"""The products that stay float32: which, and for which reason."""
+"""The matmuls that stay in float32, and the reason that a report gives for each of them."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def solved_in_a_scan(w, x):
 
 
 def in_a_while_loop(step, matrix):
-    """Twice, of a matrix that no derivative is taken of."""
+    """Apply a function twice to a matrix that is not differentiated."""
     state = 0, jax.lax.stop_gradient(matrix)
     return jax.lax.while_loop(lambda state: state[0] < 2, lambda state: (state[0] + 1, step(state[1])), state)[1]
 
@@ -87,7 +87,7 @@ def loops_over(name):
 
 
 def convolved(channels, groups, window, w):
-    """Return the result of a convolution of an image of ones with that many channels."""
+    """Return the convolution of a uniform image with the given number of channels."""
     kernel = jnp.broadcast_to(w[0, 0], (window, window, channels // groups, 16))
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
@@ -105,7 +105,8 @@ FACTORED = "a factorization is made of its result"
 INTEGER = "its result is converted to an integer"
 CONSTANT = "float16 cannot hold its constant operand"
 UNKNOWN = "nothing is known of its constant operand"
-# A function of a matrix of 8 x 8 and one of 4 x 8, and the reason why its matmuls are in float32; "" if they are not.
+# Functions of an 8 x 8 matrix and a 4 x 8 matrix, and the reason why their matmuls stay in float32. The reason is "" if
+# they are in half precision, and `None` if reports do not list them as matmuls because they contain no sum.
 SITUATIONS = {
     "plain": (lambda w, x: x @ w, ""),
     "marked": (lambda w, x: jnp.matmul(x, w, precision="highest"), MARKED),
@@ -259,7 +260,8 @@ SITUATIONS = {
     "constant of zeros": (lambda w, x: x @ (0 * SMALL), ""),
     "constant with some that vanish": (lambda w, x: x @ (SMALL + IDENTITY), ""),
 }
-# Of these, not all products do: (dtype, reason) of those of the forward pass.
+# Functions in which only some matmuls stay in float32. Each entry contains the dtypes and reasons of the forward
+# matmuls.
 IN_PARTS = {
     "a product before the one that is factored": (
         lambda w, x: jnp.linalg.cholesky(gram(jnp.sin(w @ w))),
@@ -329,7 +331,7 @@ def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
 def test_a_mark_that_everybody_has_is_none(precision):
     with jax.default_matmul_precision(precision):
         assert matmul_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
-        if precision == "F32_F32_F32":  # another mark is one
+        if precision == "F32_F32_F32":  # Any other precision still counts as a mark.
             marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
             assert matmul_dtypes(marked, W, X) == ["float32"]
 
@@ -387,7 +389,7 @@ def test_the_derivative_of_a_factorization_is_that_of_float32():
 
 @jax.custom_vjp
 def quantized(x, w):
-    """As in training for int8: the product of the forward pass is one of integers."""
+    """Multiply two matrices in int8, as in the forward pass of quantization-aware training."""
     rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
     return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
 
@@ -407,7 +409,7 @@ AROUND = {
 @pytest.mark.ci
 @pytest.mark.parametrize("around", AROUND)
 def test_the_backward_pass_of_a_function_of_integers_is_half_precision(around):
-    """Whatever its forward pass is made of."""
+    """The forward pass of the function is a matmul of int8 operands."""
 
     def loss(w, x):
         return jnp.mean(jnp.sin(AROUND[around](quantized)(x, w)))

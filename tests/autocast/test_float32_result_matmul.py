@@ -22,7 +22,7 @@ def float32(f):
 
 
 def matmuls(jaxpr):
-    """How many products there are, by primitive, dtypes of the operands and dtype of the result."""
+    """Count the matmuls by primitive, dtypes of the operands, and dtype of the result."""
     return Counter(
         (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
         for eqn in equations(jaxpr)
@@ -51,7 +51,7 @@ def network(w, x):
     return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w))
 
 
-# The others are modes of `test_any_program`.
+# `test_any_program` covers the other transformations.
 @pytest.mark.parametrize(
     "derivative",
     [

@@ -1,4 +1,4 @@
-"""Choices follow what they choose among; what only seems to move does not; callbacks and constants of any size."""
+"""Dtypes of selections, softmaxes, biases and custom rules, and the cost of tracing constants, branches and layers."""
 
 import functools
 import tracemalloc
@@ -21,7 +21,7 @@ HALF, FLOAT32 = "float16", "float32"
 
 
 def dtypes_of(names, function, *args):
-    """Of the results of the operations of these names."""
+    """Return the dtypes of the results of the operations with the given names."""
     eqns = equations(jax.make_jaxpr(function)(*args))
     return [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in names]
 
@@ -30,7 +30,8 @@ def pooled(x):
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
 
 
-# What is made of the result of a product, or of arithmetic: operation, dtype.
+# Selections from the results of matmuls or arithmetic. Each entry contains a function, a primitive, and its expected
+# dtype.
 SELECTIONS = {
     "relu": (lambda w, x: jax.nn.relu(x @ w), "max", HALF),
     "maximum of two products": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", HALF),
@@ -71,7 +72,8 @@ def test_all_that_use_a_pool_see_what_goes_into_the_matmul():
     np.testing.assert_array_equal(y, y.astype(jnp.float16).astype(jnp.float32))
 
 
-# A softmax that goes into a product is differentiated by its rounded result; anything that only looks like one is not.
+# The derivative of a softmax is computed from its rounded result if that is an operand of a matmul. Functions that only
+# resemble a softmax are not treated in this way.
 
 
 def product_of(weights):
@@ -111,10 +113,7 @@ def test_which_are_softmaxes(weights, number):
     assert distance(tangents[0], tangents[1]) < 6e-3
 
 
-# The cotangent of a bias.
-
-
-# What is added to a product, and whether it is a bias.
+# Values that are added to the result of a matmul, and whether they are biases.
 ADDED = {
     "a row": (lambda w, x: jnp.ones(8)[None] * x[0, 0], True),
     "a row of an argument": (lambda w, x: x[:1], True),
@@ -135,7 +134,7 @@ def test_what_is_a_bias(added, is_bias):
 
 
 def test_what_is_repeated_for_a_matmul_is_cast_afterwards():
-    """Its cotangent is a sum, of float32 numbers."""
+    """The cotangent of the repeated row is a sum of float32 values."""
 
     def function(w, x):
         return jnp.broadcast_to(jnp.sin(x[:1]), x.shape) @ w
@@ -190,7 +189,7 @@ def test_a_linear_function_is_transposed():
     assert distance(plain, half) < 4e-3
 
 
-# What seems to move, or to be arithmetic.
+# Operations that resemble data movement or arithmetic.
 
 
 def test_a_gather_that_fills_with_what_float16_cannot_hold_is_arithmetic():
@@ -221,7 +220,8 @@ def test_a_half_precision_rule_leaves_alone_what_would_be_something_else(operati
     assert distance(plain, half(X)) < 1e-2
 
 
-# The derivative of a choice, as a rule of the user's may have it: the rule, the scale of operands, the choice's dtype.
+# Custom derivative rules of a selection. Each entry contains a rule, the scale of the operands, and the dtype of the
+# selection.
 RULES = {
     "a choice": (lambda x, tangent: jnp.where(x > 0, tangent, 0.0), 1.0, HALF),
     "the tangent": (lambda x, tangent: tangent, 1.0, HALF),
@@ -302,7 +302,7 @@ def test_the_result_of_a_rule_may_be_computed_otherwise():
 
 
 def test_ties_that_rounding_makes_are_none():
-    """Plainly a maximum of so few numbers is a choice; where its derivative adds up, it is arithmetic."""
+    """A maximum is a selection. However, this rule adds the tangents of equal elements, so it counts as arithmetic."""
     largest = jax.custom_jvp(lambda x: jnp.max(x, axis=1, keepdims=True))
 
     @largest.defjvp
@@ -345,7 +345,7 @@ def test_a_callback_is_called_as_often_as_without():
 
 
 def test_constants_of_any_size_are_bounded_without_computing_them():
-    """144 million numbers, some of them too large: nothing of their size is made."""
+    """The constant has 144 million elements, but tracing allocates less than 1 MiB."""
 
     def times_triangle(x, largest):
         row, column = (jax.lax.broadcasted_iota(jnp.float32, (12_000, 12_000), n) for n in (0, 1))
@@ -371,11 +371,11 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
     assert matmul_dtypes(jls.autocast(loss), X) == [HALF]
 
 
-# What a trace costs: as much for each branch and each layer, however many there are.
+# The cost of tracing is linear in the number of branches and layers.
 
 
 def nested(depth):
-    """Conditionals whose results are of different dtypes: half precision in one branch, float32 in the other."""
+    """Return nested conditionals whose branches have results of different dtypes: half precision and float32."""
 
     def function(x, w):
         if depth == 0:
@@ -395,7 +395,7 @@ def layers(depth):
 
 
 def cost(function, monkeypatch):
-    """How many jaxprs are made for a function, and how many equations come out."""
+    """Return the number of calls of `jax.make_jaxpr` during tracing, and the number of equations of the jaxpr."""
     made = []
     with monkeypatch.context() as patch:
         make_jaxpr = jax.make_jaxpr
@@ -407,7 +407,7 @@ def cost(function, monkeypatch):
 @pytest.mark.parametrize(("program", "depths"), [(nested, (4, 6, 8)), (layers, (20, 60, 100))], ids=["cond", "layers"])
 @pytest.mark.parametrize("derivative", [False, True])
 def test_a_trace_costs_as_much_more_for_each_branch_and_layer(program, depths, derivative, monkeypatch):
-    """More than without `autocast`: the derivative of nested conditionals is JAX's own affair."""
+    """The cost without `autocast` is subtracted, because JAX itself also differentiates the nested conditionals."""
 
     def more(depth):
         def counted(function):

@@ -1,4 +1,4 @@
-"""Gradients are no worse than those of code that casts by hand, where that is hard; by NumPy, in float64."""
+"""Accuracy of gradients for which rounding matters, compared with manual casts and with float64 gradients by NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ KEYS, WIDTH, SCALE = 64, 32, 2.0**6
 
 
 def attention(dtype):
-    """A loss by attention, in which ``lead`` is added to the logit of each query's own key."""
+    """Return a loss with attention, in which ``lead`` is added to the logit of each query's own key."""
 
     def cast(x):
         return x if dtype is None else x.astype(dtype)
@@ -38,7 +38,7 @@ def exact_gradients(params, lead, weights):
 
 @pytest.fixture(scope="module", params=[jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 def gradients(request):
-    """By hand, and by `autocast`."""
+    """Return the gradient function with manual casts and the gradient function with `autocast`."""
     losses = attention(request.param), jls.autocast(attention(None), request.param)
     return [jax.jit(jax.grad(loss)) for loss in losses]
 
@@ -56,7 +56,7 @@ def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradient
 
 
 def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
-    """As one of 2^26 equal logits has."""
+    """For example, each of 2^26 equal logits has a probability that is zero in float16."""
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
 
 
@@ -69,7 +69,7 @@ def test_a_maximum_is_half_precision_as_far_as_float16_counts(rows, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("choose", [jnp.max, jnp.min])
 def test_the_largest_of_many_equal_numbers_has_a_gradient(choose, dtype):
-    """As in a global pool over padding: JAX divides by how many they are, counted in the dtype that they have."""
+    """JAX divides by the number of equal elements, which it counts in their dtype. Padding contains many of them."""
 
     def loss(w, x):
         return jnp.sum(choose(x @ w, axis=0))

@@ -11,7 +11,7 @@ from reading import distance, equations, taken_by_segments
 import jax_lossscale as jls
 
 KEY = random.key(0)
-W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
+W = random.normal(KEY, (4, 16, 16)) / 8  # These are the weights of four blocks.
 X = random.normal(KEY, (32, 16))
 pytestmark = pytest.mark.ci
 
@@ -46,7 +46,7 @@ def moved(x, w):
 
 
 def cell(carry, w):
-    """An LSTM's, but for its gates."""
+    """Return the next state of an LSTM cell that has only a forget gate."""
     h, c = carry
     c = c * jax.nn.sigmoid(h @ w) + jnp.tanh(h @ w.T)
     return jnp.tanh(c), c
@@ -80,7 +80,7 @@ def another(carry, w):
 
 
 def learned(inner, w):
-    """An inner loop learns a weight, as in meta-learning."""
+    """Update a weight by one gradient step, as in the inner loop of meta-learning."""
     return inner - 0.1 * jax.grad(lambda inner: jnp.mean((jnp.tanh(X @ inner) - X @ w) ** 2))(inner)
 
 
@@ -130,7 +130,7 @@ def by_scan(body, start):
 
 
 def carried(function):
-    """Return the dtypes of what the outermost scan carries."""
+    """Return the dtypes of the carries of the outermost scan."""
     scan = next(eqn for eqn in equations(jax.make_jaxpr(function)(W)) if eqn.primitive.name == "scan")
     return [v.aval.dtype.name for v in scan.outvars[: scan.params["num_carry"]]]
 
@@ -147,7 +147,7 @@ def test_what_is_carried(body, start, dtypes):
 
 
 def test_what_branches_give_to_a_half_precision_carry_is_half_precision():
-    """It would be written as float32 and rounded afterwards."""
+    """Otherwise, the result of the branch would be written to memory in float32 before it is rounded."""
     eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
     given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
     assert given == [HALF]

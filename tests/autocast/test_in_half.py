@@ -1,6 +1,6 @@
-"""`in_half`: which of its two functions is computed, in which dtype, below and above every transformation.
+"""`in_half` inside and outside of JAX transformations: which of its two functions is computed, and in which dtype.
 
-One is a sine, the other a cosine, so that a number tells which of them it is.
+The half-precision function computes a sine and the fallback computes a cosine, so the result shows which one was used.
 """
 
 import chex
@@ -23,7 +23,7 @@ HALVES = (jnp.float16, jnp.bfloat16)
 
 @jax.custom_vjp
 def kernel(w, x):
-    """For 16 bits only, and with a derivative of its own: three times the true one."""
+    """Return ``sin(x @ w)`` for 16-bit operands. The custom derivative is three times the true derivative."""
     assert {w.dtype, x.dtype} <= {*map(jnp.dtype, HALVES)}, "16 bits only"
     return jnp.sin(x @ w)
 
@@ -42,13 +42,13 @@ def reference(w, x):
 
 
 def by_hand(dtype, function=kernel):
-    """What `autocast` should make of `either`, written out."""
+    """Cast the operands of a function to `dtype` and its result to float32, as `autocast` must do with `either`."""
     return lambda w, x: function(w.astype(dtype), x.astype(dtype)).astype(jnp.float32)
 
 
 either = jls.in_half(kernel, reference)
 kernel_only = jls.in_half(kernel)
-jitted_once = jax.jit(either)  # by every test, with `autocast` and without
+jitted_once = jax.jit(either)  # All tests share its cached jaxpr, with and without `autocast`.
 
 
 def shard_mapped(function, axes, **options):
@@ -85,11 +85,11 @@ def with_its_own_rule(function):
 
 
 def of_one_row(function, **options):
-    """For one row of ``x``."""
+    """Return a version of a function for a single row of ``x``."""
     return lambda w, x: function(w, x[None], **options)[0]
 
 
-# What lies around the call before `autocast` comes: from a function of W and X, another one.
+# Transformations that are applied before `autocast`. Each one maps a function of W and X to another such function.
 BELOW = {
     "nothing": lambda f: f,
     "jit": jax.jit,
@@ -110,7 +110,7 @@ BELOW = {
     "custom_jvp": with_its_own_rule,
     "autocast": lambda f: jls.autocast(f) if f is either else f,
 }
-# What lies around `autocast`.
+# Transformations that are applied to the result of `autocast`.
 ABOVE = {
     "jit": lambda f: jax.jit(f)(W, X),
     "value and grad": lambda f: jax.value_and_grad(f, (0, 1))(W, X),
@@ -130,7 +130,10 @@ def loss_of(function):
 
 
 def assert_alike(found, expected):
-    """But for the order of float32 sums: far below the difference between a sine in 16 bits and in 32."""
+    """Check that the types are equal and that the values differ at most by the order of float32 sums.
+
+    The tolerance is far smaller than the difference between a sine in 16 bits and a sine in 32 bits.
+    """
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=2e-6, atol=2e-6)
 
@@ -173,7 +176,7 @@ def test_in_bfloat16():
 
 
 def test_what_is_half_precision_already_is_not_cast_again():
-    """Neither the product that goes in, nor the result that goes on into a product."""
+    """There is no cast between a matmul and the function, or between the function and the next matmul."""
     program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
     casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
     assert [eqn.params["new_dtype"].name for eqn in casts] == ["float16"] * 3 + ["float32"]
@@ -189,7 +192,7 @@ def test_the_derivative_of_the_function_keeps_nothing_in_float32():
     assert {atom.aval.dtype.name for atom in saved.jaxpr.outvars if atom not in there} == {"float16"}
 
 
-# Where the other function is computed, under `autocast`.
+# Calls for which the fallback is computed under `autocast`.
 
 WIDE_BY_A_RULE = {
     "operation": {"operation": "in_half"},
@@ -237,7 +240,8 @@ def test_other_rules_do_not_ask_for_the_other_function(rule):
     assert numbers == {"float16"}
 
 
-# The derivative is taken first: it is that of the other function, which `autocast` then treats like any other.
+# Derivatives that are taken before `autocast`. They are derivatives of the fallback, which `autocast` then casts like
+# any other function.
 DIFFERENTIATED = {
     "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
     "grad of jit": lambda f: jax.grad(jax.jit(loss_of(f))),
@@ -252,7 +256,7 @@ DIFFERENTIATED = {
 
 
 def linear(function):
-    """One that can be transposed; of which the first function cannot. Of its results one is not used."""
+    """Return a linear function with an unused second result, or an `in_half` function with such a fallback."""
 
     def other(w, x):
         return x @ w, 2 * x
@@ -346,7 +350,7 @@ def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
     ids=["both", "fallback", "function"],
 )
 def test_a_traced_array_must_be_an_argument(call):
-    """Or it would not be cast, nor be there any more when `autocast` comes."""
+    """A captured tracer would not be cast, and it would no longer exist when `autocast` evaluates the function."""
     with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
         jax.jit(call)(W, X)
 
@@ -424,7 +428,7 @@ def test_effects_take_place_once(is_cast, capfd):
     assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
-# A function that is for 16 bits only, and no other.
+# A half-precision function without a fallback.
 
 
 @pytest.mark.parametrize("below", ["nothing", "jit", "vmap", "scan", "remat", "cond"])
@@ -467,7 +471,7 @@ def test_a_program_that_is_saved_holds_none_of_the_arrays_that_an_error_met():
     assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
 
-# Bad input.
+# Invalid functions.
 
 
 OTHER_RESULTS = {
@@ -503,7 +507,7 @@ def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
     assert not any("fallback" in note for note in caught.value.__notes__)
 
 
-# What reports say.
+# Reports.
 
 
 def test_the_report_counts_the_matmuls_of_the_function():

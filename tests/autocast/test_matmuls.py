@@ -1,4 +1,4 @@
-"""Every matmul of a traced function is listed with its location, its dtype and the reason if it is not in half."""
+"""The list of matmuls of a traced function, with location, dtype, and the reason if a matmul is in float32."""
 
 import jax
 import jax.numpy as jnp

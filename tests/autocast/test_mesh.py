@@ -29,7 +29,7 @@ def loss_fn(w, x):
 
 
 def fully_sharded(w, x):
-    """Weights are gathered where they are used, and their gradients scattered."""
+    """Compute the loss from sharded weights, which are gathered. Their gradients are reduce-scattered."""
 
     def shard(w, x):
         w = jax.lax.all_gather(w, "data", axis=0, tiled=True)
@@ -72,12 +72,12 @@ def clipped(w, x):
 
 
 def penalized(branches):
-    """The gradient of what branches."""
+    """Return a function that adds the gradient of a function with branches to the result of a matmul."""
     return lambda w, x: x @ w + jax.grad(lambda x: jnp.sum(jnp.sin(branches(w, x))))(x)
 
 
 ON_A_SHARD = {
-    "its number": (times_its_number, {"float16", "float32"}),  # any int32
+    "its number": (times_its_number, {"float16", "float32"}),  # The index may be any int32.
     "clip": (clipped, {"float16"}),
     "hard_tanh": (lambda w, x: jax.nn.hard_tanh(x @ w) @ w, {"float16"}),
     "a gradient of cond": (
@@ -129,7 +129,8 @@ def test_a_training_step_is_lowered_for_devices_that_are_not_there(axis_type):
         assert set(matmul_dtypes_in(traced.jaxpr)) == {"float16"}
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mhlo.num_partitions = 64" in text
-    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3  # the weights, and Adam's moments
+    # The buffers of the weights and of Adam's two moments are donated.
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3
 
 
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
@@ -169,7 +170,7 @@ def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
 
 
 def test_gradients_of_data_parallel_training_are_reduced_half_precision():
-    """So are those of code that is cast by hand; a loss scale that follows the overflow covers both."""
+    """The same is true for manual casts. A dynamic loss scale handles overflow in both cases."""
     mesh = mesh_of()
     w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
     compiled = jax.jit(jax.grad(jls.autocast(loss_fn))).lower(w, x).compile()
@@ -197,7 +198,7 @@ def varying_outside(loss):
     ],
 )
 def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_outside(axis_type, recipe, spec):
-    """Eight summands of 40,000, of which no two can be added in float16."""
+    """There are eight summands of 40,000. The sum of any two of them overflows in float16."""
     mesh = mesh_of(axis_type)
     half = jls.autocast(lambda w, x: 8 * jnp.mean(x @ w))
 
@@ -214,7 +215,7 @@ def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_o
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_function_in_half_is_computed_where_its_arguments_lie(axis_type):
-    """Attention with two heads for each of the keys, mapped over batches of examples, which lie on the devices."""
+    """Grouped-query attention with two query heads per key is batched by `jax.vmap`, and its examples are sharded."""
 
     def attend(q, k, v):
         seen = jax.nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
@@ -258,7 +259,7 @@ def test_a_constraint_inside_stays():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_relu_in_shard_map_is_a_choice_from_outside(check_vma):
-    """Its derivative names the axes of the mesh, which are known inside only."""
+    """The derivative of the relu contains names of mesh axes, which are only defined inside the `jax.shard_map`."""
 
     def shard(w, x):
         return jax.lax.pmean(jnp.mean(jax.nn.relu(x @ w) @ w), "data")

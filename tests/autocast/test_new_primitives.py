@@ -1,4 +1,4 @@
-"""Primitives that a newer JAX than the installed one has; here, primitives of the same names and semantics."""
+"""Primitives of newer versions of JAX, represented by new primitives with the same names and semantics."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A rule by parameter is obeyed however the parameter is moved on its way into the product, and by no other product."""
+"""A rule with a parameter pattern applies to the matmuls that use the parameter, even after data movement."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import jax_lossscale as jls
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 FLOAT32 = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter="['kept']")])
-MOVED = {  # a parameter of the shape of W, and what a product takes of it
+# Each entry contains a parameter, and the data movement that computes a matmul operand of the shape of W from it.
+MOVED = {
     "as it is": (W, lambda w: w),
     "transposed": (W, jnp.transpose),
     "reshaped": (W.ravel(), lambda w: w.reshape(8, 8)),
@@ -51,7 +52,7 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
     params = {"kept": parameter, "other": W}
     assert matmul_dtypes(jls.autocast(loss, policy=FLOAT32), params, X) == ["float32", "float16"]
     of_gradient = matmul_dtypes(jax.grad(jls.autocast(loss, policy=FLOAT32)), params, X)
-    assert of_gradient.count("float32") > 1  # the product for its derivative, too
+    assert of_gradient.count("float32") > 1  # The rule also applies to the backward matmul.
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 

@@ -1,4 +1,4 @@
-"""`keep_float32`, and the rules of a policy: what they speak of, and what they change."""
+"""`keep_float32` and the rules of a policy: the operations that they match, and their effect on these operations."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ compiled = jax.jit(multiplied)
 
 
 def cached(w, x):
-    """A compiled function whose program is the same inside and outside."""
+    """Call a jitted function inside and outside of `keep_float32`. Its jaxpr is cached and is therefore the same."""
     x = compiled(w, x)
     with jls.keep_float32():
         x = compiled(w, x)
@@ -54,7 +54,7 @@ def around_a_loop(w, x):
     return x @ w
 
 
-# Where the mark is, and the dtypes of the products of the forward pass.
+# Functions that use `keep_float32`, and the dtypes of the matmuls of the forward pass.
 MARKED = {
     "context": (lambda w, x: jls.keep_float32(multiplied)(w, x) @ w, [FLOAT32, HALF]),
     "below jit": (lambda w, x: jax.jit(saved)(w, x) @ w, [FLOAT32, HALF]),
@@ -363,7 +363,7 @@ def test_what_is_computed_once_is_made_half_precision_by_no_rule():
 
 
 def test_what_cannot_be_half_precision_stays_as_it_is():
-    """JAX makes no complex numbers of half precision."""
+    """JAX does not have complex numbers in half precision."""
     policy = jls.PrecisionPolicy([jls.PrecisionRule("half")])
     half = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
     assert distance(half(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
@@ -397,7 +397,6 @@ def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
         following("float32", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
-# How the second parameter comes to its product.
 def convolved(w, x):
     image, kernel = jnp.tile(x[:, :, None], (1, 1, 2)), w.reshape(4, 2, 8)
     return jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -434,7 +433,7 @@ def residual(w, x):
 
 @pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
 def test_what_goes_from_block_to_block_may_be_half_precision(w, x):
-    """The sums are arithmetic, and float32; where they are stored they are float16."""
+    """The sums are computed in float32 and are stored in float16."""
     half = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
     for function, dtype in ((jls.autocast(residual), FLOAT32), (half, HALF)):
         saved = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
+"""The values that are saved for the backward pass or recomputed, and the dtype in which values are stored."""
 
 from collections import Counter
 
@@ -16,14 +16,14 @@ X = jnp.ones((4, 16))
 
 
 def saved(fun, *args):
-    """The types of what `jax.vjp` keeps, beside the arguments themselves."""
+    """Return the types of the residuals of `jax.vjp`, except for the arguments of the function."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable: variable.aval for variable in jaxpr.outvars if not isinstance(variable, Literal)}
     return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
 
 
 def bytes_kept(fun, *args):
-    """The bytes that `jax.vjp` keeps, beside the arguments themselves."""
+    """Return the size of the residuals of `jax.vjp` in bytes, except for the arguments of the function."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in found)
@@ -56,7 +56,7 @@ def dropped(y):
 
 
 def scanned(y):
-    """A scan of many small operations, of which none is to be done again."""
+    """Compute an associative scan, which consists of many small operations that must not be recomputed."""
 
     def composed(before, after):
         return before[0] * after[0], before[1] * after[0] + after[1]
@@ -65,7 +65,7 @@ def scanned(y):
 
 
 def squared_outer_product(y):
-    """Sixteen times as large as what it is made of."""
+    """Compute an outer product that is 16 times as large as its operand."""
     return jnp.sum(jnp.sin(y[:, :, None] * y[:, None, :]), -1)
 
 
@@ -84,17 +84,18 @@ def with_a_rule(y):
 
 with_a_rule.defjvps(lambda tangent, result, y: 2 * jnp.cos(y) * tangent)
 
-# What is computed between two products, and what is kept beside their operands: the bytes, of results of 128.
+# Functions between two matmuls, and the number of bytes that may be saved in addition to the operands of the matmuls.
+# The result of the first matmul has 128 bytes.
 BETWEEN = {
     jnp.tanh: 128,
     jax.nn.gelu: 128,
     jax.nn.relu: 128,
     gated: 128,
-    normal_softmax: 0,  # the weights alone, which are the operand
+    normal_softmax: 0,  # Only the softmax is saved, which is the operand of the second matmul.
     masked_softmax: 0,
-    norm: 128 + 2 * 16,  # and both statistics, as float32, rather than to sum up again
+    norm: 128 + 2 * 16,  # Both statistics are saved in float32 instead of being recomputed.
     through_a_broadcast: 128,
-    dropped: 64 + 128,  # a byte for each of the mask, rather than four of random bits
+    dropped: 64 + 128,  # The mask has one byte per element, and the random bits have four.
     squared_outer_product: 128,
     squared_by_a_matmul: 128,
     behind_a_stop: 128,
@@ -107,7 +108,8 @@ def test_what_is_saved_between_two_matmuls(between, most):
     def loss(w, v, x):
         return jnp.sum(between(x @ w) @ v)
 
-    # The weights and the input are kept as they go into the products; so is what goes into the second.
+    # All operands of the matmuls are saved in half precision: two weights, the input, and the operand of the second
+    # matmul.
     operands = 2 * 16 * 16 * 2 + 4 * 16 * 2 + 4 * 16 * 2
     assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
@@ -124,8 +126,8 @@ def straight_through(primals, tangents):
     return ramp(*primals), *tangents
 
 
-# What ends a block whose result goes into a product and past it, and what is kept of each: as float32, where nothing
-# else says what the derivative asks for.
+# Functions at the end of a residual block, and the number of bytes per element that are saved for each of them. The
+# derivative of `jnp.abs` needs the float32 operand in addition to the rounded result.
 ENDS = {jax.nn.relu: 2, jnp.abs: 2 + 4, ramp: 2}
 
 
@@ -137,13 +139,14 @@ def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
         return jnp.sum(x)
 
     weights = [W] * 4
-    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
-    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
+    # Each block saves its weights, the result of its matmul, and the values for `end`. The last result is in float32.
+    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16
+    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
 
-# What is kept of three blocks, beside weights: without, and with `half_residual_stream`.
+# The residuals of three blocks, except for the weights, without and with `half_residual_stream`.
 HALF, FLOAT32, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
 BLOCKS = {
     "relu behind the sum": (
@@ -202,7 +205,7 @@ def test_a_relu_before_a_matmul_in_float32_is_differentiated_as_it_is():
         x = jax.nn.relu(x)
         return jnp.sum((x + jls.keep_float32(jnp.matmul)(x, w)) @ w)
 
-    x = jnp.full(X.shape, 1e-9)  # zero in float16
+    x = jnp.full(X.shape, 1e-9)  # This value is zero in float16.
     assert distance(jax.grad(jls.autocast(block), 1)(W, x), jax.grad(block, 1)(W, x)) < 1e-3
 
 
@@ -251,7 +254,7 @@ def test_what_is_padded_is_not_saved():
     assert not [kind for kind in found if kind.endswith(("[4,20]", "[4,24]", "[4,28]", "[4,32]"))]
 
 
-# A large value, and the steps that make it of small ones.
+# Functions that compute a large value from small values.
 LARGE = {
     "a mask": lambda x, lengths: (jnp.arange(16)[None] < lengths[:, None]).astype(x.dtype),
     "a table of who goes where": lambda x, lengths: jnp.where(jax.nn.one_hot(lengths, 16) == 1, 2.0, 1.0),
@@ -293,7 +296,7 @@ def test_what_is_large_and_made_by_an_exponential_is_made_once():
 
 
 def test_a_dearer_byte_is_saved_less_often():
-    """Where something is kept only since it is dear to compute: the dial between time and memory."""
+    """The value of `recompute` is the price of a saved byte. It trades time for memory."""
 
     def loss(w, v, x):
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
@@ -333,11 +336,11 @@ def test_what_a_policy_or_a_loop_does_not_have_computed_again_is_not(around, rec
     policy = jls.PrecisionPolicy(recompute=recompute)
     names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function, policy=policy))(W, X))]
     found = sum(name in ("remat2", "checkpoint") for name in names)
-    assert found == (number if "scan" in names else 0)  # a while loop has no backward pass
+    assert found == (number if "scan" in names else 0)  # A while loop has no backward pass.
 
 
 def test_what_is_computed_again_as_a_whole_is_so_in_parts():
-    """While the backward pass of a checkpoint runs, as much is kept as without the checkpoint."""
+    """The backward pass of a checkpoint saves the same values as a forward pass without the checkpoint."""
 
     def block(w, x):
         return jnp.sin(jnp.exp(-jnp.square(x @ w))) @ w
@@ -353,7 +356,7 @@ def test_what_is_computed_again_as_a_whole_is_so_in_parts():
 
 
 def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
-    """Such as queries, keys and values of attention, which are results of products."""
+    """For example, the queries, keys and values of attention are results of matmuls."""
 
     def plain(q, k, v):
         return jax.nn.softmax(q @ k.T) @ v
@@ -364,7 +367,7 @@ def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
     def loss(w, x):
         return jnp.sum(attention(x @ w, x @ (w + 1), x @ w.T) @ w)
 
-    assert saved(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
+    assert saved(loss, W, X).count("float32[4,16]") == 4  # The fourth residual is the result of the rule.
     assert {each.partition("[")[0] for each in saved(jls.autocast(loss), W, X)} == {"float16"}
     gradients = (jax.grad(function)(W, X) for function in (loss, jls.autocast(loss)))
     assert distance(*gradients) < 2e-3
@@ -396,7 +399,7 @@ def test_what_is_moved_and_needed_later_is_saved_once(move):
         first = jnp.sum(jnp.sin(moved) * moved) + jnp.sum(jnp.cos(y))
         return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
 
-    # The weights, the input and both results, all in half precision, and the operand of the second matmul.
+    # The weights, the input, both results and the operand of the second matmul are saved in half precision.
     assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
 
 
@@ -417,7 +420,7 @@ def test_what_only_moves_numbers_follows(function, dtype):
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 1, 16), "float16"), ((4, 3, 16), "float32")])
 def test_a_broadcast_is_half_precision_if_it_repeats_nothing(shape, dtype):
-    """Else the cotangents of what is repeated are added up."""
+    """If values are repeated, their cotangents are summed, which requires float32."""
 
     def function(w, x):
         return jnp.sin(jax.lax.broadcast_in_dim(x @ w, shape, (0, 2)))
@@ -470,7 +473,7 @@ def test_what_is_moved_into_two_matmuls_is_cast_once():
         for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
     ]
-    assert len(casts) == 3  # of `y`, and at each use of the argument
+    assert len(casts) == 3  # There is one cast of `y`, and one for each use of `w`.
 
 
 def test_without_recomputation_float32_values_are_saved():
@@ -503,7 +506,7 @@ def test_random_numbers_are_drawn_once():
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one `jax.checkpoint` only")
 def test_with_the_other_checkpoint_of_jax_as_much_is_computed_once():
-    """Its program holds what it does not need, which XLA leaves out."""
+    """The jaxpr of this `jax.checkpoint` contains unused equations, which XLA removes."""
 
     def loss(w, v, x):
         return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
@@ -579,7 +582,7 @@ def test_what_costs_is_computed_once(function, name):
 
 
 def test_a_pool_that_goes_into_a_matmul_is_computed_once():
-    """What is written by itself is read again; to make it again, it would be written and read."""
+    """A pool writes its result to memory. If it were recomputed, the result would be written twice."""
 
     def loss(w, x):
         return jnp.sum(jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") @ w)
@@ -589,7 +592,7 @@ def test_a_pool_that_goes_into_a_matmul_is_computed_once():
 
 
 def test_what_is_only_compared_is_not_saved():
-    """No derivative goes through a comparison; sums are kept, which would be made of more than they are."""
+    """A comparison has no derivative. A sum is saved because it is smaller than its operand."""
 
     def loss(w, v, x):
         y = x @ w
@@ -604,7 +607,7 @@ def test_what_is_only_compared_is_not_saved():
 
 
 def test_a_table_of_positions_is_computed_once():
-    """No derivative goes through it, so none asks for what it is made of."""
+    """The table does not depend on the arguments, so the backward pass does not need the angles."""
 
     def loss(w, x):
         angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, len(w)))[::500]

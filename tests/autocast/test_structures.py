@@ -1,4 +1,4 @@
-"""The rule, inside everything that JAX puts around operations."""
+"""The rule of `autocast` inside the higher-order primitives and transformations of JAX."""
 
 import functools
 import re
@@ -27,7 +27,7 @@ def test_every_matmul_is_half_precision_forward_and_backward(program):
 
 @functools.cache
 def results(program):
-    """Value and gradients in float32, and under autocast; the gradient, under autocast as a whole."""
+    """Return value and gradients in float32 and under `autocast`, and the gradients of a gradient function under it."""
     functions = [
         jax.value_and_grad(program, (0, 1)),
         jax.value_and_grad(jls.autocast(program), (0, 1)),
@@ -62,7 +62,8 @@ with_a_rule.defjvp(
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharded = functools.partial(jax.shard_map, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data"))
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-# What goes from one product into another, through what JAX puts around operations: (function, primitive, which, dtype).
+# Functions with a higher-order primitive between two matmuls. Each entry contains a function, the name of the
+# primitive, whether to read its operands or its results, and the expected dtype of the last one.
 BETWEEN_PRODUCTS = {
     "what a scan stacks": (
         lambda w, x: jax.lax.scan(lambda carry, x: (carry, x @ w), 0.0, jnp.stack([x, x]))[1] @ w,
@@ -105,7 +106,8 @@ def test_what_goes_from_matmul_to_matmul_is_half_precision_where_its_type_is_fre
 @each_program
 def test_autocast_twice_is_autocast(program):
     once, twice = (
-        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))  # addresses of functions
+        # The addresses of functions are removed because they differ.
+        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))
         for function in (jls.autocast(program), jls.autocast(jls.autocast(program)))
     )
     assert once == twice
@@ -118,7 +120,7 @@ def test_in_float32_it_is_the_function_itself(program):
 
 @each_program
 def test_layers_are_those_of_the_program(program):
-    """Where an equation lies in a call, its layer is read within that of the call."""
+    """The layer of an equation inside a call is relative to the layer of the call."""
 
     def layers(function):
         return {str(eqn.source_info.name_stack) for eqn in equations(jax.make_jaxpr(function)(W, X))} - {""}

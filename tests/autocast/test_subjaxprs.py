@@ -1,4 +1,4 @@
-"""The table of what lies inside equations, and the one of kinds of primitives."""
+"""The sub-jaxprs of equations, the tables of primitives, the layers of operations, and factorizations in loops."""
 
 import functools
 import operator
@@ -27,20 +27,20 @@ def solved_by_steps(w, x):
 
 
 def types(atoms, positions, is_part):
-    """Those of some operands or results, without the first axis where each iteration has a part."""
+    """Return the types of some operands or results, without the first axis if it is sliced by the iterations."""
     avals = [(n, atoms[n].aval) for n in positions if n >= 0]
     return [(aval.shape[1:] if is_part(n) else aval.shape, aval.dtype) for n, aval in avals]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, solved, solved_by_steps], ids=lambda program: program.__name__)
 def test_operands_are_arguments_and_results_are_results(program):
-    """They are of the same types."""
+    """Operands have the types of the inputs of the sub-jaxpr, and results have the types of its outputs."""
     for eqn in equations(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(program(*args))))(W, X)):
         bodies, carried, sliced, _ = found = subjaxprs(eqn)
         assert bool(bodies) == (eqn.primitive.name in HIGHER_ORDER)
         is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
         for closed, operands, results in bodies:
-            if eqn.primitive.name == "shard_map":  # whose types inside are those of one device
+            if eqn.primitive.name == "shard_map":  # Its jaxpr has the types of one shard.
                 continue
             given = [v for v, n in zip(closed.jaxpr.invars, operands, strict=True) if n >= 0]
             made = [v for v, n in zip(closed.jaxpr.outvars, results, strict=True) if n >= 0]
@@ -50,7 +50,9 @@ def test_operands_are_arguments_and_results_are_results(program):
             assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
 
 
-DATA_MOVEMENT = {  # of each result of a move of W and X, which operands it holds
+# Each entry contains a function and, for each result of its last operation, the positions of the operands that it
+# contains.
+DATA_MOVEMENT = {
     "as it is, once more": (lambda w, x: jnp.array(w, copy=True), [[0]]),
     "joined": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
     "in two": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
@@ -87,7 +89,7 @@ def test_the_layer_is_what_scopes_have_written_once(stack, layer):
 
 
 def test_what_is_inside_is_found_in_every_kind():
-    """The table itself, by what one sees in a program: which operand each argument is, which result each result."""
+    """The mapping of operands and results is compared with the jaxpr of the loop."""
 
     def loop(w, x):
         return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
@@ -99,7 +101,8 @@ def test_what_is_inside_is_found_in_every_kind():
     assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
 
 
-# What is no operation of a program that one writes: parts of kernels, and what JAX makes while it traces or lowers.
+# Primitives that user programs do not contain: parts of kernels, and primitives that JAX only uses while it traces or
+# lowers a function.
 _NOT_MET = {
     *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay"),
     *("get_global", "jaxpr_call", "masked_load", "masked_swap", "mpmd_map", "multiple_of", "num_programs", "pin"),
@@ -114,7 +117,7 @@ _NOT_MET = {
 
 
 def test_every_primitive_of_jax_is_in_a_table():
-    """Except those of experimental modules, which `autocast_report` lists."""
+    """Primitives of experimental modules are excluded, because `autocast_report` lists them."""
     found = {
         value.name
         for name, module in list(sys.modules.items())
@@ -163,7 +166,7 @@ def test_what_is_in_no_table_is_told():
     assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).opaque_operations
 
 
-# Linear algebra.
+# Factorizations in loops.
 
 
 def factored_in_a_while_loop(w):
