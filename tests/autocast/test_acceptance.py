@@ -180,7 +180,7 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 
 
 @each_program
-def test_gradients_are_those_of_float32_but_for_rounding(program):
+def test_gradients_equal_float32_except_for_rounding(program):
     value, grads = gradients(program, W, X)
     narrow_value, narrow_grads = scaled_gradients(program, W, X)
     assert abs(value - narrow_value) <= BOUND[program] * abs(value)
@@ -198,7 +198,7 @@ def test_matmuls_are_half_precision(program):
 
 @pytest.mark.parametrize("start", [4000.0, 65520.0])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float16, 5e-3), (jnp.bfloat16, 0.03)])
-def test_attention_with_rotary_positions(dtype, bound, start):
+def test_attention_with_rotary_positions_has_accurate_gradients(dtype, bound, start):
     """The angles are computed by a matmul, as in widely used PyTorch implementations."""
 
     def loss(w, x, positions):
@@ -223,7 +223,7 @@ def test_attention_with_rotary_positions(dtype, bound, start):
 # Sums in float32.
 
 
-def test_a_scatter_adds_up_in_float32():
+def test_scatter_add_is_computed_in_float32():
     def count(x):
         ones = jnp.ones((4096, 1)) * (x @ x)
         return jnp.zeros((1, 1)).at[jnp.zeros(4096, int)].add(ones), jax.ops.segment_sum(ones, jnp.zeros(4096, int), 1)
@@ -233,7 +233,7 @@ def test_a_scatter_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("rows", [3, 4096, 10_000])
-def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
+def test_gradient_of_an_embedding_is_summed_in_float32(rows):
     def loss(table):
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.ones((2, 1)))
 
@@ -241,7 +241,7 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
 
 
 @pytest.mark.parametrize("move", ["index", "take_along_axis", "slice", "where"])
-def test_the_gradient_of_logits_adds_up_in_float32(move):
+def test_gradient_of_logits_is_summed_in_float32(move):
     pick = {
         "index": lambda logits: logits[jnp.arange(2), jnp.array([0, 0])],
         "take_along_axis": lambda logits: jnp.take_along_axis(logits, jnp.zeros((2, 1), int), 1)[:, 0],
@@ -260,7 +260,7 @@ def test_the_gradient_of_logits_adds_up_in_float32(move):
     np.testing.assert_allclose(half[0], jax.grad(loss)(*args)[0], rtol=2e-3)
 
 
-def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
+def test_gradient_of_a_broadcast_value_is_summed_in_float32():
     def loss(bias, w):
         return jnp.sum(jnp.broadcast_to(bias, (4096, 2)) @ w)
 
@@ -268,7 +268,7 @@ def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_carry_adds_up_in_float32(dtype):
+def test_scan_carry_is_summed_in_float32(dtype):
     def total(w):
         zero = w @ jnp.zeros((1, 1))  # This matmul is in half precision.
         return jax.lax.scan(lambda total, _: (total + w @ w, None), zero, length=4096)[0]
@@ -276,7 +276,7 @@ def test_a_carry_adds_up_in_float32(dtype):
     assert jls.autocast(total, dtype)(jnp.ones((1, 1))) == 4096
 
 
-def test_a_carry_of_a_while_loop_adds_up_in_float32():
+def test_while_loop_carry_is_summed_in_float32():
     def total(w):
         zero = w @ jnp.zeros((1, 1))
         return jax.lax.while_loop(lambda total: total[0, 0] < 4096, lambda total: total + w @ w, zero)
@@ -285,7 +285,7 @@ def test_a_carry_of_a_while_loop_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_carry_that_is_a_matmul_is_float32(loop):
+def test_carry_that_is_a_matmul_result_is_float32(loop):
     def function(w, x):
         if loop == "scan":
             return jax.lax.scan(lambda x, _: (x @ w, x), x, length=2)
@@ -303,7 +303,7 @@ def test_a_carry_that_is_a_matmul_is_float32(loop):
 
 
 @pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
-def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32(factor):
+def test_gradient_of_an_argument_with_several_uses_is_summed_in_float32(factor):
     """The sum is also in float32 if both factors are computed in the same segment."""
 
     def loss(w):
@@ -313,7 +313,7 @@ def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 2049
 
 
-def test_the_gradient_of_a_weight_that_all_iterations_share_adds_up_in_float32():
+def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
     def loss(w):
         return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((4096, 1, 1)))[0]
 
@@ -323,7 +323,7 @@ def test_the_gradient_of_a_weight_that_all_iterations_share_adds_up_in_float32()
 # Layers in a scan.
 
 
-def test_layers_stacked_for_a_scan():
+def test_scan_over_stacked_layers_has_accurate_gradients():
     stacked = jnp.stack([W / 2, W, W.T, W / 3, W, W.T])
 
     def loss(stacked, x):
@@ -340,7 +340,7 @@ def test_layers_stacked_for_a_scan():
 # Training.
 
 
-def test_a_training_reaches_the_loss_of_float32():
+def test_training_reaches_the_loss_of_float32():
     x = jax.random.normal(KEY, (64, 8))
     y = jnp.sin(x @ jax.random.normal(jax.random.key(8), (8, 1)))
     params = {"in": jax.random.normal(KEY, (8, 32)) / 3, "out": jax.random.normal(KEY, (32, 1)) / 6}

@@ -126,7 +126,7 @@ ignored = pytest.mark.filterwarnings("ignore:.*no operation matches")
 
 @ignored
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_result_is_that_of_float32_to_the_bit(structure):
+def test_exact_programs_are_unchanged_by_autocast(structure):
     """Each structure is tested in every fifth mode. The slow test below covers all combinations."""
     check_some(structure, 1, list(MODES)[list(STRUCTURES).index(structure) % 5 :: 5])
 
@@ -134,13 +134,13 @@ def test_the_result_is_that_of_float32_to_the_bit(structure):
 @ignored
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_so_it_is_of_thousands(structure):
+def test_thousands_of_exact_programs_are_unchanged_by_autocast(structure):
     check_some(structure, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_so_it_is_compiled_and_eagerly(seed):
+def test_exact_programs_are_unchanged_when_compiled_and_when_eager(seed):
     numbers = random.Random(seed)
     w, x = arrays(seed)
     while True:
@@ -158,14 +158,14 @@ def test_so_it_is_compiled_and_eagerly(seed):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_twice_is_once(structure):
+def test_autocast_twice_equals_autocast_once(structure):
     program = program_of(random.Random(structure), list(STRUCTURES), structure)
     once = jls.autocast(loss_of(program))
     first, second = (str(jax.make_jaxpr(function)(*arrays(0))) for function in (once, jls.autocast(once)))
     assert first == second
 
 
-def test_a_program_whose_numbers_need_more_places_is_thrown_away():
+def test_inexact_programs_are_detected():
     for loss in (lambda x: x / 3, lambda x: x + 5000.5, lambda x: jnp.sum(x * 1000.0)):
         with pytest.raises(InexactError):
             evaluated(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], exact_in("float16"))

@@ -64,7 +64,7 @@ def compiled_anew():
 
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
-def test_the_compiled_program_is_that_of_segments_traced_apart(loss, monkeypatch):
+def test_compiled_program_does_not_depend_on_shared_traces(loss, monkeypatch):
     found = []
     for meaning in (rewrite._key, apart):
         monkeypatch.setattr(rewrite, "_key", meaning)

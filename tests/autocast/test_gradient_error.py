@@ -45,7 +45,7 @@ def gradients(request):
 
 @pytest.mark.parametrize("mean", [0, 3, 10])
 @pytest.mark.parametrize("lead", [0.0, 4.0, 6.0, 8.0, 10.0, 12.0])
-def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradients, lead, mean):
+def test_attention_gradients_are_as_accurate_as_with_manual_casts(gradients, lead, mean):
     q, k, v, weights = np.random.default_rng(0).normal(size=(4, KEYS, WIDTH)).astype(np.float32)
     arguments = (q, k, v + np.float32(mean)), lead, weights
     exact = exact_gradients(*arguments)
@@ -55,20 +55,20 @@ def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradient
     assert all(error <= 1.25 * of_hand for error, of_hand in zip(ours, by_hand, strict=True))
 
 
-def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
+def test_softmax_that_is_rounded_to_zero_has_zero_gradient():
     """For example, each of 2^26 equal logits has a probability that is zero in float16."""
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(2048, "float16"), (2049, "float32")])
-def test_a_maximum_is_half_precision_as_far_as_float16_counts(rows, dtype):
+def test_maximum_is_half_precision_if_float16_can_count_the_elements(rows, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.max(x @ w, axis=0) @ w))(jnp.eye(2), jnp.ones((rows, 2)))
     assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"] == [dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("choose", [jnp.max, jnp.min])
-def test_the_largest_of_many_equal_numbers_has_a_gradient(choose, dtype):
+def test_maximum_of_many_equal_elements_has_an_accurate_gradient(choose, dtype):
     """JAX divides by the number of equal elements, which it counts in their dtype. Padding contains many of them."""
 
     def loss(w, x):

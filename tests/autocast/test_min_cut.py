@@ -21,7 +21,7 @@ def all_cuts(edges):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
+def test_cut_is_the_cheapest_and_nearest_to_the_sink(seed):
     """There are only a few different prices, so that different cuts often have the same price."""
     numbers = np.random.default_rng(seed)
     nodes = ["source", *"abcdef", "sink"]
@@ -36,12 +36,12 @@ def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
     assert _nearest_to_sink(edges) == nearest | {"sink"}
 
 
-def test_large_prices_are_told_apart_from_none():
+def test_small_price_is_distinguished_from_zero():
     edges = [("source", "a", 2.0**40), ("a", "b", 1.0), ("b", "sink", math.inf)]
     assert _nearest_to_sink(edges) == {"b", "sink"}
 
 
-def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
+def test_segment_with_only_an_empty_equation():
     """Each `filter_custom_vjp` of equinox contains such an equation, a `custom_jvp_call` with an empty pytree."""
     without_leaves = jax.custom_jvp(lambda tree: tree)
     without_leaves.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
@@ -65,14 +65,14 @@ NEEDED = {
     "difference": (jax.lax.sub, (X, X), set()),
     "quotient": (jax.lax.div, (X, X), {0, 1}),
     "mask of a maximum": (jax.lax.max, (X, X), {0, 1}),
-    "choice": (jax.lax.select, (X > 0, X, X), {0}),
+    "selection": (jax.lax.select, (X > 0, X, X), {0}),
     "sign": (jax.lax.sign, (X,), set()),
-    "a rule of its own": (jax.nn.relu, (X,), {0}),
+    "custom_jvp": (jax.nn.relu, (X,), {0}),
 }
 
 
 @pytest.mark.parametrize(("function", "args", "expected"), NEEDED.values(), ids=NEEDED)
-def test_what_a_derivative_asks_for(function, args, expected):
+def test_operands_that_a_derivative_needs(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":
         eqn = eqn.params["jaxpr"].eqns[-1]
