@@ -1,15 +1,16 @@
-"""What `explain` says, read as a user reads it: line by line."""
+"""Patterns of all lines that `explain` prints, which translate each line into a short name."""
 
 from fnmatch import fnmatchcase
 
-# Each line below scale and steps, with a short name of what it tells; "" where it goes on with what the last told.
+# Patterns of the lines below the scale and the steps, and a short name for each pattern. The name is "" if the line
+# continues the previous line.
 LINES = {
     "The last step was skipped: *.": "skipped",
     "The last * steps were skipped, the last one because *.": "skipped in a row",
     "In the last step *, and the step was applied.": "applied",
     "In the last step *. It was applied, and the parameters are finite all the same.": "applied, finite",
     "The parameters are lost. Restart from a checkpoint. To have such steps skipped, take *": "lost",
-    # What to do about it.
+    # Suggestions.
     "Where it was, only `record_bad_steps=True` keeps.": "not recorded",
     "The scale cannot go lower.": "no lower",
     "That is how the scale finds what the gradients tolerate: there is nothing to do.": "an overflow",
@@ -24,7 +25,7 @@ LINES = {
     "No loss scale changes the loss. `compare_gradients(loss_fn, params, batch)` says *": "loss",
     "If it was the loss: No loss scale changes the loss. *": "loss or skip_if",
     "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate.": "",
-    # The steps before.
+    # Earlier steps.
     "The last bad step was * ago: *.": "bad step ago",
     "Losses have been finite since, *: so it was that batch, and not the scale.": "one loss",
     "The scale is again as high as on that step (* now, * then), *": "scale is back",
@@ -55,13 +56,14 @@ NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 
 
 def told_in(text):
-    """What a text tells below scale and steps, in its order."""
+    """Return the names of the lines of a text, in order and without the lines about the scale and the steps."""
     scale, steps, *lines = text.splitlines()
     assert fnmatchcase(scale, "The loss scale is * (*).") or fnmatchcase(scale, "There is no loss scale, and * (*).")
     assert fnmatchcase(steps, "Of * step*, * were applied and * skipped.")
     names = []
     for line in lines:
-        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))  # else it is another's words
+        # The line must match exactly one pattern.
+        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))
         assert line[-1] in ".:", line
         assert not [word for word in NO_PLAIN_WORDS if word in line], line
         names += [name] if name else []

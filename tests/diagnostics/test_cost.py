@@ -1,4 +1,4 @@
-"""What the reports cost: how often programs run, how much is held at a time; and what is told meanwhile."""
+"""The cost of reports in program runs, memory and reductions, and the progress that they print."""
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,13 @@ def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch)
     ranges_at = _compare_gradients.ranges_at
     monkeypatch.setattr(_compare_gradients, "ranges_at", counted_report)
     compare_gradients(fun, *args, loss_scales=[2.0**4])
-    assert (len(runs), len(set(runs))) == (3, 2)  # float32 twice, the second time with parameters that are nudged
-    assert len(asked) == reports  # which computes each operation twice
+    # The float32 program runs twice, the second time with slightly different parameters.
+    assert (len(runs), len(set(runs))) == (3, 2)
+    assert len(asked) == reports  # Each report computes each operation twice.
 
 
 def deep(params, x):
-    """Much is kept for the backward pass."""
+    """Compute a loss with many layers, so that most of the memory is used by residuals."""
     x = x.astype(jnp.float16)
     for kernel in params:
         x = jax.nn.silu(x @ kernel.astype(jnp.float16))
@@ -54,7 +55,7 @@ def deep(params, x):
 
 
 def wide(params, x):
-    """There are more parameters than anything else."""
+    """Compute a loss with a large kernel, so that most of the memory is used by parameters."""
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
 
@@ -104,7 +105,7 @@ def reductions(jaxpr):
     ],
 )
 def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
-    """Each is compiled by itself, for every operation or every shape: that is most of what a report costs."""
+    """Each reduction is compiled separately for each operation or shape, which is the main cost of a report."""
     assert reductions(jax.make_jaxpr(measured)(X).jaxpr) == number
 
 
@@ -114,7 +115,7 @@ def test_leaves_of_one_shape_are_measured_by_one_program(monkeypatch):
     monkeypatch.setattr(
         _gradient_errors._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
     )
-    shapes = [(7, 11)] * 4 + [(13,)] * 2  # which no other test has
+    shapes = [(7, 11)] * 4 + [(13,)] * 2  # No other test uses these shapes.
     leaves = {n: jnp.ones(shape) for n, shape in enumerate(shapes)}
     _gradient_errors.measure(leaves, leaves, 1.0)
     assert traced == [(7, 11), (13,)]
@@ -132,7 +133,7 @@ def test_reductions_in_one_pass_are_those_of_numpy():
 @pytest.mark.parametrize("shape", [(8, 8), (64, 64), (5000,), (300, 300)])
 @pytest.mark.parametrize("number", [0, -1, slice(None)])
 def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
-    """A maximum of floats drops it on a CPU, from 4,096 numbers on."""
+    """On a CPU, XLA ignores NaN in the maximum of 4096 or more floats."""
     x = jnp.ones(shape).ravel().at[number].set(jnp.nan).reshape(shape)
     assert jnp.isnan(jax.jit(lambda x: reduced(largest=[x])[0])(x))
     (measured,) = _gradient_errors.measure({"": x}, {"": x}, 1.0)
@@ -151,7 +152,7 @@ def test_of_more_numbers_than_float32_counts_none_is_lost():
 def test_progress_is_told_on_standard_error(capsys):
     fun, *args = workloads.square_too_large()
     compare_gradients(fun, *args, loss_scales=[1.0])
-    assert capsys.readouterr() == ("", "")  # without it nothing is
+    assert capsys.readouterr() == ("", "")  # There is no output by default.
     compare_gradients(fun, *args, loss_scales=[1.0, 8.0], progress=True)
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""A function in another precision is the function that would have been written in it."""
+"""`in_precision` returns the same function as if it had been written in the other precision."""
 
 import functools
 
@@ -29,7 +29,7 @@ def cast(tree, dtype):
 
 
 def assert_close(actual, expected, tolerance=1e-6):
-    """Equal structures and dtypes; each leaf within ``tolerance`` of the largest magnitude of the expected one."""
+    """Check structures, dtypes and values. The tolerance is relative to the largest magnitude of the expected leaf."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.result_type(a) == jnp.result_type(b)
@@ -37,7 +37,7 @@ def assert_close(actual, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, rtol=0, atol=tolerance)
 
 
-# One program, written in a dtype. Each maps a dtype to a function of float32 arrays and to its arguments.
+# Programs that are written in a dtype. Each one maps a dtype to a function of float32 arrays and its arguments.
 
 
 def casts_and_constants(dtype):
@@ -239,7 +239,7 @@ BY_NAME = {"ids": lambda program: program.__name__}
 
 
 def loss_of(fun):
-    """A scalar of all results, computed in float32."""
+    """Return a scalar loss that is computed in float32 from all results of a function."""
     return lambda *args: sum(jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(fun(*args)))
 
 
@@ -254,7 +254,7 @@ def test_a_float16_program_equals_the_same_program_written_in_float32(program):
     fun, args = program(jnp.float16)
     narrow_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
     assert_close(jax.jit(in_precision(fun, jnp.float32))(*args), in_float32(program))
-    assert narrow_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # the program is what its name says
+    assert narrow_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # The program has float results.
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
@@ -290,7 +290,7 @@ def test_a_constant_keeps_the_digits_that_were_left_of_it():
     assert in_precision(lambda x: x + 0.1)(jnp.float16(0)) == np.float32(np.float16(0.1))
 
 
-# A network of a framework.
+# A network of Flax.
 
 
 def recurrent_network(dtype):
@@ -313,11 +313,11 @@ def test_a_network_equals_itself_in_float32():
     float32_fun, _ = recurrent_network(jnp.float32)
     expected = jax.jit(jax.value_and_grad(float32_fun))(params)
     assert_close(jax.jit(in_precision(jax.value_and_grad(half_fun)))(params), expected)
-    with pytest.raises(AssertionError):  # in float16 it does not
+    with pytest.raises(AssertionError):  # The float16 network differs.
         assert_close(jax.jit(half_fun)(params), expected[0])
 
 
-# What is particular.
+# Special cases.
 
 
 def test_finfo_stays_what_it_was():
@@ -422,7 +422,7 @@ def test_float64(half_dtype):
         args = cast(args, jnp.float32)
         out = in_precision(lambda w, x: w.astype(half_dtype) @ x.astype(half_dtype), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
-        assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # as it was told
+        assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # This is the preferred element type.
         conv = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME", preferred_element_type=jnp.float32)
         x = cast(draw(1, 1, 4, 4), half_dtype)
         assert in_precision(conv, jnp.float64)(x, x).dtype == jnp.float32
@@ -476,7 +476,7 @@ def test_products_are_not_rounded_to_the_bits_of_a_fast_unit():
     assert precision == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-# What it cannot follow is said.
+# Operations that cannot be converted cause a warning.
 
 
 def test_a_callback_is_evaluated_as_it_is_and_said():
@@ -487,7 +487,8 @@ def test_a_callback_is_evaluated_as_it_is_and_said():
     with pytest.warns(UserWarning, match="cannot follow pure_callback, and") as told:
         out = in_precision(fun)(jnp.float32(2048.0))
     assert told[0].filename == __file__
-    assert out == 2048.0 * 2048.0  # 2049 has no place in float16; the product has one in float32 only
+    # The callback rounds 2049 to 2048 in float16. The result is computed in float32, because float16 would overflow.
+    assert out == 2048.0 * 2048.0
 
 
 def test_so_is_a_kernel():
@@ -516,8 +517,8 @@ def test_so_is_what_is_written_to_and_read_from():
     ref = jax.new_ref(jnp.float16([3, 4]))
     with pytest.warns(UserWarning, match="cannot follow new_ref, get, swap, and"):
         made, read = in_precision(fun)(jnp.float32([2048, 1]), ref)
-    np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # 2049 has no place in float16
-    np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # it has one in float32
+    np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # float16 rounds 2049 to 2048.
+    np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # This sum is in float32.
     np.testing.assert_array_equal(ref[...], jnp.float16([6, 8]))
 
 

@@ -1,4 +1,4 @@
-"""What reports on gradients take: the models that people have, with leaves that are no parameters among the others."""
+"""Reports on gradients accept models of common libraries, including leaves that are not parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ X = workloads.draw(6, 4)
 
 def equinox_module():
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 2, 8, 2, key=workloads.KEY)  # its activation is a leaf
+    model = eqx.nn.MLP(4, 2, 8, 2, key=workloads.KEY)  # The activation function is a leaf.
     return model, lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), ".layers[0].weight"
 
 
@@ -26,7 +26,7 @@ def nnx_module():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(4, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # holds a key and a counter
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # It contains a random key and a counter.
             self.norm = nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):

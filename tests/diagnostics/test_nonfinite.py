@@ -1,4 +1,4 @@
-"""Which leaf is not finite: the report for the host, and the number for a compiled step."""
+"""Non-finite leaves: the report on the host, and the index of the first such leaf in a compiled step."""
 
 from html.parser import HTMLParser
 
@@ -31,7 +31,7 @@ def x64(request):
         yield request.param
 
 
-# What is not finite.
+# Reports on non-finite leaves.
 
 GRADS = {
     "block1": {"bias": [0.0, 1.0], "kernel": [[1.0, -2.0], [3.0, 4.0]]},
@@ -73,7 +73,7 @@ def test_the_report_prints_as_a_table_of_the_bad_leaves():
 
 
 class Tables(HTMLParser):
-    """The cells of tables, line by line, and the text around them."""
+    """Parser that collects the rows of all tables, and the text around the tables."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def test_every_dtype_is_reported(x64, dtype):
         assert leaf.largest_finite == np.abs(exact[np.isfinite(exact)]).max()
 
 
-# The first bad leaf, inside jit.
+# The first non-finite leaf, inside `jax.jit`.
 
 FIRST = {
     "finite": ({"a": [1.0], "b": [2.0]}, -1, None),

@@ -1,4 +1,4 @@
-"""Where gradients lie in the range of a dtype: histograms, what is lost, and what scale is suggested."""
+"""Gradients in the range of a dtype: histograms, underflow, and suggested loss scales."""
 
 import math
 import re
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
 
 def numpy_histogram(values):
-    """By `numpy.frexp` in float64, which holds every number of the others as a normal one."""
+    """Return the histogram by `numpy.frexp` in float64, in which no value of the other dtypes is subnormal."""
     exact = values.astype(np.float64)
     finite = np.isfinite(exact)
     zero = exact == 0
@@ -53,7 +53,7 @@ def test_the_histogram_agrees_with_numpy_in_every_dtype(dtype):
 
 
 HISTOGRAMS = {
-    # tree: counts by exponent, zeros, subnormal, not finite
+    # Each entry contains a tree, the counts by exponent, and the numbers of zeros, subnormal and non-finite elements.
     "a tree": ({"a": [1.0, 2.0, 0.0], "b": {"c": np.float16([1.5, INF])}, "steps": 3}, {0: 2, 1: 1}, 1, 0, 1),
     "64 bits and 16": ({"a": np.array([1e-300, 1.0]), "b": np.float16([1.0, 2**-24, INF])}, {-997: 1, 0: 2}, 0, 1, 1),
     "complex, both parts": (np.complex64([1 + 4j, 0 - 1j]), {0: 2, 2: 1}, 1, 0, 0),
@@ -105,7 +105,7 @@ def test_underflow_is_what_a_cast_by_numpy_does(dtype):
     target = np.dtype(dtype)
     info = ml_dtypes.finfo(target)
     step = float(info.smallest_subnormal)
-    # Around the limits, ties among them, and everything else.
+    # Test values near the limits (including ties) and random values.
     near = np.array([step / 2, 3 * step / 2, float(info.smallest_normal) - step / 2, float(info.smallest_normal)])
     near = near.astype(np.float32)
     grads = np.concatenate(
@@ -129,7 +129,7 @@ def test_zeros_are_not_lost_and_nothing_is_no_share():
 
 
 SUGGESTED = {
-    # largest gradient, dtype, headroom: the scale
+    # Each entry contains the largest gradient, the dtype, the headroom, and the suggested scale.
     "the top itself": (65504.0, "float16", 1, 1.0),
     "above the top": (1e6, "float16", 1, 1.0),
     "just half of it": (32752.0, "float16", 1, 2.0),
@@ -157,7 +157,7 @@ def test_the_suggested_scale_is_the_largest_that_leaves_headroom(largest, dtype,
 
 
 def test_the_rescued_share_is_what_the_scale_saves():
-    # Lost for good, rescued, rescued, safe, not to be lost.
+    # The scale cannot rescue the first element, rescues the next two, and is not needed for the last two.
     grads = jnp.array([1e-20, 1e-9, -2e-8, 0.5, 0.0], jnp.float32)
     suggestion = suggest_loss_scale(grads)
     assert (suggestion.loss_scale, suggestion.rescued) == (2.0**13, 0.5)
@@ -166,7 +166,7 @@ def test_the_rescued_share_is_what_the_scale_saves():
 
 
 WITHOUT_NUMBERS = {
-    # tree: underflow, suggestion, the first words of both
+    # Each entry contains a tree, its underflow, its suggestion, and the first words of both.
     "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
     "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
     "all zero": (
@@ -217,7 +217,7 @@ def test_the_largest_of_64_bits_is_rounded_to_float32(number):
     assert found == np.float64(number).astype(np.float32)
 
 
-# What a tree of many leaves costs.
+# The cost of a tree with many leaves.
 
 SIZES = [(3, 5), (128, 129), (130, 130), (7,), (4, 4, 4)]
 

@@ -1,4 +1,4 @@
-"""The last bad step, kept in the state of the optimizer."""
+"""The record of the last non-finite or skipped step in the optimizer state."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 RECORDED = {
-    # gradients, loss, skip_if: leaf, cause
+    # Each entry contains gradients, loss, `skip_if`, and the recorded leaf and cause.
     "infinity": ([1.0, INF], 1.0, False, 1, "infinity"),
     "NaN": ([NAN, INF], 1.0, False, 0, "nan"),
     "loss": ([1.0, 1.0], INF, False, -1, "loss"),
@@ -32,12 +32,12 @@ def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, cause, s
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
     record = state.last_bad_step
     assert (record.step, record.leaf, record.cause) == (1, leaf, cause)
-    assert record.loss_scale == 16  # which the good step before has doubled
+    assert record.loss_scale == 16  # The finite step before doubled the scale.
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
 def test_the_cause_is_what_made_the_step_skipped():
-    """Of gradients under a scale that lets them through it was the condition; of what was told, the teller."""
+    """The cause is `skip_if` if the scale does not skip non-finite gradients. `grads_finite` is a separate cause."""
     tx = jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=True)
     assert recorded(tx, PARAMS, [([1.0, NAN], 1.0, True)]).last_bad_step.cause == "skip_if"
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
@@ -77,7 +77,7 @@ def test_where_nothing_may_skip_a_step_a_bad_leaf_is_recorded_if_gradients_are_c
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True)
     params = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1)] * 2)
     grads = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1), jnp.float32(NAN)])
-    _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # neither a value nor a condition
+    _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # Neither `value` nor `skip_if` is passed.
     assert (state.applied_steps, state.last_bad_step.leaf) == (1, bad_leaf)
 
 
@@ -89,7 +89,7 @@ def test_without_a_loss_scale_only_a_condition_is_a_bad_step():
 
 def test_recording_compiles_once_and_goes_through_scan_and_vmap():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
-    grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # two runs of three steps
+    grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # There are two runs of three steps.
 
     def run(grads):
         def step(carry, g):

@@ -1,4 +1,4 @@
-"""A policy, replayed over a trace."""
+"""Simulations of a loss scale for a given trace of gradients."""
 
 import dataclasses
 from dataclasses import replace
@@ -46,13 +46,13 @@ def test_a_scale_that_does_not_skip_applies_every_step():
     assert replay.grads_finite.tolist() == [True, False]
 
 
-# What is seen, and what overflows.
+# Simulations of gradient magnitudes.
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Following(jls.LossScale):
-    """Half way to the top for the largest gradient that was measured; a kind that measures, in few lines."""
+    """A minimal loss scale that measures: it scales the largest gradient to at most half the range of float16."""
 
     needs_largest: ClassVar[bool] = True
     scale_now: jax.Array
@@ -76,7 +76,7 @@ def following(scale):
 
 
 def oracle(loss_scale, largest, max_cotangent, dtype):
-    """The loop, in NumPy."""
+    """Return the steps and the final loss scale of a simulation by a NumPy loop."""
     steps = []
     for one, other in zip(largest, max_cotangent, strict=True):
         scale = np.float32(loss_scale())
@@ -123,7 +123,7 @@ def test_a_step_is_skipped_if_only_the_largest_cotangent_overflows():
 
 
 def test_a_kind_that_measures_sees_what_arrives():
-    """Rounded to float16 at the scale: nothing, where it underflows, and nothing of a bad step."""
+    """The scaled gradient is rounded to float16. It is 0 if it underflows and NaN if the step is not finite."""
     for largest, scale, seen in (
         (1e-9, 1.0, 0.0),
         (3e-8, 1.0, 2.0**-24),

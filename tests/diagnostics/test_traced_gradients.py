@@ -1,4 +1,4 @@
-"""`TracedGradients` computes each fact when it is first used, and only once."""
+"""`TracedGradients` computes each of its properties once, when the property is first used."""
 
 import jax.numpy as jnp
 

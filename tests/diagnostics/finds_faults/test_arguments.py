@@ -1,4 +1,4 @@
-"""Every question about a function looks at its arguments first, and at its loss: not all faults are float16's."""
+"""Reports check the arguments and the loss of a function first, because not all faults are caused by float16."""
 
 import re
 
@@ -76,7 +76,7 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     loss = float(loss_fn(params, X))
     told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
     assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
+    assert verdict.startswith(told) == (size > 65504)  # It is the first sentence if training fails.
     assert "look at the learning rate" in verdict
     assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
 
@@ -102,7 +102,7 @@ def test_an_argument_that_is_not_cast_is_not_accused():
         assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
 
 
-# No number that is none is printed as a share.
+# An infinite error is not printed as a percentage.
 
 
 def infinite_at_every_scale(params, x):
@@ -117,11 +117,11 @@ def test_no_error_is_off_by_infinitely_many_percent(fun):
         assert "inf%" not in repr(report)
 
 
-# The scales.
+# Loss scales.
 
 
 def attention(params, x):
-    """Causal, and sound."""
+    """Return a loss with causal attention and without faults."""
     half = jnp.float16
     q, k = (x.astype(half) @ params[name].astype(half) for name in ("q", "k"))
     scores = jnp.where(jnp.tril(jnp.ones((32, 32), bool)), (q @ k.T).astype(jnp.float32) / 4, -jnp.inf)
@@ -152,7 +152,7 @@ def test_the_range_of_scales_that_work_is_told():
     assert compare_gradients(*ATTENTION, loss_scales=[2.0**100]).working_scales == ()
 
 
-# A loss that is off while its gradients are right.
+# A loss that is inaccurate although its gradients are accurate.
 
 
 def summed_by_hand(weight, x):
@@ -176,7 +176,7 @@ def test_a_sum_by_hand_has_a_sentence_and_a_place():
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
 
 
-# What is refused, at once, naming argument, value and suggestion.
+# Invalid arguments. The error contains the argument, the value and a suggestion.
 
 REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
 REPORTS["range_report"] = range_report
@@ -189,7 +189,8 @@ REFUSED = [
     ("compare_gradients", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
     ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
-    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
+    # The value 1e39 is infinite in float32.
+    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),
     *(
         (
             report,

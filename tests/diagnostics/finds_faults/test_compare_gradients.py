@@ -1,4 +1,4 @@
-"""Whether a model trains in float16, asked before the run: the cause is named, the numbers are those of NumPy."""
+"""`compare_gradients` reports whether a model will train in float16, and why not. Its numbers equal those of NumPy."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from jax_lossscale.diagnostics import compare_gradients
 
 pytestmark = pytest.mark.ci
 
-# What each workload is known to get wrong: the cause, whether it trains, and words of the verdict.
+# The known problem of each workload: the cause, whether the workload trains, and words of the verdict.
 KNOWN = {
     "healthy": ("none", True, "It will train; start from 2^15."),
     "normalized": ("none", True, "It will train; start from 2^12."),
@@ -72,7 +72,8 @@ def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
     exact = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     for leaf, path in zip(jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(exact), strict=True):
         reference = path[1]
-        if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":  # the bias that has no true gradient
+        # The bias without a true gradient is skipped.
+        if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":
             assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
 
 
@@ -88,7 +89,7 @@ def test_the_suggested_scale_of_its_own_fixes_the_branch_that_underflows():
     assert report.inaccurate_leaves == ("['side']['layer0']['kernel']", "['side']['layer0']['bias']")
     factor = 2.0 ** float(report.verdict.split("`jls.scale_gradient(..., 2.0**")[1].split(")")[0])
     cured = compare_gradients(*workloads.two_branches_cured(factor))
-    # The gradients are right then; float32 carries the factor, as the true ones of that branch are so small.
+    # The gradients are accurate with this factor, which is applied in float32.
     assert cured.cause == "none"
     assert cured.will_train
 
@@ -104,16 +105,16 @@ def test_a_leaf_without_a_true_gradient_does_not_count():
     assert "['layer0']['bias'] *" in repr(report)
 
 
-# The numbers.
+# Numbers.
 
 
 def polynomial(w, x):
-    """In float16: the gradient with respect to ``w`` is ``x``, rounded and scaled, and with respect to ``x``, ``w``."""
+    """Compute ``sum(w * x)`` in float16. The gradient with respect to ``w`` is the rounded and scaled ``x``."""
     return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
 
 
 def in_numpy(x, scale):
-    """The gradient of `polynomial`, in float16 and divided by the scale."""
+    """Return the gradient of `polynomial`, computed in float16 and divided by the loss scale."""
     with np.errstate(over="ignore", under="ignore"):
         return (np.float16(scale) * np.asarray(x).astype(np.float16)).astype(np.float32) / np.float32(scale)
 
@@ -156,7 +157,7 @@ def test_the_total_is_that_of_all_leaves_as_one():
 
 
 def test_tiny_gradients_have_norms_all_the_same():
-    """Their squares are zero in float32."""
+    """The squares of these gradients are zero in float32."""
     report = compare_gradients(lambda w, x: 1e-25 * polynomial(w, x), jnp.ones(2), jnp.ones(2), loss_scales=[2.0**90])
     assert report[0].norm == pytest.approx(math.sqrt(2) * 1e-25)
     assert report[0].relative_error[0] < 1e-3
@@ -181,7 +182,7 @@ def test_options_and_keyword_arguments_reach_the_function():
     report = compare_gradients(
         fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
     )
-    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python's own numbers stay
+    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python numbers are not parameters.
     assert report.value == 3
 
 
@@ -205,7 +206,7 @@ def test_the_function_is_compiled_once_for_all_scales(compilations):
 
 def compile_count(compilations, scales):
     args = jnp.ones(3), jnp.ones(3)
-    compare_gradients(polynomial, *args, loss_scales=scales)  # what is compiled once for all
+    compare_gradients(polynomial, *args, loss_scales=scales)  # This compiles shared functions.
     before = len(compilations)
     compare_gradients(polynomial, *args, loss_scales=scales)
     return len(compilations) - before
@@ -222,7 +223,8 @@ def test_bfloat16():
 
     report = compare_gradients(fun, jnp.ones(3), jnp.array([1.0, 1e-30, 3.0]), dtype=jnp.bfloat16)
     assert (report.cause, report.dtype) == ("none", "bfloat16")
-    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
+    # bfloat16 has the range of float32, so no loss scale is needed.
+    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)
 
 
 @pytest.mark.slow
@@ -237,7 +239,7 @@ def test_what_lies_on_a_mesh_is_compared_and_measured_there():
     assert jls.diagnostics.range_report(fun, *args).bad == ()
 
 
-# What cannot be compared is said.
+# Functions that cannot be compared.
 
 
 def test_nothing_narrow():
@@ -282,7 +284,7 @@ def test_what_is_not_followed_is_listed():
     assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
 
 
-# Print and notebook.
+# Printed reports.
 
 
 def test_the_report_prints_as_a_table_the_worst_leaf_first():

@@ -1,4 +1,4 @@
-"""Faults that people make, each led to its cause by one call that docs/troubleshooting.md names for what is seen."""
+"""Typical mistakes of users. For each one, the report that docs/troubleshooting.md recommends finds the cause."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def worst(fun, *args, cast=jls.autocast):
 
 
 def run(fun, batches, learning_rate=0.01, steps=40, loss_scale="auto"):
-    """What `explain` says after some steps, of the parameters, too; and these parameters."""
+    """Return the text of `explain` after some training steps, and the trained parameters."""
     tx = jls.loss_scaled(optax.sgd(learning_rate), loss_scale, record_bad_steps=True)
 
     @jax.jit
@@ -113,7 +113,7 @@ def wrong_sign(params, batch):
 EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
-    # what is asked; what the answer names
+    # Each entry contains a report and the phrases that it must contain.
     "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "in float32"]),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],

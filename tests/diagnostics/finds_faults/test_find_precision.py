@@ -1,4 +1,4 @@
-"""Finds the matmuls that must not be in half precision in each planted fault, and none in healthy networks."""
+"""`find_precision` finds the matmuls that need float32 in each program with a fault, and none in healthy networks."""
 
 import functools
 import importlib.util
@@ -20,8 +20,8 @@ from jax_lossscale.diagnostics._precision_search import Search
 pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
-UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
-# A separate test checks this warning.
+# Separate tests check these warnings.
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")
 FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
 
@@ -36,22 +36,22 @@ FOUND = {
     "second_differences": (3, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "in half precision, the gradient of [0] is off by 55%"),
-    "outer_product_of_positions": (0, 0, ""),  # no sum, no product
+    "outer_product_of_positions": (0, 0, ""),  # The outer product has no sum, so it is not a matmul.
     "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
-    "small_unit": (0, 0, ""),  # a matter of the loss scale
+    "small_unit": (0, 0, ""),  # The loss scale solves this problem.
     "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
     "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
     "a_loop": (3, 0, ""),
-    # That with the values shares its function, and that it takes no parameter, with that of the scores.
+    # The matmuls with the scores and with the values have the same rule: both are in one function and use no parameter.
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
 
 def products(jaxpr):
-    """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
+    """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
@@ -63,12 +63,12 @@ def products(jaxpr):
 
 
 def contracts(eqn):
-    """Whether anything is summed up: an outer product is none."""
+    """Return whether a matmul contains a sum, unlike an outer product."""
     return eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][0] != ((), ())
 
 
 def error(loss, args, policy, dtype=jnp.float16):
-    """The worst error of value and gradients, in total and by leaf, at the loss scale of the policy."""
+    """Return the largest relative error of the value and the gradient leaves at the loss scale of the policy."""
     exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
     step = jls.value_and_scaled_grad(jls.autocast(loss, dtype, policy=policy), policy.loss_scale)
     value, grads = jax.jit(step, compiler_options=EXACT)(*args)
@@ -78,7 +78,7 @@ def error(loss, args, policy, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
-# A matmul in float32, and a loss scale; the others take longer.
+# Two quick faults: one needs a matmul in float32, and one needs a loss scale. All others take longer.
 QUICK = ("small_epsilon", "small_unit")
 
 
@@ -100,7 +100,7 @@ def test_each_fault_is_found_and_cured(name, capsys):
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
     assert bool(policy.rules) == bool(num_wide or num_wide_result)
-    if policy.rules:  # without it, it is wrong
+    if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
 
@@ -184,7 +184,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     (rule,) = policy.rules
     assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
     edited = loaded(EDITED, "edited")
-    assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
+    assert error(edited, args, policy) < 0.01  # A rule without a match would cause a warning.
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
     with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
         jls.autocast(without, policy=policy)(*args)
@@ -254,7 +254,7 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
 @pytest.mark.slow
 @FEW_IN_HALF
 def test_gradients_that_cannot_be_differentiated_again():
-    """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
+    """A while loop that is differentiated in forward mode has no backward pass, so the matmuls are found by trial."""
 
     def loss(weights, x):
         def solved(w):
@@ -270,7 +270,7 @@ def test_gradients_that_cannot_be_differentiated_again():
 
 
 def with_a_bias(share):
-    """Of whose gradient next to nothing is left when its terms are added up, 23 % off in float16."""
+    """Return a loss with a bias. The terms of its gradient almost cancel, so its error in float16 is 23%."""
 
     def loss(params, x):
         y = jnp.tanh(x @ params["kernel"]) @ params["out"]
@@ -284,7 +284,7 @@ def with_a_bias(share):
 
 @FEW_IN_HALF
 def test_errors_are_told_as_they_are():
-    """Those of a leaf that may be further off, too."""
+    """This includes a leaf with a larger tolerance."""
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
@@ -300,7 +300,7 @@ def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
 
 @pytest.mark.slow
 def test_of_such_a_leaf_what_is_lost_counts():
-    """The gradient of the quiet branch, a trillionth of all, is zero at the scale of the loud one."""
+    """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
     loss, args = FAULTS["two_branches"]
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -336,7 +336,7 @@ def test_nothing_to_compare_with_is_said():
 
 @FEW_IN_HALF
 def test_what_no_policy_cures_is_said(monkeypatch):
-    """If the function itself does worse than every trial, more and more matmuls are in float32, until all are."""
+    """If the policy is less accurate than every trial, more matmuls are moved to float32, until all of them are."""
     errors = []
 
     def wrong(search, policy):

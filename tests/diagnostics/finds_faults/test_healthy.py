@@ -1,4 +1,4 @@
-"""Thirty-five sound networks, each a body and a loss: nothing in them is accused."""
+"""Reports find no faults in 35 sound networks, each of which consists of a body and a loss."""
 
 import jax
 import jax.numpy as jnp

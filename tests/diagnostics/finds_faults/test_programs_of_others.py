@@ -1,4 +1,4 @@
-"""Programs as other people write them go through every diagnostic, and nothing that is sound in them is accused."""
+"""Every report accepts typical user programs, and reports no faults in their sound parts."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
-HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # these are sound in half precision
+HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # They are sound in half precision.
 ASKED = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
@@ -32,7 +32,7 @@ ASKED = {
 }
 
 
-# Each question of these takes seconds; the others are asked every time.
+# Each report on these programs takes seconds, so only the slow tests create it.
 SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
 
 
@@ -43,7 +43,7 @@ SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_pr
 )
 def test_every_question_has_an_answer(name, asked):
     answer = ASKED[asked](*PROGRAMS[name]())
-    assert "cast_floating" not in answer  # they are under `autocast` already
+    assert "cast_floating" not in answer  # The programs already use `autocast`.
     if name in HALF:
         sound = {
             "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
@@ -130,11 +130,11 @@ def test_where_numbers_lie_is_never_at_fault():
     assert "sharding_constraint" not in {operation.operation for operation in report}
 
 
-# What `find_precision` makes of layers in a loop.
+# Rules that `find_precision` returns for layers in a loop.
 
 
 def layers(weights, x):
-    """The last of eight is out of range, and shares its line with the others."""
+    """Apply layers that share a source line. With the weights `DEEP`, the last of eight layers is out of range."""
     for kernel in weights:
         x = jnp.log1p(jnp.square(x @ kernel))
     return jnp.mean(x)

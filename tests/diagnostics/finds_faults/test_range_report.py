@@ -1,4 +1,4 @@
-"""Operations that leave the range of a dtype: found, named, placed, measured, and cured as the report says."""
+"""`range_report` names, locates and measures operations that leave the range of a dtype, and suggests a fix."""
 
 import functools
 import math
@@ -23,7 +23,8 @@ def reported(name, loss_scale=1.0):
     return range_report(fun, *args, loss_scale=loss_scale)
 
 
-# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the suggestion.
+# The known worst operation of each workload: its name, the operation of which it is the derivative, its layer, whether
+# it is in the backward pass, and words of the suggestion.
 KNOWN = {
     "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
     "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
@@ -74,7 +75,7 @@ def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
     shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
     from traitlets.config import Config
 
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # where it keeps things
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # IPython stores its files there.
     shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
     try:
         shell.run_cell(
@@ -92,7 +93,8 @@ def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
 
 def test_only_operations_of_the_small_branch_underflow():
     underflowing = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
-    assert [operation.shape for operation in underflowing] == [(4, 8)]  # the kernel of the side branch, transposed
+    # The only such operation computes the gradient of the transposed kernel of the side branch.
+    assert [operation.shape for operation in underflowing] == [(4, 8)]
 
 
 @pytest.mark.slow
@@ -101,11 +103,11 @@ def test_what_overflows_first_comes_first():
     assert operations == ["convert_element_type", "add", "sub"]
 
 
-# Measured.
+# Measured values.
 
 
 def measured(fun, *args, **options):
-    """The statistics of the forward pass, in the order of the program."""
+    """Return the statistics of the operations of the forward pass, by name of the operation."""
     report = range_report(fun, *args, **{"loss_scale": 1.0, **options})
     return {operation.operation: operation for operation in report if not operation.is_backward}
 
@@ -138,8 +140,9 @@ def test_how_far_above_and_below():
     above = measured(functools.partial(fun, power=2.0**10), jnp.float32(2.0**9))["mul"]
     below = measured(functools.partial(fun, power=2.0**-10), jnp.float32(2.0**-9))["mul"]
     inside = measured(functools.partial(fun, power=2.0**-5), jnp.float32(2.0**-9))["mul"]
-    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)  # 2**15 is the largest power
-    assert (below.log2_overflow, below.log2_underflow) == (0, 5)  # 2**-14 is the smallest that is normal
+    # The powers of two that are normal numbers in float16 range from 2**-14 to 2**15.
+    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)
+    assert (below.log2_overflow, below.log2_underflow) == (0, 5)
     assert (inside.log2_overflow, inside.log2_underflow, inside.suggestion) == (0, 0, "")
 
 
@@ -161,7 +164,7 @@ def test_one_overflow_does_not_hide_the_next():
 
 def test_what_is_not_finite_in_float32_either_is_told():
     of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
-    assert of["log"].overflow == pytest.approx(1 / 3)  # -inf is what it is in float32, too
+    assert of["log"].overflow == pytest.approx(1 / 3)  # The value -inf is also the float32 result.
     assert math.isnan(of["log"].largest)
 
 
@@ -174,11 +177,11 @@ def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
     assert "no loss scale helps" in worst.suggestion
 
 
-# Through control flow.
+# Control flow.
 
 
 def grows(x, steps):
-    """Squares each time: 16, 256, 65536."""
+    """Square a value in each step of a scan. The value 4 becomes 16, 256 and 65536."""
     return jax.lax.scan(lambda carry, _: (carry * carry, None), x, None, length=steps)[0]
 
 
@@ -253,7 +256,7 @@ def test_a_recomputed_forward_pass_is_no_backward_pass():
 
 
 def test_what_it_computes_is_what_in_precision_does():
-    """The measured program gives the same numbers."""
+    """The largest gradients that are measured equal those of `in_precision`."""
     fun, *args = workloads.healthy()
     grads = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     largest = {o.shape: o.largest for o in reported("healthy") if o.is_backward and o.operation == "dot_general"}
@@ -261,7 +264,7 @@ def test_what_it_computes_is_what_in_precision_does():
         assert largest[kernel.shape[::-1]] == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=1e-6)
 
 
-# Arguments, and what cannot be done.
+# Arguments, and functions that cannot be measured completely.
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_what_is_not_followed_is_listed():
     assert repr(report).endswith("Not followed: pure_callback.")
 
 
-# Print and notebook.
+# Printed reports.
 
 
 def test_the_report_prints_as_a_table_with_cures_below():

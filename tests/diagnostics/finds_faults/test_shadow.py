@@ -1,4 +1,4 @@
-"""Where an error begins is found by evaluating a program as it is and in float32, side by side: operation and line."""
+"""The operation at which an error begins is found by a simultaneous evaluation in half precision and in float32."""
 
 import functools
 
@@ -16,7 +16,7 @@ from jax_lossscale.diagnostics import compare_gradients, range_report
 half = jnp.float16
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
-# Of each planted fault, the operation that it is called by, and words of the suggestion.
+# The operation that is reported for each fault, and words of the suggestion.
 KNOWN = {
     "second_differences": ("add", "It makes the rounding errors of its operands larger"),
     "difference_of_squares": ("sub", "It makes the rounding errors of its operands larger"),
@@ -91,7 +91,7 @@ def range_of_loss(report):
     return 100 * abs(report.value / report.reference_value - 1)
 
 
-# The numbers.
+# Numbers.
 
 
 def measured(fun, *args):
@@ -116,7 +116,7 @@ def test_errors_are_those_of_numpy():
 
 
 def test_in_a_loop_every_operation_rounds():
-    """Compiled by itself, a loop would keep more digits between its operations than float16 has."""
+    """A compiled loop would keep more digits between its operations than float16 has."""
 
     def fun(x, small, large):
         def step(carry, _):
@@ -130,7 +130,7 @@ def test_in_a_loop_every_operation_rounds():
 
 
 def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
-    """A bias before a normalization has no gradient: what float32 gives is rounding, too."""
+    """The true gradient of a bias before a normalization is zero, so the float32 gradient is a rounding error, too."""
 
     def fun(bias, x):
         y = x.astype(jnp.float16) + bias.astype(jnp.float16)
@@ -140,7 +140,7 @@ def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
 
 
 def test_nor_against_a_sum_at_places():
-    """The same of an embedding of which one word is read: the transpose of a gather adds up."""
+    """The transpose of a gather is a scatter-add. Its true result is zero here, because all rows use the same index."""
 
     def fun(table, x):
         y = x.astype(half) + table.astype(half)[jnp.zeros(len(x), int)]
@@ -151,7 +151,7 @@ def test_nor_against_a_sum_at_places():
 
 
 def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
-    """Of large numbers that cancel, a fifty thousandth is left: more than float32 rounds, and less than float16."""
+    """The terms cancel to 1/50,000, which is larger than the rounding error of float32 but not of float16."""
     factors = jnp.tile(jnp.float32([1000.26, -1000.24]), 16)
 
     def fun(bias):
@@ -240,7 +240,7 @@ def test_the_error_excludes_elements_that_are_far_larger_than_all_others(numbers
 
 
 def test_a_gradient_is_right_if_its_norm_is_right():
-    """The small elements of this gradient underflow, but they do not matter beside the large one."""
+    """The small elements of this gradient underflow, but they are negligible compared with the large element."""
     factors = jnp.float32([100, 1e-8, 2e-8])
     report = range_report(lambda x: jnp.sum(x.astype(half) * factors.astype(half)).astype(jnp.float32), jnp.ones(3))
     assert max(each.error for each in report) == 1

@@ -1,4 +1,4 @@
-"""`autocast_report`: what it says of programs whose products can be counted by hand."""
+"""Reports by `autocast_report` on programs whose matmuls can be counted by hand."""
 
 import functools
 import re
@@ -109,7 +109,7 @@ def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
         return jnp.sum(jnp.tanh(jnp.exp(x @ w)))
 
     report = autocast_report(loss, W, X)
-    # Before: exp(y), tanh's result and 1 minus it, in float32; after: y, and x cast, in float16.
+    # Before: exp(y), the result of tanh, and 1 minus this result, in float32. After: y and the cast of x, in float16.
     assert report.bytes_before == 3 * 4 * 32
     assert report.bytes_after == 2 * 2 * 32
     kept = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
@@ -131,7 +131,7 @@ def test_a_kernel_for_16_bits_keeps_bytes_under_autocast_only():
 
 def test_casts_are_counted():
     assert autocast_report(plain, W, X, dtype=jnp.float32).casts == 0
-    # x and w, down; the result, up for the sum; its cotangent down; both gradients, of which one is asked for, up.
+    # x, w and the cotangent are cast to half precision. The result and the gradient of w are cast to float32.
     assert autocast_report(lambda w, x: jnp.sum(x @ w), W, X).casts == 5
 
 
@@ -181,7 +181,7 @@ def placed(w, x):
     return jax.jit(jnp.matmul, in_shardings=(here, here))(x, w)
 
 
-# Each by what the reason begins with, and what is told to be not followed.
+# Each entry contains a function, the start of the reason, and the opaque operation that is reported.
 NOT_FOLLOWED = {
     "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
     "callback": (in_a_callback, None, "pure_callback"),

@@ -1,4 +1,4 @@
-"""The state of a run in plain sentences."""
+"""`explain` describes the state of a run in plain sentences."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def every_fifth(step):
 
 
 EXPLAINED = {
-    # loss scale, recorded, steps: what is told after scale and steps, in this order
+    # Each entry contains the loss scale, whether bad steps are recorded, the steps, and the names of the printed lines.
     "a healthy run": ("dynamic", True, [GOOD] * 3, "question"),
     "before the first step": ("auto", True, [], ""),
     "no loss scale": (None, False, [GOOD], ""),
@@ -87,10 +87,10 @@ def test_what_is_told(loss_scale, record, steps, told):
         ("auto", INF_GRADS, 5, 2000, True),
         ("auto", CONDITION, 5, 2000, False),
         ("auto", NAN_LOSS, 5, 2000, False),
-        (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # this batch is examined already
+        (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # This batch is already examined.
         ("dynamic", None, 5, 1900, True),
-        ("dynamic", None, 5, 2100, False),  # the growth of the scale costs 1 step in 2,000
-        ("dynamic", INF_GRADS, 5, 1900, False),  # one of the steps lowered the initial scale
+        ("dynamic", None, 5, 2100, False),  # The growth of the scale costs 1 step in 2,000.
+        ("dynamic", INF_GRADS, 5, 1900, False),  # One of the steps lowered the initial scale.
         ("dynamic", INF_GRADS, 6, 1900, True),
         (8.0, None, 50, 2000, False),
     ],
@@ -154,7 +154,7 @@ def test_lines_with_their_numbers(loss_scale, steps, said):
     assert [line for line in explain(state, PARAMS).splitlines() if line in said] == said
 
 
-# Every kind of loss scale, with and without a record, after one step of every cause.
+# All kinds of loss scales, with and without a record, after one step with each cause.
 
 KINDS = {
     "dynamic": "dynamic",
@@ -174,7 +174,7 @@ CAUSES = {
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
 UNKNOWN = "there was a NaN or an infinity in its gradients"
 TOLD = {
-    # what is told, and why the step was bad
+    # Each entry contains the names of the printed lines, and the reason for the non-finite or skipped step.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT),
     "a NaN, at the floor": ("skipped | no lower | a NaN stays", NAN_AT),
     "an infinity": ("skipped | an overflow", INF_AT),
@@ -217,7 +217,7 @@ def cells(table):
 
 
 def after(tx, kernel=1.0, value=1.0, skip_if=False):
-    """Parameters and state after one step."""
+    """Return the parameters and the state after one step."""
     grads = {"bias": jnp.float32(1.0), "kernel": jnp.float32(kernel)}
     told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
     return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **told)
@@ -266,7 +266,7 @@ def test_whether_the_parameters_are_lost_is_not_known_without_them():
 
 
 def test_parameters_that_are_not_finite_explain_everything():
-    """The forward pass of such parameters is not to blame."""
+    """The parameters cause the non-finite loss, so the text does not blame the forward pass."""
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
@@ -344,8 +344,8 @@ def test_what_the_caller_said_of_finite_gradients_is_told():
         (optax.adam(0.1), PARAMS, "['kernel']"),
         (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), PARAMS, "['kernel']"),
         (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
-        (optax.sgd(0.1), PARAMS, "leaf 1"),  # which keeps nothing
-        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # which has no name
+        (optax.sgd(0.1), PARAMS, "leaf 1"),  # It has no moments.
+        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # The leaf has no path.
     ],
 )
 def test_without_parameters_a_moment_of_the_optimizer_names_the_leaf(inner, params, where):

@@ -1,4 +1,4 @@
-"""What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
+"""Reports count the matmuls in half precision, and name the reason for the first matmul in float32."""
 
 import re
 
@@ -105,7 +105,7 @@ def test_arguments_without_names():
 
 
 def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
-    """Without a sum an einsum is a multiplication, which `autocast` leaves in float32; one of its derivatives sums."""
+    """An einsum without a sum stays in float32, but one of its derivatives contains a sum and is a matmul."""
 
     def decay(rates, weights, x):
         rates = jnp.exp(rates)

@@ -1,4 +1,4 @@
-"""Which of several layers of one class, or passes through one line, an operation belongs to."""
+"""Reports distinguish layers of the same class, and repeated operations on the same line."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ci
 
 half = jnp.float16
 X = workloads.draw(6, 4)
-SCALES = (1.0, 1.0, 3000.0, 1.0)  # of the kernels: the squares of the third overflow
+SCALES = (1.0, 1.0, 3000.0, 1.0)  # The squares of the third layer overflow.
 
 
 def mean_square(y):
@@ -94,7 +94,7 @@ def nnx_modules():
 
 
 def linen_modules():
-    """Which have names of their own."""
+    """Return Linen modules, which have unique names."""
     from flax import linen as nn
 
     class Block(nn.Module):
@@ -114,7 +114,7 @@ def passes_through_a_line():
     def loss(w, x):
         y = w.astype(half) * x.astype(half) + 2
         for _ in range(5):
-            y = y * y  # 4, 16, 256, 65536
+            y = y * y  # The values are 4, 16, 256, 65536.
         return jnp.mean(jnp.log(y.astype(jnp.float32)))
 
     return loss, jnp.zeros((1, 4)), ("", "run 4 of 5")
@@ -159,7 +159,7 @@ def test_the_layer_is_told_from_others_of_its_class(program):
 
 @pytest.mark.slow
 def test_products_of_the_backward_pass_belong_to_their_own_layer():
-    sizes = (4, 5, 6, 7, 8)  # no two products are of one shape
+    sizes = (4, 5, 6, 7, 8)  # All matmuls have different shapes.
     loss, *_ = functions_in_a_loop()
     report = range_report(loss, kernels(sizes), X, loss_scale=1.0)
     products = [o for o in report if o.operation == "dot_general" and o.is_backward]
@@ -262,7 +262,7 @@ def test_every_printed_place_matches_as_a_rule(body):
     assert {name for name, _ in places} >= {"layer", "source"}
     for name, place in places:
         policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **{name: place})])
-        jax.grad(autocast(loss, policy=policy))(*args)  # warns if the rule matches no operation
+        jax.grad(autocast(loss, policy=policy))(*args)  # A rule without a match would warn.
 
 
 def test_the_cast_of_a_carry_has_the_place_of_its_matmul():

@@ -1,4 +1,4 @@
-"""What reports call things: operations by the name that a reader knows, infinities and constants for what they are."""
+"""Reports use familiar names for operations, and describe infinities and constants correctly."""
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +176,7 @@ def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
 
 
 def with_a_zero(w, x):
-    """The zero is shared with a choice, which is computed in half precision, and so is stored in it."""
+    """Use a zero in float32 and in a selection in half precision, so that the zero is stored in half precision."""
     zero = jnp.zeros((1, 1))
     hidden = jnp.maximum(x @ w, zero) @ w
     return jnp.mean(hidden) + jnp.mean(jnp.sqrt(zero + x**2 + 1))
@@ -198,7 +198,8 @@ def test_a_zero_that_is_used_in_float32_is_not_called_lost():
 def test_leaves_that_stay_worse_than_the_rest_are_named():
     def fun(params, x):
         rough, fine = (params[name].astype(half).astype(jnp.float32) for name in ("rough", "fine"))
-        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)  # gradients of 2e-7, in units of 6e-8
+        # The gradients of `rough` are about 2e-7, and the spacing of float16 is 6e-8.
+        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)
 
     params = {"fine": jnp.ones((1, 4)), "rough": workloads.draw(1, 64)}
     report = compare_gradients(fun, params, workloads.draw(4, 4), loss_scales=[1.0])
@@ -229,13 +230,13 @@ def test_an_overflow_without_harm_is_counted_as_such():
 
 @pytest.mark.slow
 def test_one_scale_that_is_too_low_is_not_called_rounding():
-    """Most of the gradients are subnormal there: a larger scale brings them back."""
+    """Most gradients are subnormal at this scale. They are accurate at a larger scale."""
     report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
     assert (report.cause, report.will_train) == ("underflow", False)
     assert "Compare larger scales" in report.verdict
 
 
-# The advice about queries is given for the scores of an attention.
+# The suggestion about queries is only given for attention scores.
 
 
 def attention(params, x):

@@ -1,4 +1,4 @@
-"""What is said of a run, held against a small training that shows it; and what is not said of others."""
+"""Statements of `explain` about small training runs are true, and only appear if they apply."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def regression(params, batch):
 
 
 def norms(params, batch):
-    """Rows of zeros have a norm with no derivative."""
+    """Compute the norms of rows. A row of zeros has a norm without a derivative."""
     x, _, empty = batch
     return jnp.mean((jnp.linalg.norm(jnp.where(empty, 0, x) @ params["kernel"], axis=-1) - 1) ** 2)
 
@@ -38,7 +38,7 @@ def tiny(params, batch):
 
 
 def in_float16(params, batch):
-    """Without a bound, on what comes out of a product."""
+    """Compute an unbounded exponential of a float16 matmul, so that the loss overflows."""
     energy = (3e3 * batch[0]).astype(jnp.float16) @ params["kernel"].astype(jnp.float16)
     return jnp.mean(jnp.exp(energy).astype(jnp.float32))
 
@@ -48,7 +48,7 @@ def linear(params, batch):
 
 
 def trained(loss_fn, loss_scale, steps, every, learning_rate=0.01, record=True, grad=jls.value_and_scaled_grad):
-    """Parameters and state; in every so many-th step, and in the last but so many, the batch is an empty one."""
+    """Return the parameters and the state after training. The last of every `every` batches is empty."""
     tx = jls.loss_scaled(optax.sgd(learning_rate), loss_scale, record_bad_steps=record)
 
     def step(carry, number):
@@ -70,7 +70,8 @@ DYNAMIC = jls.DynamicLossScale(2.0**10, 10)
 OFTEN = jls.DynamicLossScale(2.0**20, 20)
 LOST = "bad step ago | scale is back | often"
 TRAININGS = {
-    # loss, loss scale, steps, every so many-th is empty, options: what is told
+    # Each entry contains the loss, the loss scale, the number of steps, the period of empty batches, the options, and
+    # the names of the printed lines.
     "sound": (regression, "auto", 50, NEVER, {}, "largest"),
     "a scale that began too high": (
         regression,
@@ -129,7 +130,7 @@ def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, eve
     assert told_in(explain(state, params)) == told
 
 
-# --- Gradients that are not scaled: mistakes of the user, each as one step of training ---
+# Gradients that are not scaled. Each function is a training step with a mistake of the user.
 
 
 def scaled_correctly(tx, params, state, loss_fn):
@@ -205,7 +206,7 @@ def test_clipped_gradients_are_reported_after_an_overflow_too():
 
 
 def test_clipped_gradients_that_overflow_early_are_a_question():
-    """The scale grows too little for a report."""
+    """The scale does not grow enough to prove the mistake, so the text ends with a question."""
     state = trained_with(clipped_outside, factor=1.0)[-1]
     jls.raise_if_stuck(state)
     assert told_in(explain(state)) == "largest | room | question"

@@ -1,4 +1,4 @@
-"""What reports say of programs that strangers wrote, each by the shortest program that shows it."""
+"""Statements of reports about programs of users, each tested with a minimal program."""
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ half = jnp.float16
 
 
 def normalized(params, _):
-    """One row of the embedding, that of the padding, is zero, and so its norm has no derivative."""
+    """Normalize the rows of an embedding. The padding row is zero, so its norm has no derivative."""
     rows = params["embedding"]
     return jnp.mean((rows / (jnp.linalg.norm(rows, axis=-1, keepdims=True) + 1e-3)) @ params["out"])  # here
 
@@ -28,7 +28,7 @@ def normalized(params, _):
 )
 @pytest.mark.parametrize("number", [1, None])
 def test_a_nan_is_named_at_every_width(width, number):
-    """XLA drops NaN from a maximum of 4,096 floats on a CPU."""
+    """On a CPU, XLA ignores NaN in the maximum of 4096 or more floats."""
     params = {"embedding": draw(64, width, seed=1).at[:number].set(0), "out": draw(width, 4, seed=2)}
     report = compare_gradients(jls.autocast(normalized), params, None, loss_scales=[1.0])
     assert report.cause == "reference not finite"
@@ -39,7 +39,7 @@ def test_a_nan_is_named_at_every_width(width, number):
     assert "*: " not in repr(report)
 
 
-# An error at run time.
+# Errors at run time.
 
 
 @jax.custom_vjp
@@ -78,7 +78,7 @@ def test_an_error_at_every_scale_is_one_that_no_scale_mends():
 
 
 def test_a_linear_function_that_is_transposed_as_it_stands_is_searched():
-    """As solvers transpose the matrix that they are given as a function."""
+    """Solvers transpose matrices that are given as functions in this way."""
 
     def loss(weights, x):
         y = jnp.tanh(x @ weights)
@@ -139,7 +139,7 @@ def test_what_autocast_leaves_in_float32_and_is_not_finite_there_is_said_to_be()
 @pytest.mark.usefixtures("in_the_checkout")
 def test_a_float32_sum_whose_terms_cancel_is_not_told_to_be_added_up_in_float32():
     def variance(weights, x):
-        y = 40 + (x.astype(half) @ weights.astype(half)).astype(jnp.float32)  # rounded before
+        y = 40 + (x.astype(half) @ weights.astype(half)).astype(jnp.float32)  # The matmul is rounded to float16.
         y = y.astype(half).astype(jnp.float32)
         return jnp.mean(jnp.mean(y * y, 0) - jnp.mean(y, 0) ** 2)  # here
 
@@ -162,7 +162,7 @@ def test_a_float32_sum_of_terms_that_are_wrong_already_is_not_said_to_cancel():
     assert "one part in 1 of them" not in repr(report)
 
 
-# One advice, and a table of what changes.
+# A single suggestion, and the columns of the table.
 
 
 def test_of_what_diverged_in_float32_too_the_learning_rate_is_told_and_nothing_else():
@@ -187,7 +187,7 @@ def test_a_table_shows_the_scales_at_which_a_digit_changes():
     assert {*exponents} <= {*shown}
 
 
-# What the report on `autocast` says.
+# Statements of `autocast_report`.
 
 
 @jax.custom_vjp
