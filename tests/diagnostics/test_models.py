@@ -48,7 +48,7 @@ def tree_with_none_and_counters():
         tree_with_none_and_counters,
     ],
 )
-def test_whole_models_are_taken(model):
+def test_reports_accept_whole_models(model):
     params, loss, path = model()
     under_autocast = jls.autocast(loss)
     report = compare_gradients(under_autocast, params, X, loss_scales=[2.0**8])
@@ -59,7 +59,7 @@ def test_whole_models_are_taken(model):
     assert report.summary == autocast_report(loss, params, X).summary
 
 
-def test_the_gradients_are_those_of_the_parameters_alone():
+def test_only_gradients_of_parameters_are_compared():
     params, loss, _ = tree_with_none_and_counters()
     report = compare_gradients(jls.autocast(loss), params, X, reference=loss, loss_scales=[2.0**8])
     (leaf,) = report
@@ -68,7 +68,7 @@ def test_the_gradients_are_those_of_the_parameters_alone():
     assert leaf.norm == pytest.approx(float(jnp.linalg.norm(exact)), rel=1e-4)
 
 
-def test_the_last_argument_may_be_the_one():
+def test_argnums_may_be_negative():
     report = compare_gradients(
         jls.autocast(lambda x, params: jnp.mean((x @ params["w"]) ** 2)), X, {"w": jnp.ones((4, 2))}, argnums=-1
     )

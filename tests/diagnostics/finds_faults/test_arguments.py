@@ -48,14 +48,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
-def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, said):
+def test_nan_in_the_arguments_is_reported_first(asked, args, kwargs, said):
     text = ASKED[asked](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
 
 
 @pytest.mark.slow
-def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
+def test_infinite_argument_is_reported_only_if_the_result_is_not_finite():
     infinite = (PARAMS, X.at[5, 5].set(INF))
     assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
     assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
@@ -70,7 +70,7 @@ def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_
 
 
 @pytest.mark.parametrize("size", [3e3, 1e5])
-def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
+def test_float16_is_not_blamed_for_a_diverged_training(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
@@ -81,7 +81,7 @@ def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
     assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
 
 
-def test_a_loss_that_only_float16_makes_large_is_accused():
+def test_float16_is_blamed_for_an_overflow_with_a_small_float32_loss():
     def fun(params, x):
         y = 1000 * (x.astype(jnp.float16) @ params["kernel"].astype(jnp.float16))
         return 1e-6 * jnp.mean(jnp.square(y).astype(jnp.float32))
@@ -91,7 +91,7 @@ def test_a_loss_that_only_float16_makes_large_is_accused():
     assert ", and float16 ends at 65504." in verdict
 
 
-def test_an_argument_that_is_not_cast_is_not_accused():
+def test_large_argument_that_is_not_cast_is_not_reported():
     def loss(params, batch):
         far = jnp.mean((1e5 * batch["x"] @ params["kernel"]) ** 2)
         return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
@@ -111,7 +111,7 @@ def infinite_at_every_scale(params, x):
 
 
 @pytest.mark.parametrize("fun", [infinite_at_every_scale, jls.autocast(lambda p, x: 1e20 * loss_fn(p, x))])
-def test_no_error_is_off_by_infinitely_many_percent(fun):
+def test_infinite_error_is_not_printed_as_a_percentage(fun):
     for scales in (None, [2.0**100]):
         report = compare_gradients(fun, PARAMS, X, loss_scales=scales)
         assert "inf%" not in repr(report)
@@ -132,7 +132,7 @@ ATTENTION = attention, {"q": draw(8, 8, seed=2), "k": draw(8, 8, seed=3)}, X
 
 
 @pytest.mark.slow
-def test_ranges_are_judged_at_the_scale_to_start_from():
+def test_range_report_uses_the_recommended_scale_by_default():
     comparison, report = compare_gradients(*ATTENTION), range_report(*ATTENTION)
     assert comparison.will_train
     assert report.loss_scale == comparison.loss_scale
@@ -140,7 +140,7 @@ def test_ranges_are_judged_at_the_scale_to_start_from():
     assert range_report(*ATTENTION, loss_scale=2.0**15).bad != ()
 
 
-def test_the_range_of_scales_that_work_is_told():
+def test_range_of_working_scales_is_reported():
     report = compare_gradients(*ATTENTION)
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
@@ -162,7 +162,7 @@ def summed_by_hand(weight, x):
 
 
 @pytest.mark.slow
-def test_a_sum_by_hand_has_a_sentence_and_a_place():
+def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
     args = jnp.float32(1.0), jnp.abs(draw(2000, 8, seed=4))
     report = compare_gradients(summed_by_hand, *args)
     off = report.value / report.reference_value - 1
@@ -209,7 +209,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("report", "options", "words"), REFUSED)
-def test_what_is_refused(report, options, words):
+def test_invalid_arguments_raise_an_error(report, options, words):
     fun, batch = options.get("fun", loss_fn), {} if "fun" in options else X
     options = {name: value for name, value in options.items() if name != "fun"}
     with pytest.raises(ValueError, match=re.escape(f"`{report}({words}")):
@@ -217,6 +217,6 @@ def test_what_is_refused(report, options, words):
 
 
 @pytest.mark.parametrize("report", sorted({*REPORTS} - {"autocast_report"}))
-def test_inside_jit_it_is_refused(report):
+def test_report_inside_jit_raises_an_error(report):
     with pytest.raises(ValueError, match=rf"`{report}.*outside of `jax\.jit`"):
         jax.jit(lambda params: REPORTS[report](loss_fn, params, X) and params)(PARAMS)

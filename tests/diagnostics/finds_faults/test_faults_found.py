@@ -123,7 +123,7 @@ FOUND = {
         lambda: run(square_error, [X], learning_rate=1e4)[0],
         ["A parameter is as large as", "Take a smaller learning rate"],
     ),
-    "the same, asked of the loss": (
+    "the loss after a learning rate that diverges": (
         lambda: verdict(square_error, run(square_error, [X], learning_rate=1e4)[1], X),
         ["in float32, too.", "the learning rate"],
     ),
@@ -144,12 +144,12 @@ FOUND = {
         lambda: verdict(log_of_a_probability, PARAMS, X),
         ["In float32", "not finite either", line(log_of_a_probability)],
     ),
-    "labels that begin at one": (
+    "labels that start at 1": (
         lambda: verdict(labels_from_one, PARAMS, X),
         ["In float32 the loss is not finite either", "an index that is out of range"],
     ),
-    "a gradient that is stopped": (lambda: verdict(stopped, PARAMS, X), ["zero in float32, too", "stop_gradient"]),
-    "an epsilon that float16 does not hold": (
+    "a stopped gradient": (lambda: verdict(stopped, PARAMS, X), ["zero in float32, too", "stop_gradient"]),
+    "an epsilon that float16 cannot represent": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
         ["epsilon", line(epsilon_of_a_norm), "is 0 in 16 bits"],
     ),
@@ -170,6 +170,6 @@ FOUND = {
 
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize(("ask", "named"), FOUND.values(), ids=FOUND)
-def test_a_fault_is_led_to_its_cause(ask, named):
+def test_report_names_the_cause_of_a_fault(ask, named):
     text = ask()
     assert not [phrase for phrase in named if phrase not in text], text

@@ -87,7 +87,7 @@ QUICK = ("small_epsilon", "small_unit")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
-def test_each_fault_is_found_and_cured(name, capsys):
+def test_policy_fixes_each_fault(name, capsys):
     loss, args = FAULTS[name]
     num_wide, num_wide_result, reason = FOUND[name]
     policy = find_precision(loss, *args, progress=True)
@@ -110,7 +110,7 @@ def test_each_fault_is_found_and_cured(name, capsys):
     [pytest.param(name, marks=() if name == "a_perceptron" else pytest.mark.slow) for name in HEALTHY],
 )
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
+def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys):
     loss, args = HEALTHY[name]
     policy = find_precision(loss, *args, dtype=dtype)
     assert policy.rules == ()
@@ -128,7 +128,7 @@ def energies(weights, x):
         return jnp.log(jnp.vdot(9000 * y, y))
 
 
-def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
+def test_policy_is_printed_with_its_loss_scale_and_serializable():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
         f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
@@ -141,7 +141,7 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     assert hash(kept) == hash(policy)
 
 
-def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+def test_policy_with_a_loss_scale_below_1_names_suitable_loss_scales():
     assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
         "Found to be right at a loss scale of 2^-13.",
         'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
@@ -149,7 +149,7 @@ def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
     assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
 
 
-def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
+def test_policy_remains_valid_for_other_batches_and_under_jit():
     policy = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
     assert error(energies, (weights, x), policy) < 0.01
@@ -170,7 +170,7 @@ EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").repl
 
 
 @pytest.mark.slow
-def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
+def test_policy_remains_valid_after_edits_elsewhere_in_the_file(tmp_path):
     def loaded(text, name):
         (tmp_path / f"{name}.py").write_text(text)
         spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
@@ -192,20 +192,20 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_products_that_no_name_tells_apart_share_a_rule():
+def test_rules_distinguish_matmuls_by_parameter():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
     assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
 @pytest.mark.slow
-def test_several_batches():
+def test_policy_covers_several_batches():
     policy = find_precision(energies, WEIGHTS, X / 1000)
     assert policy.rules == ()
     policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
     assert [rule.precision for rule in policy.rules] == ["float32_result"]
 
 
-def test_aux_several_arguments_keywords_and_what_is_no_array():
+def test_find_precision_supports_aux_argnums_and_keywords():
     def loss(weights, head, x, *, activation, shift):
         y = activation(x @ weights + shift)
         return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
@@ -216,11 +216,11 @@ def test_aux_several_arguments_keywords_and_what_is_no_array():
     assert "reaches" in policy.rules[0].reason
 
 
-def test_without_products_there_is_nothing_to_find():
+def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 
 
-def test_a_wish_of_the_author_stays():
+def test_keep_float32_in_the_function_is_respected():
     def loss(weights, x):
         with jls.keep_float32():
             y = x @ weights[0]
@@ -237,13 +237,13 @@ def with_a_kernel(weights, x, large=1.0):
 
 
 @pytest.mark.slow
-def test_a_function_in_half_stays_where_it_is_right():
+def test_accurate_in_half_function_has_no_rule():
     policy = find_precision(with_a_kernel, WEIGHTS, X)
     assert policy.rules == ()
     assert error(with_a_kernel, (WEIGHTS, X), policy) < 0.01
 
 
-def test_a_function_in_half_is_told_where_it_is_wrong():
+def test_inaccurate_in_half_function_has_a_rule():
     loss = functools.partial(with_a_kernel, large=300.0)
     policy = find_precision(loss, WEIGHTS, X)
     assert [(rule.operation, rule.layer) for rule in policy.rules] == [("in_half", "energy")]
@@ -253,7 +253,7 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_gradients_that_cannot_be_differentiated_again():
+def test_matmuls_in_a_loop_without_a_backward_pass_are_found_by_trial():
     """A while loop that is differentiated in forward mode has no backward pass, so the matmuls are found by trial."""
 
     def loss(weights, x):
@@ -283,7 +283,7 @@ def with_a_bias(share):
 
 
 @FEW_IN_HALF
-def test_errors_are_told_as_they_are():
+def test_reported_errors_equal_those_of_compare_gradients():
     """This includes a leaf with a larger tolerance."""
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
@@ -294,12 +294,12 @@ def test_errors_are_told_as_they_are():
     assert policy.errors[0] == pytest.approx(told, rel=0.1)
 
 
-def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
+def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
 
 @pytest.mark.slow
-def test_of_such_a_leaf_what_is_lost_counts():
+def test_underflow_of_a_negligible_leaf_is_not_ignored():
     """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
     loss, args = FAULTS["two_branches"]
     with warnings.catch_warnings(record=True):
@@ -310,7 +310,7 @@ def test_of_such_a_leaf_what_is_lost_counts():
     assert error(loss, args, policy) < 0.01
 
 
-def test_where_most_gradients_are_zero_in_float32_it_is_said():
+def test_warning_if_most_gradients_are_zero_in_float32():
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
@@ -319,7 +319,7 @@ def test_where_most_gradients_are_zero_in_float32_it_is_said():
         assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
 
 
-def test_parts_of_a_split_are_narrow_each_by_itself():
+def test_parts_of_a_split_have_separate_dtypes():
     def parts(w, x):
         summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
         return summed, multiplied @ w
@@ -328,14 +328,14 @@ def test_parts_of_a_split_are_narrow_each_by_itself():
     np.testing.assert_array_equal(found, exact)
 
 
-def test_nothing_to_compare_with_is_said():
+def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         policy = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
     assert policy == jls.PrecisionPolicy()
 
 
 @FEW_IN_HALF
-def test_what_no_policy_cures_is_said(monkeypatch):
+def test_warning_if_no_policy_is_accurate(monkeypatch):
     """If the policy is less accurate than every trial, more matmuls are moved to float32, until all of them are."""
     errors = []
 

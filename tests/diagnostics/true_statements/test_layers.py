@@ -148,7 +148,7 @@ def called_from_two_lines():
         called_from_two_lines,
     ],
 )
-def test_the_layer_is_told_from_others_of_its_class(program):
+def test_reports_distinguish_layers_of_the_same_class(program):
     loss, params, (layer, instance) = program()
     report = range_report(loss, params, X, loss_scale=1.0)
     assert (report[0].operation, report[0].layer, report[0].instance) == ("mul", layer, instance)
@@ -158,7 +158,7 @@ def test_the_layer_is_told_from_others_of_its_class(program):
 
 
 @pytest.mark.slow
-def test_products_of_the_backward_pass_belong_to_their_own_layer():
+def test_backward_matmuls_belong_to_their_own_layer():
     sizes = (4, 5, 6, 7, 8)  # All matmuls have different shapes.
     loss, *_ = functions_in_a_loop()
     report = range_report(loss, kernels(sizes), X, loss_scale=1.0)
@@ -168,14 +168,14 @@ def test_products_of_the_backward_pass_belong_to_their_own_layer():
     assert {o.shape: o.instance for o in products} == of_kernels | of_inputs
 
 
-def test_where_names_tell_layers_apart_nothing_is_added():
+def test_layers_with_unique_names_have_no_instance():
     fun, *args = workloads.healthy()
     report = range_report(fun, *args)
     assert {each.layer for each in report if each.layer} == {"layer0", "layer1"}
     assert {each.instance for each in report if each.layer} == {""}
 
 
-def test_what_a_line_of_jax_makes_of_one_pass_has_no_numbers():
+def test_operations_of_one_jax_function_have_no_run_numbers():
     report = range_report(lambda w: jnp.sum(jax.nn.gelu(w.astype(half)).astype(jnp.float32)), X)
     assert not any(re.search(r"run \d+ of \d", operation.instance) for operation in report)
 
@@ -249,7 +249,7 @@ def printed_places(loss, *args):
 @pytest.mark.filterwarnings("ignore:`find_precision`")
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize("body", [of_one_class, in_scopes, in_a_scan, with_rules])
-def test_every_printed_place_matches_as_a_rule(body):
+def test_every_printed_location_matches_as_a_rule(body):
     def loss(ws, x):
         with jls.keep_float32():
             x = x @ ws[0]
@@ -265,7 +265,7 @@ def test_every_printed_place_matches_as_a_rule(body):
         jax.grad(autocast(loss, policy=policy))(*args)  # A rule without a match would warn.
 
 
-def test_the_cast_of_a_carry_has_the_place_of_its_matmul():
+def test_cast_of_a_carry_has_the_location_of_its_matmul():
     def loss(ws, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (1e6 * Layer()(w, x), None), x, jnp.stack(ws))[0])
 

@@ -73,7 +73,7 @@ TRAININGS = {
     # Each entry contains the loss, the loss scale, the number of steps, the period of empty batches, the options, and
     # the names of the printed lines.
     "sound": (regression, "auto", 50, NEVER, {}, "largest"),
-    "a scale that began too high": (
+    "a scale that started too high": (
         regression,
         jls.DynamicLossScale(2.0**40),
         120,
@@ -81,7 +81,7 @@ TRAININGS = {
         {},
         "bad step ago | scale was lower",
     ),
-    "overflows now and then": (
+    "occasional overflows": (
         regression,
         OFTEN,
         410,
@@ -97,7 +97,7 @@ TRAININGS = {
         {"record": False},
         "often | have it kept | rarer",
     ),
-    "the norm of a zero vector now and then": (norms, DYNAMIC, 190, 15, {}, f"{LOST}"),
+    "an occasional norm of a zero vector": (norms, DYNAMIC, 190, 15, {}, f"{LOST}"),
     "the same, under the default": (norms, "auto", 2010, 20, {}, f"{LOST} | largest | room"),
     "the same, down at the floor": (
         norms,
@@ -109,7 +109,7 @@ TRAININGS = {
     ),
     "a loss that is masked out": (masked, "auto", 50, 2, {}, "all zero"),
     "a loss that is not finite": (in_float16, "auto", 5, NEVER, {}, "skipped in a row | loss"),
-    "a run that is frozen": (linear, "auto", 60, NEVER, {"learning_rate": 1e5}, "skipped in a row | loss | large"),
+    "a frozen run": (linear, "auto", 60, NEVER, {"learning_rate": 1e5}, "skipped in a row | loss | large"),
     "a tiny loss": (tiny, "auto", 300, NEVER, {}, "largest"),
     "a tiny loss that is not scaled": (
         regression,
@@ -125,7 +125,7 @@ TRAININGS = {
 @pytest.mark.parametrize(
     ("loss_fn", "loss_scale", "steps", "every", "options", "told"), TRAININGS.values(), ids=TRAININGS
 )
-def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, told):
+def test_explain_describes_the_training(loss_fn, loss_scale, steps, every, options, told):
     params, state = trained(loss_fn, loss_scale, steps, every, **options)
     assert told_in(explain(state, params)) == told
 
@@ -178,7 +178,7 @@ def trained_with(step, loss_scale="auto", steps=100, factor=2.0**-7):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
+def test_unscaled_gradients_are_reported_from_step_20_on(mistake):
     states = trained_with(mistake)
     for state in states[0], states[18]:
         jls.raise_if_stuck(state)
@@ -192,20 +192,20 @@ def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
             assert "docs/guide/libraries.md" in text
 
 
-def test_gradients_that_are_scaled_are_not_reported():
+def test_scaled_gradients_are_not_reported():
     for factor in 2.0**-20, 2.0**-7, 1.0, 2.0**10:
         for state in trained_with(scaled_correctly, factor=factor):
             jls.raise_if_stuck(state)
             assert "scaled" not in told_in(explain(state))
 
 
-def test_clipped_gradients_are_reported_after_an_overflow_too():
+def test_clipped_gradients_are_reported_after_an_overflow():
     *_, state = trained_with(clipped_outside, steps=400)
     assert state.skipped_steps > 0
     assert told_in(explain(state)).endswith("largest | not scaled")
 
 
-def test_clipped_gradients_that_overflow_early_are_a_question():
+def test_clipped_gradients_that_overflow_early_cause_a_question():
     """The scale does not grow enough to prove the mistake, so the text ends with a question."""
     state = trained_with(clipped_outside, factor=1.0)[-1]
     jls.raise_if_stuck(state)
@@ -214,12 +214,12 @@ def test_clipped_gradients_that_overflow_early_are_a_question():
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10])
-def test_loss_scales_that_do_not_measure_end_with_a_question(mistake, loss_scale):
+def test_question_for_loss_scales_that_do_not_measure(mistake, loss_scale):
     state = trained_with(mistake, loss_scale)[-1]
     assert told_in(explain(state)) == "question"
 
 
-def test_a_batch_of_runs_with_one_that_is_not_scaled():
+def test_unscaled_gradients_in_one_of_several_runs_raise_an_error():
     batch = jax.tree.map(
         lambda *leaves: jnp.stack(leaves), *(trained_with(step)[-1] for step in (scaled_correctly, MISTAKES[0]))
     )
@@ -228,7 +228,7 @@ def test_a_batch_of_runs_with_one_that_is_not_scaled():
 
 
 @pytest.mark.slow
-def test_no_workload_that_trains_is_accused():
+def test_no_problem_is_reported_for_workloads_that_train():
     for name in ("healthy", "normalized", "tiny_loss"):
         fun, params, batch = getattr(workloads, name)()
         tx = jls.loss_scaled(optax.sgd(1e-3), record_bad_steps=True)
