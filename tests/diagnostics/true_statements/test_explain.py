@@ -48,12 +48,7 @@ EXPLAINED = {
     "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale was lower"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow"),
     "a NaN at every scale": (jls.DynamicLossScale(2.0**30), True, [NAN_GRADS] * 17, "skipped in a row | a NaN stays"),
-    "a scale that started too high": (
-        jls.DynamicLossScale(2.0**60),
-        True,
-        [INF_GRADS] * 17,
-        "skipped in a row | an overflow",
-    ),
+    "started too high": (jls.DynamicLossScale(2.0**60), True, [INF_GRADS] * 17, "skipped in a row | an overflow"),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
@@ -349,8 +344,8 @@ def test_grads_finite_argument_is_reported_as_the_cause():
         (optax.adam(0.1), PARAMS, "['kernel']"),
         (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), PARAMS, "['kernel']"),
         (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
-        (optax.sgd(0.1), PARAMS, "leaf 1"),  # It has no moments.
-        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # The leaf has no path.
+        (optax.sgd(0.1), PARAMS, "leaf 1"),  # SGD has no moments.
+        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # The only leaf has no path.
     ],
 )
 def test_moments_of_the_optimizer_give_the_path_without_parameters(inner, params, where):
