@@ -32,8 +32,8 @@ def scaled_gradients(loss, *args):
     return step(*args)
 
 
-# Programs for which jaxamp or grampax raise an error or leave a matmul in float32. `small_programs` contains the other
-# ones.
+# Programs for which jaxamp or grampax raise an error or leave a matmul in float32. More of these programs are in
+# `small_programs`.
 
 
 def softmax_after_a_product(w, x):

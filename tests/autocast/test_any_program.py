@@ -49,7 +49,7 @@ def type_of(aval):
 
 
 def check(program, mode, seed, dtype, policy):
-    """Check that `autocast` does not change the results of a program. Raise `InexactError` if they are not exact."""
+    """Check that `autocast` does not change the results of a program. Raise `InexactError` for inexact results."""
     hows = [how for how in LEAVES_FLOAT32 if how in (policy, mode) or repr(how) in repr(program)]
     if any(repr(name) in repr(program) for how in hows for name in LEAVES_FLOAT32[how]):
         raise InexactError
@@ -78,7 +78,7 @@ def check(program, mode, seed, dtype, policy):
         has_exceptions = any(repr(name) in repr(program) for name in EXCEPTIONS[dtype])
         is_as_written = all(repr(name) in repr(program) for name in AS_WRITTEN)
         assert dtypes <= ({dtype, "float32"} if has_exceptions or is_as_written else {dtype})
-        if mode == "value":  # A derivative may not need the result of a matmul.
+        if mode == "value":  # Some derivatives do not need every matmul.
             assert ("float32" in dtypes) == has_exceptions
 
 

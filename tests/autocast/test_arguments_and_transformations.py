@@ -135,7 +135,7 @@ def test_returned_argument_is_unchanged():
 
 
 def test_result_keeps_its_weak_type():
-    """Otherwise, the next training step would be traced again."""
+    """If a weak type were lost, the next training step would be traced again."""
 
     def function(w, x):
         return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
@@ -169,7 +169,7 @@ def test_constant_result_is_an_array(transformed):
         assert isinstance(result, jax.Array)
 
 
-# Values that are not float32 do not change by a single bit.
+# Values that are not float32 remain bitwise identical.
 
 
 def test_random_bits_integers_and_keys_are_unchanged():
@@ -286,7 +286,7 @@ def test_outer_product_with_a_symbolic_size_can_be_exported():
 
 @pytest.mark.parametrize("sizes", ["rows, 8", "rows, steps"])
 def test_export_with_symbolic_sizes(sizes):
-    """It is not known which of two symbolic sizes is larger."""
+    """During tracing, it is not known which of two symbolic sizes is larger."""
 
     def loss(w, x):
         mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))

@@ -299,7 +299,7 @@ def test_constants_in_range_are_half_precision_in_custom_rules(rule, transformat
 
 
 def test_constant_without_a_dtype_has_unknown_bounds():
-    """For example, an array with a user-defined extended dtype is such a constant."""
+    """An array with a user-defined extended dtype is an example of a constant without bounds."""
     program = inlined(jax.make_jaxpr(lambda: HALVES + 1)())
     (constant,) = program.constants
     constants = Constants(program._replace(constants={constant: object()}), ())

@@ -90,7 +90,7 @@ def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
     step = rewrite.Rewriting._node
 
     def counted(self, plan, segment, position, *operands):
-        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # Each gelu contains one.
+        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # Each gelu contains one tanh.
             traced.append(position)
         return step(self, plan, segment, position, *operands)
 

@@ -331,7 +331,7 @@ def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
 def test_default_matmul_precision_is_ignored(precision):
     with jax.default_matmul_precision(precision):
         assert matmul_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
-        if precision == "F32_F32_F32":  # Any other precision still counts as a mark.
+        if precision == "F32_F32_F32":  # A precision other than the default still has an effect.
             marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
             assert matmul_dtypes(marked, W, X) == ["float32"]
 

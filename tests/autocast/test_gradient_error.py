@@ -69,7 +69,7 @@ def test_maximum_is_half_precision_if_float16_can_count_the_elements(rows, dtype
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("choose", [jnp.max, jnp.min])
 def test_maximum_of_many_equal_elements_has_an_accurate_gradient(choose, dtype):
-    """JAX divides by the number of equal elements, which it counts in their dtype. Padding contains many of them."""
+    """JAX divides by the number of equal elements, which it counts in their dtype. Padding has many equal elements."""
 
     def loss(w, x):
         return jnp.sum(choose(x @ w, axis=0))

@@ -147,7 +147,7 @@ def test_only_residual_streams_are_carried_in_half_precision(body, start, dtypes
 
 
 def test_branch_result_for_a_half_precision_carry_is_half_precision():
-    """Otherwise, the result of the branch would be written to memory in float32 before it is rounded."""
+    """A float32 result of a branch would be written to memory before it is rounded."""
     eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
     given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
     assert given == [HALF]

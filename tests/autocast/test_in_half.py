@@ -48,7 +48,7 @@ def by_hand(dtype, function=kernel):
 
 either = jls.in_half(kernel, reference)
 kernel_only = jls.in_half(kernel)
-jitted_once = jax.jit(either)  # All tests share its cached jaxpr, with and without `autocast`.
+jitted_once = jax.jit(either)  # All tests share the cached jaxpr of this function.
 
 
 def shard_mapped(function, axes, **options):
@@ -176,7 +176,7 @@ def test_autocast_to_bfloat16_computes_the_half_precision_function():
 
 
 def test_half_precision_values_are_not_cast_again():
-    """There is no cast between a matmul and the function, or between the function and the next matmul."""
+    """Casts between matmuls and the half-precision function are omitted."""
     program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
     casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
     assert [eqn.params["new_dtype"].name for eqn in casts] == ["float16"] * 3 + ["float32"]
@@ -256,7 +256,7 @@ DIFFERENTIATED = {
 
 
 def linear(function):
-    """Return a linear function with an unused second result, or an `in_half` function with such a fallback."""
+    """Return a linear function with an unused second result, or an `in_half` function whose fallback is linear."""
 
     def other(w, x):
         return x @ w, 2 * x

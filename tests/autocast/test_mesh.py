@@ -77,7 +77,7 @@ def penalized(branches):
 
 
 ON_A_SHARD = {
-    "its number": (times_its_number, {"float16", "float32"}),  # The index may be any int32.
+    "its number": (times_its_number, {"float16", "float32"}),  # The axis index may be any int32.
     "clip": (clipped, {"float16"}),
     "hard_tanh": (lambda w, x: jax.nn.hard_tanh(x @ w) @ w, {"float16"}),
     "a gradient of cond": (
@@ -170,7 +170,7 @@ def test_function_in_auto_axes_is_cast():
 
 
 def test_data_parallel_gradients_are_reduced_in_half_precision():
-    """The same is true for manual casts. A dynamic loss scale handles overflow in both cases."""
+    """Manual casts have the same effect. A dynamic loss scale handles overflow in both cases."""
     mesh = mesh_of()
     w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
     compiled = jax.jit(jax.grad(jls.autocast(loss_fn))).lower(w, x).compile()

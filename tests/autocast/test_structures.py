@@ -27,7 +27,7 @@ def test_every_matmul_is_half_precision_forward_and_backward(program):
 
 @functools.cache
 def results(program):
-    """Return value and gradients in float32 and under `autocast`, and the gradients of a gradient function under it."""
+    """Return value and gradients in float32 and under `autocast`, and gradients with `autocast` outside `jax.grad`."""
     functions = [
         jax.value_and_grad(program, (0, 1)),
         jax.value_and_grad(jls.autocast(program), (0, 1)),

@@ -40,7 +40,7 @@ def test_subjaxprs_have_the_types_of_operands_and_results(program):
         assert bool(bodies) == (eqn.primitive.name in HIGHER_ORDER)
         is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
         for closed, operands, results in bodies:
-            if eqn.primitive.name == "shard_map":  # Its jaxpr has the types of one shard.
+            if eqn.primitive.name == "shard_map":  # The jaxpr has the types of one shard.
                 continue
             given = [v for v, n in zip(closed.jaxpr.invars, operands, strict=True) if n >= 0]
             made = [v for v, n in zip(closed.jaxpr.outvars, results, strict=True) if n >= 0]

@@ -1,4 +1,4 @@
-"""`in_precision` returns the same function as if it had been written in the other precision."""
+"""`in_precision` returns the function that would have been written in another precision."""
 
 import functools
 
@@ -37,7 +37,7 @@ def assert_close(actual, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, rtol=0, atol=tolerance)
 
 
-# Programs that are written in a dtype. Each one maps a dtype to a function of float32 arrays and its arguments.
+# Programs that can be written in any dtype. Each one maps a dtype to a function of float32 arrays and its arguments.
 
 
 def casts_and_constants(dtype):
@@ -313,7 +313,7 @@ def test_flax_network_becomes_the_float32_network():
     float32_fun, _ = recurrent_network(jnp.float32)
     expected = jax.jit(jax.value_and_grad(float32_fun))(params)
     assert_close(jax.jit(in_precision(jax.value_and_grad(half_fun)))(params), expected)
-    with pytest.raises(AssertionError):  # The float16 network differs.
+    with pytest.raises(AssertionError):  # The float16 network has a different result.
         assert_close(jax.jit(half_fun)(params), expected[0])
 
 

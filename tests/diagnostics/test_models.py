@@ -26,7 +26,7 @@ def nnx_module():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(4, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # It contains a random key and a counter.
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # A dropout layer contains a random key and a counter.
             self.norm = nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):

@@ -25,7 +25,7 @@ def test_verdict_agrees_with_the_list_of_operations(name):
     verdict = compare_gradients(fun, *args, loss_scales=[2.0**8]).verdict
     report = range_report(fun, *args, loss_scale=2.0**8)
     harmful = [operation for operation in report.bad if operation.changes_result]
-    assert list(report[: len(harmful)]) == harmful  # They are listed first.
+    assert list(report[: len(harmful)]) == harmful  # Harmful operations are listed first.
     if "will train" in verdict and "But the loss" not in verdict:
         assert harmful == []
     named = re.search(r"`([\w-]+)`(?: in [^(]*)? \((tests/[^:]*:\d+)", verdict)

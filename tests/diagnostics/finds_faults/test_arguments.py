@@ -76,7 +76,7 @@ def test_float16_is_not_blamed_for_a_diverged_training(size):
     loss = float(loss_fn(params, X))
     told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
     assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # It is the first sentence if training fails.
+    assert verdict.startswith(told) == (size > 65504)  # This sentence comes first if training is impossible.
     assert "look at the learning rate" in verdict
     assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
 

@@ -206,7 +206,7 @@ def test_function_is_compiled_once_for_all_scales(compilations):
 
 def compile_count(compilations, scales):
     args = jnp.ones(3), jnp.ones(3)
-    compare_gradients(polynomial, *args, loss_scales=scales)  # This compiles shared functions.
+    compare_gradients(polynomial, *args, loss_scales=scales)  # Later calls reuse functions that this call compiles.
     before = len(compilations)
     compare_gradients(polynomial, *args, loss_scales=scales)
     return len(compilations) - before

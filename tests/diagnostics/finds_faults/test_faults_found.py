@@ -54,7 +54,7 @@ def as_it_is(fun):
     return fun
 
 
-# The faults.
+# Faults.
 
 
 def norm(params, batch):

@@ -284,7 +284,7 @@ def with_a_bias(share):
 
 @FEW_IN_HALF
 def test_reported_errors_equal_those_of_compare_gradients():
-    """This includes a leaf with a larger tolerance."""
+    """The reported errors include the error of a leaf with a larger tolerance."""
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
-HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # They are sound in half precision.
+HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # These are accurate in half precision.
 ASKED = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),

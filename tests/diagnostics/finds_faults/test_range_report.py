@@ -75,7 +75,7 @@ def test_reported_line_in_a_notebook_is_the_line_in_the_cell(monkeypatch, tmp_pa
     shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
     from traitlets.config import Config
 
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # IPython stores its files there.
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # IPython stores its files in this directory.
     shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
     try:
         shell.run_cell(

@@ -130,7 +130,7 @@ def test_every_operation_in_a_loop_is_rounded():
 
 
 def test_sum_whose_true_value_is_zero_is_not_reported():
-    """The true gradient of a bias before a normalization is zero, so the float32 gradient is a rounding error, too."""
+    """The true gradient of a bias before a normalization is zero. The float32 gradient is only a rounding error."""
 
     def fun(bias, x):
         y = x.astype(jnp.float16) + bias.astype(jnp.float16)
@@ -151,7 +151,7 @@ def test_scatter_add_whose_true_value_is_zero_is_not_reported():
 
 
 def test_sum_that_is_accurate_only_in_float32_is_reported():
-    """The terms cancel to 1/50,000, which is larger than the rounding error of float32 but not of float16."""
+    """The terms cancel to 1/50,000, which exceeds the rounding error of float32 but not that of float16."""
     factors = jnp.tile(jnp.float32([1000.26, -1000.24]), 16)
 
     def fun(bias):

@@ -96,7 +96,7 @@ def test_no_row_has_a_source_in_this_library():
     assert not any("jax_lossscale" in operation.source for operation in report)
 
 
-# Truth.
+# Correct statements.
 
 
 @pytest.mark.slow
