@@ -404,7 +404,7 @@ def test_symbolic_zeros_of_a_custom_jvp_have_the_dtype_of_its_result():
     assert jax.grad(in_precision(fun))(jnp.float32(300)) == 300 * 300
 
 
-def test_custom_vmap_rule_is_used_outside_in_precision():
+def test_vmap_of_in_precision_uses_the_custom_vmap_rule():
     @jax.custom_batching.custom_vmap
     def fun(x, y):
         return x * y
