@@ -74,11 +74,7 @@ CALLS = {
     "keywords": (network, (), {"w": W, "x": X}),
     "some keywords": (network, (W,), {"x": X}),
     "number as first argument": (lambda n, w, x: n * network(w, x), (2, W, X), {}),
-    "key as first argument": (
-        lambda k, w, x: network(w, x) + jax.random.normal(k),
-        (jax.random.key(0), W, X),
-        {},
-    ),
+    "key as first argument": (lambda k, w, x: network(w, x) + jax.random.normal(k), (jax.random.key(0), W, X), {}),
     "string as first argument": (lambda s, w, x: network(w, x) if s == "train" else x, ("train", W, X), {}),
     "function as argument": (lambda f, w, x: f(x @ w) @ w, (jnp.tanh, W, X), {}),
     "None": (lambda w, bias, x: network(w, x), (W, None, X), {}),

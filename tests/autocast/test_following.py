@@ -96,10 +96,7 @@ SOFTMAXES = {
     "summed over one axis, divided along the other": (wrong_axis, 0),
     "normalized squares": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
     "squares normalized in a function": (lambda y: normalized(jnp.square(y)), 0),
-    "exponentials over another sum": (
-        lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True),
-        0,
-    ),
+    "exponentials over another sum": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
     "softmax that arithmetic uses": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
 }
 
