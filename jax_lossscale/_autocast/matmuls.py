@@ -28,10 +28,10 @@ class Matmul:
       location: its location.
       index: the number of equations of the program that precede it, including those in nested jaxprs.
       operation: the name of the primitive.
-      dtype: the dtype of its operands. If they differ, the widest.
+      dtype: the dtype of its operands. If they differ, the dtype with the most bytes.
       result: the dtype of its result.
       flops: the floating-point operations of all its executions, as far as their number is known.
-      reason: the reason why it or its result is not in half precision; "" if they are.
+      reason: the reason why the matmul or its result is not in half precision; otherwise an empty string.
     """
 
     location: Location
@@ -48,7 +48,7 @@ class TracedMatmuls(NamedTuple):
 
     Attributes:
       traced: the program.
-      used: the part of the program that its results depend on. Compilers remove the rest.
+      used: the equations on which the results depend. Compilers remove all other equations.
       matmuls: the matmuls of ``used``, in the order of the program.
       is_autocast: whether the function, or a part of it, is under `autocast`.
       float32_matmuls: the matmuls, and functions of `in_half`, that `autocast` does not compute in half precision.
@@ -128,7 +128,7 @@ def jaxprs_in(eqn: Any) -> list[Jaxpr]:
 
 
 def operation_name(eqn: Any) -> str:
-    """Return the name of the primitive; for a matmul with a float32 result, of the original matmul."""
+    """Return the name of the primitive. For a matmul with a float32 result, return the name of the original matmul."""
     name: str = eqn.primitive.name
     return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 
@@ -136,8 +136,8 @@ def operation_name(eqn: Any) -> str:
 def _keys(eqn: Any, location: Location) -> list[tuple[Any, ...]]:
     """Return keys under which the reasons of an equation are found, the most specific first.
 
-    An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
-    the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
+    An equation and its derivative have equal tracebacks. The equations of a jitted function also have equal tracebacks
+    in all calls, but the layer and the line of the call can differ. The line is lost if `autocast` inlines the call.
     """
     traceback = eqn.source_info.traceback
     return [(traceback, location.layer, location.source), (traceback, location.layer), (traceback,)]
@@ -146,11 +146,11 @@ def _keys(eqn: Any, location: Location) -> list[tuple[Any, ...]]:
 def _reason(nested: NestedEquation, of_plan: Mapping[str, None]) -> str:
     for eqn in nested.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
-            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+            return f"inside `{eqn.primitive.name}`, which `autocast` does not rewrite"
     if is_fallback((*nested.within, nested.eqn)):
         return "in `fallback` of `in_half`"
     if of_plan:
         return "; ".join(of_plan)
     if not nested.location.is_backward:
-        return "outside of `autocast`, or made by differentiating"
-    return f"made by differentiating what is computed in {nested.eqn.outvars[0].aval.dtype.name}"
+        return "outside of `autocast`, or part of a derivative"
+    return f"the derivative of an operation in {nested.eqn.outvars[0].aval.dtype.name}"

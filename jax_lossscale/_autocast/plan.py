@@ -25,10 +25,10 @@ class NodeKind(enum.Enum):
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # has the dtype of its operands, like data movement, but its derivative needs a mask
-    BY_RESULT = enum.auto()  # a function that is differentiated from its result
-    CALL = enum.auto()  # contains jaxprs that are rewritten
-    IN_HALF = enum.auto()  # a function of `in_half`
+    SELECTION = enum.auto()  # Like data movement, it has the dtype of its operands. Its derivative needs a mask.
+    BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
+    CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
+    IN_HALF = enum.auto()  # A function of `in_half`.
     OTHER = enum.auto()
 
 
@@ -52,7 +52,7 @@ class NodePlan(NamedTuple):
     by_result: Any = None
 
 
-# The results have the dtype of the operands.
+# Kinds of nodes whose results have the dtype of their operands.
 FOLLOWING = (NodeKind.DATA_MOVEMENT, NodeKind.SELECTION)
 
 
@@ -101,11 +101,11 @@ class Context(NamedTuple):
 
 
 class Float32Matmul(NamedTuple):
-    """A matmul that is not in half precision, or whose result is not; or an `in_half` function that is not.
+    """A matmul or `in_half` function that is not in half precision, or whose result is not.
 
     Attributes:
-      path: the equations that contain it, the outermost first, and its own equation.
-      reason: the reason why.
+      path: its equation, after all equations that contain it, from the outermost to the innermost.
+      reason: the reason why it is not in half precision.
     """
 
     path: tuple[Any, ...]

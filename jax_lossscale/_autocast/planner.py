@@ -219,7 +219,7 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments with their saved values, and the values in half precision with the residual stream."""
+        """Return the segments with their saved values, and all half-precision values including residual streams."""
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -240,7 +240,7 @@ class Planner:
         return found, half
 
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
-        """Return whether segments are recomputed inside these equations. A `while` loop has no backward pass."""
+        """Return whether segments inside these equations are recomputed. A `while` loop has no backward pass."""
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
 

@@ -101,10 +101,10 @@ def convolved(channels, groups, window, w):
 
 
 MARKED = "marked with the precision"
-FACTORED = "a factorization is made of its result"
+FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
-CONSTANT = "float16 cannot hold its constant operand"
-UNKNOWN = "nothing is known of its constant operand"
+CONSTANT = "its constant operand is outside the range of float16"
+UNKNOWN = "the range of its constant operand is unknown"
 # Functions of an 8 x 8 matrix and a 4 x 8 matrix, and the reason why their matmuls stay in float32. The reason is "" if
 # they are in half precision, and `None` if reports do not list them as matmuls because they contain no sum.
 SITUATIONS = {
@@ -278,7 +278,7 @@ IN_PARTS = {
     ),
     "solve": (
         lambda w, x: jnp.linalg.solve(gram(w), x[0]),
-        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which is computed as it was")},
+        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite")},
     ),
     "multivariate normal": (
         lambda w, x: multivariate_normal.logpdf(x[0], jnp.zeros(8), gram(w)),
@@ -288,7 +288,7 @@ IN_PARTS = {
         lambda w, x: x @ jnp.linalg.inv(gram(w)),
         {
             ("float32", FACTORED),
-            ("float32", "inside `custom_linear_solve`, which is computed as it was"),
+            ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite"),
             ("float16", ""),
         },
     ),

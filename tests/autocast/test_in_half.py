@@ -351,7 +351,7 @@ def test_captured_constant_keeps_its_dtype():
 )
 def test_captured_tracer_raises_an_error(call):
     """A captured tracer would not be cast, and it would no longer exist when `autocast` evaluates the function."""
-    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
+    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is not one of its arguments"):
         jax.jit(call)(W, X)
 
 
@@ -451,7 +451,7 @@ WITHOUT = {
 def test_missing_fallback_raises_the_error_of_the_function(use):
     with pytest.raises(AssertionError, match="16 bits only") as caught:
         use(kernel_only)
-    assert any("Pass `fallback`" in note for note in caught.value.__notes__)
+    assert any("Pass a `fallback`" in note for note in caught.value.__notes__)
 
 
 def test_function_may_support_a_single_dtype():
@@ -477,9 +477,9 @@ def test_cached_error_has_no_traceback():
 OTHER_RESULTS = {
     "structure": (
         lambda w, x: (reference(w, x),),
-        r"returns \('float\[4,8\]',\) in float32, and float\[4,8\] in float16",
+        r"returns \('float\[4,8\]',\) in float32, but float\[4,8\] in float16",
     ),
-    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, and float\[4,8\] in float16"),
+    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, but float\[4,8\] in float16"),
     "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
     "not an array": (lambda w, x: 3.0, "returns 3.0 in float32"),
 }
@@ -492,7 +492,7 @@ def test_different_results_of_function_and_fallback_raise_an_error(fallback, mes
 
 
 def test_results_that_depend_on_the_dtype_raise_an_error():
-    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, and float\[8\] in bfloat16"):
+    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, but float\[8\] in bfloat16"):
         jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
 
 

@@ -42,7 +42,7 @@ def test_forward_and_backward_matmuls_have_the_reason_of_the_plan():
 def test_matmuls_without_autocast_have_no_plan():
     is_autocast, found = listed(loss)
     assert not is_autocast
-    assert {reason for *_, reason in found} == {"outside of `autocast`, or made by differentiating"}
+    assert {reason for *_, reason in found} == {"outside of `autocast`, or part of a derivative"}
 
 
 def test_flops_include_all_iterations_of_a_loop():

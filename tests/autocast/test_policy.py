@@ -335,7 +335,10 @@ def test_rule_has_no_effect_on_a_matmul_with_a_constant_out_of_range(precision, 
     np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
     for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
         if each.is_matmul:
-            assert each.reason == f"float16 cannot hold its constant operand, so {policy.rules[0]!r} has no effect here"
+            assert (
+                each.reason
+                == f"its constant operand is outside the range of float16, so {policy.rules[0]!r} has no effect here"
+            )
     assert matmul_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
 
@@ -451,13 +454,13 @@ def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
         (
             {"recompute": np.float32(2.5)},
             {"recompute": 2.5},
-            "A byte kept for the backward pass counts as 2.5 bytes moved.",
+            "Saving a byte for the backward pass counts as moving 2.5 bytes.",
         ),
-        ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
+        ({"recompute": 0}, {"recompute": False}, "No values are recomputed"),
         (
             {"half_residual_stream": np.True_},
             {"recompute": True, "half_residual_stream": True},
-            "What goes from block to block is stored in half precision.",
+            "The residual stream is stored in half precision.",
         ),
     ],
 )
@@ -479,7 +482,7 @@ def test_policy_is_hashable_and_serializable():
     assert again == POLICY
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
-    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
+    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNo values are recomputed in the backward pass."
     assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
 
 
@@ -488,7 +491,7 @@ def test_errors_are_serialized_and_printed_but_not_compared():
     assert policy == jls.PrecisionPolicy(POLICY.rules)
     assert policy.errors == (1.0, 0.01)
     assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config()))).errors == (1.0, 0.01)
-    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nfloat32: ")
+    assert str(policy).startswith("Error compared with float32: over 100% -> 1%.\nfloat32: ")
 
 
 def test_parameter_pattern_may_be_empty():
@@ -501,7 +504,7 @@ def test_loss_scale_is_serialized_and_printed_but_not_compared():
     assert policy.get_config() == {"rules": [], "recompute": True, "loss_scale": 32768.0}
     assert jls.PrecisionPolicy.from_config(policy.get_config()).loss_scale == 32768.0
     assert "loss_scale" not in jls.PrecisionPolicy().get_config()
-    assert str(policy).endswith("Found to be right at a loss scale of 2^15.")
+    assert str(policy).endswith("Tested at a loss scale of 2^15.")
     for scale, is_below in (0.5, True), (1.0, False):
         assert ("below 1" in str(jls.PrecisionPolicy(loss_scale=scale))) == is_below
 

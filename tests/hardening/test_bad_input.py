@@ -95,18 +95,19 @@ jls.FixedLossScale(0.5)
     `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
     `NoOpLossScale`.
 jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'float32', 'layers': 'a'}:
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {'precision': 'float32', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got 3.
 jls.PrecisionPolicy(recompute=-1.0)
-    `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
-    number, got -1.0.
+    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
+    -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. If you have a single
+    rule, pass a list with this rule.
 jls.PrecisionPolicy({"precision": "float32"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'float32'}. Put a single one
-    into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
+    If you have a single rule, pass a list with this rule.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
@@ -114,9 +115,9 @@ jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, omit this argument.
 jls.PrecisionRule("float32", layer=3)
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, omit this argument.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
@@ -140,7 +141,7 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
-    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
+    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.all_finite("x")

@@ -131,10 +131,10 @@ def energies(weights, x):
 def test_policy_is_printed_with_its_loss_scale_and_serializable():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
-        f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
+        f"Error compared with float32: over 100% -> {100 * policy.errors[1]:.2g}%.\n"
         "half-precision operands, float32 result: layer 'energy', operation 'dot_general' "
         "(its result reaches 4.5e+05)\n"
-        f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
+        f"Tested at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
     kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
     assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
@@ -143,8 +143,8 @@ def test_policy_is_printed_with_its_loss_scale_and_serializable():
 
 def test_policy_with_a_loss_scale_below_1_names_suitable_loss_scales():
     assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
-        "Found to be right at a loss scale of 2^-13.",
-        'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
+        "Tested at a loss scale of 2^-13.",
+        'This is below 1. Use the loss scale `"auto"`, or pass `min_loss_scale` to `DynamicLossScale`.',
     ]
     assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
 

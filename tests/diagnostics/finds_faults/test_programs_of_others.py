@@ -56,7 +56,7 @@ def test_every_report_accepts_every_program(name, asked):
 @pytest.mark.slow
 def test_gram_matrix_has_the_reason_of_the_plan_in_every_report():
     fun, *args = PROGRAMS["gaussian_process"]()
-    reason = "a factorization is made of its result"
+    reason = "its result is factorized"
     for text in (
         compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
         repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
@@ -151,7 +151,7 @@ def test_one_layer_of_eight_is_identified_by_its_parameter():
     report = autocast_report(layers, *args, policy=policy)
     assert sum(each.count for each in report.matmuls) == 23
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
-    assert str(policy).startswith("Error against float32: wrong altogether -> ")
+    assert str(policy).startswith("Error compared with float32: over 100% -> ")
     kept = jls.PrecisionPolicy.from_config(policy.get_config())
     assert (kept, kept.errors) == (policy, policy.errors)
 

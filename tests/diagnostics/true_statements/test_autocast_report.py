@@ -183,7 +183,7 @@ def placed(w, x):
 
 # Each entry contains a function, the start of the reason, and the opaque operation that is reported.
 NOT_FOLLOWED = {
-    "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
+    "pallas": (by_pallas, "inside `pallas_call`, which `autocast` does not rewrite", "pallas_call"),
     "callback": (in_a_callback, None, "pure_callback"),
     "jit with shardings": (placed, None, None),
     "a solver": (

@@ -115,7 +115,7 @@ def test_derivative_of_float32_arithmetic_is_given_as_reason():
     report = compare_gradients(jls.autocast(decay), jnp.ones((8, 4)), jnp.ones((8, 8)) / 8, X, loss_scales=[1.0])
     assert str(report.summary) == (
         "Matrix products and convolutions: 1 of 2 in float16, 67% of their work. The first that is not: "
-        f"tests/diagnostics/true_statements/test_facts.py:{line}; made by differentiating what is computed in float32."
+        f"tests/diagnostics/true_statements/test_facts.py:{line}; the derivative of an operation in float32."
     )
 
 
@@ -126,5 +126,5 @@ def test_matmul_outside_autocast_is_reported_as_outside(precision):
         return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
 
     summary = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).summary)
-    why = "outside of `autocast`, or made by differentiating"
+    why = "outside of `autocast`, or part of a derivative"
     assert summary.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")
