@@ -1,4 +1,4 @@
-"""Mixed precision for JAX and optax: computing in float16, and loss scaling."""
+"""Mixed-precision training for JAX and optax, with automatic float16 computation and loss scaling."""
 
 from jax_lossscale import diagnostics, plotting
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
@@ -22,6 +22,7 @@ from jax_lossscale._loss_scale import (
     serialize,
 )
 from jax_lossscale._measure import all_finite
+from jax_lossscale._mixed_precision import MixedPrecision
 from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
@@ -43,6 +44,7 @@ __all__ = [
     "LossScale",
     "LossScaledState",
     "LossScaledTransformation",
+    "MixedPrecision",
     "NoOpLossScale",
     "PrecisionPolicy",
     "PrecisionRule",

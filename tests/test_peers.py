@@ -1,9 +1,8 @@
-"""The table of `docs/differences.md`: what every cell says is what the library in its column does when it is run.
+"""Each cell in the table of `docs/differences.md` describes the actual behavior of the library in its column.
 
-`peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
-What needs a package that is not installed here is skipped, and says so. To run all of it:
-``pip install torch==2.15.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and
-``python -m pytest -m peers tests/test_peers.py``.
+`peers` contains one module per library, with one function per row. Each function runs the library and returns the words
+of the table. Tests of packages that are not installed are skipped. To run all tests, use ``pip install torch==2.15.0
+keras==3.15.1 tensorflow-cpu==2.21.0`` and ``python -m pytest -m peers tests/test_peers.py``.
 """
 
 import importlib
@@ -21,32 +20,32 @@ PAGE = (ROOT / "docs" / "differences.md").read_text()
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-LIBRARIES = {  # head of the column: the module of `peers`; the package and its version
+LIBRARIES = {  # The keys are the column headings. The values are the module in `peers`, the package and its version.
     "jax_lossscale": ("ours", "jax_lossscale", ""),
     "jmp 0.0.4": ("jmp_", "jmp", "0.0.4"),
     "flax 0.12 `DynamicScale`": ("flax_", "flax", "0.12"),
     "torch 2.15 `GradScaler`": ("torch_", "torch", "2.15"),
     "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
 }
-TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
-    "grows after (N asked for)": ("growth", ["N", "N", "N + 1", "N", "N"]),
+TABLE = {  # The keys are the first cells of the rows. The values are the function and the cells of all columns.
+    "grows after (N requested)": ("growth", ["N", "N", "N + 1", "N", "N"]),
     "never lower than": (
         "floor",
         [
             "1, or `min_loss_scale`",
-            "1; a floor of your own is lost under `jit`",
+            "1; a custom minimum is lost under `jit`",
             "1.2e-38, or `minimum_scale`",
             "0",
             "0",
         ],
     ),
     "never higher than": ("ceiling", ["2^127, or `max_loss_scale`", "2^127", "3.4e+38", "2^127", "infinity"]),
-    "value on an overflowing step": (
+    "returned loss if the gradients overflow": (
         "value",
         [
             "the true loss",
-            "the scaled loss, for you to divide",
-            "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss",
+            "the scaled loss, which you must divide",
+            "the true loss, or infinity if loss times scale overflows; on the first step, NaN if the loss is float16",
             "the true loss",
             "the true loss",
         ],
@@ -61,11 +60,11 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
             "unscaled in float32",
             "in float32, or float16 if the scale is weakly typed",
             "unscaled in float32",
-            "refused",
+            "rejected",
             "unscaled in float32",
         ],
     ),
-    "its gradient function takes keyword arguments, `has_aux`, `argnums`": (
+    "the gradient function accepts keyword arguments, `has_aux`, `argnums`": (
         "arguments",
         ["all three", "no such function", "`has_aux`, `argnums`", "no such function", "no such function"],
     ),
@@ -73,67 +72,70 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         "one_device",
         [
             "all skip (`axis_name`)",
-            "each decides alone",
+            "each device decides on its own",
             "all skip (`axis_name`, which averages gradients)",
-            "each process decides alone",
-            "each decides alone",
+            "each process decides on its own",
+            "each device decides on its own",
         ],
     ),
     "compilations over several steps": (
         "compilations",
-        ["1", "1, or 2 if the scale is weakly typed", "2", "none: Python decides, step by step", "1"],
+        ["1", "1, or 2 if the scale is weakly typed", "2", "none, because Python makes the decision in each step", "1"],
     ),
-    "to skip for another reason": (
+    "skipping a step for another reason": (
         "own_reasons",
         [
             "`skip_if`, `value`",
-            "by hand: `select_tree`",
-            "by hand: `jnp.where`",
-            "by hand: call neither `step` nor `update`",
-            "by hand: do not call it",
+            "manually: `select_tree`",
+            "manually: `jnp.where`",
+            "manually: call neither `step` nor `update`",
+            "manually: do not call it",
         ],
     ),
-    "which layer went bad, and how": (
+    "report of the non-finite layer": (
         "which_layer",
-        ["`record_bad_steps`, `explain`", "not told", "not told", "not told", "not told"],
+        ["`record_bad_steps`, `explain`", "none", "none", "none", "none"],
     ),
-    "hysteresis": ("hysteresis", ["until growth, or of bad steps in a row", "none", "none", "none", "none"]),
+    "hysteresis": (
+        "hysteresis",
+        ["refilled when the scale grows, or on each finite step", "none", "none", "none", "none"],
+    ),
     "schedule on a skipped step": (
         "schedule",
         [
-            "stands still",
+            "does not advance",
             "advances unless you select its state",
             "advances unless you select its state",
             "advances unless you check",
-            "stands still",
+            "does not advance",
         ],
     ),
 }
-RECORDS = {  # of `golden`: the package and its version
+RECORDS = {  # The keys are files in `golden`. The values are the package and its version.
     "tf1_dynamic_loss_scale": ("tensorflow", "2.21"),
     "torch_grad_scaler": ("torch", "2.15"),
     "keras3_loss_scale_optimizer": ("keras", "3.15"),
 }
 
-# The packages' own warnings at import are not ours.
+# Importing other packages can cause warnings.
 pytestmark = [pytest.mark.ci, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def require(package, version):
-    """Skip, unless this version of the package is installed."""
+    """Skip the test unless this version of the package is installed."""
     pytest.importorskip(package, reason=f"{package} {version} is not installed", exc_type=ImportError)
     if package != "jax_lossscale":
         installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)
         if not installed.startswith(version):
-            pytest.skip(f"the table speaks of {package} {version}; installed is {installed}")
+            pytest.skip(f"the table describes {package} {version}, but {installed} is installed")
 
 
 def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_table_of_the_page_is_this_one():
-    section = re.search(r"^# How it differs\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
+def test_table_on_the_page_equals_the_table_here():
+    section = re.search(r"^# How it differs from other libraries\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
     head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
     assert head == ["", *LIBRARIES]
     assert {row[0]: row[1:] for row in rows} == {question: answers for question, (_, answers) in TABLE.items()}
@@ -142,7 +144,7 @@ def test_the_table_of_the_page_is_this_one():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("question", TABLE)
-def test_the_library_does_what_the_cell_says(question, library):
+def test_library_behaves_as_the_table_states(question, library):
     module, package, version = LIBRARIES[library]
     require(package, version)
     function, answers = TABLE[question]
@@ -151,7 +153,7 @@ def test_the_library_does_what_the_cell_says(question, library):
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_records_are_what_the_packages_still_do(record):
+def test_records_agree_with_the_installed_packages(record):
     require(*RECORDS[record])
     from peers import recorded
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_lossscale._autocast.marks import mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32
 
 
 class ByResult(NamedTuple):
@@ -99,7 +99,7 @@ def _is_relu(eqn: Any) -> bool:
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    with eqn.ctx.manager:
+    with in_context(eqn):
         try:
             found = derivative(lambda x: bind_differentiated(eqn, [x], eqn.params))
         except RuleError:

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32, size_of
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 _MAX_CAPACITY = 2**29  # Upper bound of the sum of all finite prices. The solver uses 32-bit integers.
@@ -223,7 +223,7 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
         return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
 
     try:
-        with eqn.ctx.manager:
+        with in_context(eqn):
             jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
     except RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
         return frozenset(range(len(eqn.invars)))

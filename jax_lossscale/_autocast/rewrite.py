@@ -24,7 +24,6 @@ from jax_lossscale._autocast.plan import (
     NodePlan,
     Plan,
     operands_in_half,
-    record,
 )
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
@@ -195,7 +194,6 @@ class Rewriting:
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, Context(within, half_inputs, known=known))
-        record(plan)
         are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 

@@ -23,12 +23,13 @@ from jax_lossscale._program.jaxpr import (
     bind_differentiated,
     bind_here,
     has_effects,
+    in_context,
     jaxprs_of,
     size_of,
     with_dtype,
 )
 from jax_lossscale._program.location import is_in_scope, location_within
-from jax_lossscale._program.parameters import Path, path_of
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import (
     COMPUTED_ONCE,
     DATA_MOVEMENT,
@@ -180,7 +181,7 @@ class Rule:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        with eqn.ctx.manager:
+        with in_context(eqn):
             try:
                 derivative, _ = derivative_of(eqn, floats, bind_differentiated)
             except RuleError:
@@ -207,7 +208,7 @@ class Rule:
             return False
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
-            with eqn.ctx.manager:
+            with in_context(eqn):
                 results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
@@ -218,7 +219,7 @@ class Rule:
         """Return the first rule of the policy that matches the equation."""
         if not self._policy.rules:
             return None
-        location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
+        location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
         for rule in self._policy.rules:
             if rule.matches(eqn.primitive.name, location):
                 self.matched.add(rule)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.plan import record
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import are_added, autocast_scope, jaxpr_with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
@@ -71,7 +71,7 @@ def autocast(
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
       >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).summary)
-      Matrix products and convolutions: 4 of 4 in float16.
+      Matrix multiplications and convolutions (matmuls): 4 of 4 in float16.
 
       As a decorator:
 
@@ -150,12 +150,15 @@ def compute_with(
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)
     names_parameters = any(rule.parameter != "*" for rule in policy.rules)
-    planner = Planner(dtype, policy, parameters_of_operations(traced, args, kwargs) if names_parameters else {})
+    parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
+    planner = Planner(dtype, policy, parameters, are_added())
     plan = planner.plan(traced.jaxpr)
-    record(plan)
-    if not plan.is_rewritten:
-        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs)), planner
-    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)), planner
+    with autocast_scope():
+        if plan.is_rewritten:
+            outputs = Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)
+        else:
+            outputs = jaxpr_as_fun(jaxpr_with_reasons(traced.jaxpr, plan.reasons))(*traced.inputs)
+    return traced.array_result(outputs), planner
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:

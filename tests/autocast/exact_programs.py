@@ -96,7 +96,7 @@ def in_remat(body, w, x):
     return jax.checkpoint(body)(w, x)
 
 
-def in_remat_that_keeps_products(body, w, x):
+def in_remat_that_saves_matmuls(body, w, x):
     return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)(w, x)
 
 
@@ -191,7 +191,7 @@ def in_shard_map(axis_type, check_vma, body, w, x):
 STRUCTURES = {
     function.__name__: function
     for function in (
-        *(in_jit, in_remat, in_remat_that_keeps_products, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
+        *(in_jit, in_remat, in_remat_that_saves_matmuls, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
         *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp),
         *(twice, beside, in_gradient, in_layer),
     )

@@ -36,11 +36,11 @@ def scaled_gradients(loss, *args):
 # `small_programs`.
 
 
-def softmax_after_a_product(w, x):
+def softmax_after_matmul(w, x):
     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
 
 
-def inverse_then_a_product(w, x):
+def inverse_before_matmul(w, x):
     return jnp.mean(jnp.tanh(x @ jnp.linalg.inv(w @ w.T + jnp.eye(8))))
 
 
@@ -151,8 +151,8 @@ def float32_batch(w, x):
 
 
 PROGRAMS = [
-    softmax_after_a_product,
-    inverse_then_a_product,
+    softmax_after_matmul,
+    inverse_before_matmul,
     one_added,
     mlp,
     lstm,
@@ -182,15 +182,15 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 @each_program
 def test_gradients_equal_float32_except_for_rounding(program):
     value, grads = gradients(program, W, X)
-    narrow_value, narrow_grads = scaled_gradients(program, W, X)
-    assert abs(value - narrow_value) <= BOUND[program] * abs(value)
-    assert distance(grads, narrow_grads) < BOUND[program]
+    half_value, half_grads = scaled_gradients(program, W, X)
+    assert abs(value - half_value) <= BOUND[program] * abs(value)
+    assert distance(grads, half_grads) < BOUND[program]
 
 
 @each_program
 def test_matmuls_are_half_precision(program):
     found = matmul_dtypes(jax.grad(jls.autocast(program), (0, 1)), W, X)
-    if program is inverse_then_a_product:
+    if program is inverse_before_matmul:
         assert found.count("float16") == 3
     else:
         assert set(found) == {"float16"}

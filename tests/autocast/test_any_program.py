@@ -66,8 +66,8 @@ def check(program, mode, seed, dtype, policy):
             raise InexactError from error
         raise
     expected = evaluated(plain, inputs, exact_in(dtype))
-    half, narrow_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
-    assert jax.tree.structure(narrow_shapes) == jax.tree.structure(shapes)
+    half, half_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
+    assert jax.tree.structure(half_shapes) == jax.tree.structure(shapes)
     assert list(map(type_of, half.out_avals)) == list(map(type_of, plain.out_avals))
     for value, other in zip(evaluated(half, inputs), expected, strict=True):
         np.testing.assert_array_equal(value, other)

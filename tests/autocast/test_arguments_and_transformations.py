@@ -30,7 +30,7 @@ def loss_fn(w, x):
     return jnp.mean(network(w, x) ** 2)
 
 
-narrow_loss = jls.autocast(loss_fn)
+half_loss = jls.autocast(loss_fn)
 
 
 def close(found, expected, tolerance=4e-3):
@@ -143,14 +143,14 @@ def test_result_keeps_its_weak_type():
         """The gradient of a weakly typed array is weakly typed, even if it comes from a matmul."""
         return (jax.jit(jax.grad(lambda weak: jnp.sum(weak * (x @ w))))(jnp.full((4, 8), 0.5)),)
 
-    def product(w, x):
+    def custom_matmul(w, x):
         return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5), x @ w
 
     for each, are_weak in (
         (function, [False, True, False]),
         (broadcast, [False, True]),
         (gradient, [True]),
-        (product, [True, False]),
+        (custom_matmul, [True, False]),
     ):
         found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
         assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak
@@ -179,11 +179,11 @@ def test_random_bits_integers_and_keys_are_unchanged():
             "bernoulli": jax.random.bernoulli(here, 0.3, (100,)),
             "tokens": tokens,
             "integers": tokens @ tokens.T,
-            "product": jnp.tanh(x @ w),
+            "custom_matmul": jnp.tanh(x @ w),
         }
 
     found, expected = (each(jax.random.key(3), W, X) for each in (jls.autocast(function), function))
-    assert close({"product": found.pop("product")}, {"product": expected.pop("product")})
+    assert close({"custom_matmul": found.pop("custom_matmul")}, {"custom_matmul": expected.pop("custom_matmul")})
     chex.assert_trees_all_equal(found, expected)
 
 
@@ -256,13 +256,13 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_transformed_result_equals_float32_except_for_rounding(transform):
-    assert close(transform(narrow_loss), transform(loss_fn), 2e-2)
-    assert set(matmul_dtypes(lambda: transform(narrow_loss))) == {"float16"}
+    assert close(transform(half_loss), transform(loss_fn), 2e-2)
+    assert set(matmul_dtypes(lambda: transform(half_loss))) == {"float16"}
 
 
 def test_autocast_works_with_disabled_jit():
     with jax.disable_jit():
-        assert close(jax.grad(narrow_loss)(W, X), jax.grad(loss_fn)(W, X))
+        assert close(jax.grad(half_loss)(W, X), jax.grad(loss_fn)(W, X))
 
 
 def test_outer_product_with_a_symbolic_size_can_be_exported():
@@ -296,7 +296,7 @@ def test_export_with_symbolic_sizes(sizes):
 
 
 def test_arguments_can_be_donated():
-    step = jax.jit(lambda w, x: w - jax.grad(narrow_loss)(w, x), donate_argnums=0)
+    step = jax.jit(lambda w, x: w - jax.grad(half_loss)(w, x), donate_argnums=0)
     w = W + 0
     step(w, X)
     assert w.is_deleted()
@@ -309,7 +309,7 @@ def test_inner_jit_keeps_its_donated_arguments():
 
 
 def test_eval_shape_is_supported():
-    types = jax.eval_shape(jax.value_and_grad(narrow_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
+    types = jax.eval_shape(jax.value_and_grad(half_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
     assert types == jax.eval_shape(jax.value_and_grad(loss_fn), W, X)
 
 
@@ -380,16 +380,16 @@ def test_jax_rejects_a_backward_rule_with_a_captured_tracer(around):
 
 def test_backward_rule_inside_a_custom_jvp_rule_is_not_rewritten():
     @jax.custom_vjp
-    def product(x, w):
+    def custom_matmul(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, y: (y @ saved[1].T, saved[0].T @ y))
+    custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, y: (y @ saved[1].T, saved[0].T @ y))
 
     @jax.custom_jvp
     def outer(x, w):
-        return product(x, w)
+        return custom_matmul(x, w)
 
-    outer.defjvp(lambda primals, tangents: jax.jvp(product, primals, tangents))
+    outer.defjvp(lambda primals, tangents: jax.jvp(custom_matmul, primals, tangents))
 
     def loss(w):
         return jnp.sum(outer(X, w))

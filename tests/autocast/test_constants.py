@@ -230,7 +230,7 @@ def test_ppermute_without_a_sender_has_the_bounds_of_zero():
 
 def custom_vjp(c):
     function = jax.custom_vjp(lambda x, c: x @ c)
-    function.defvjp(lambda x, c: (x @ c, (x, c)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    function.defvjp(lambda x, c: (x @ c, (x, c)), lambda residuals, g: (g @ residuals[1].T, residuals[0].T @ g))
     return lambda x: function(x, c)
 
 

@@ -302,7 +302,7 @@ def loss_of(function):
     return loss
 
 
-def forward_products(report):
+def forward_matmuls(report):
     return [each for each in report.matmuls if not each.is_backward]
 
 
@@ -313,18 +313,18 @@ def test_which_matmuls_stay_float32_and_why(function, reason):
     assert half == (["float16"] * len(plain) if reason == "" else plain)
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
-        assert not forward_products(report)
+        assert not forward_matmuls(report)
         eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
         assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in MATMULS} == {"float32"}
     else:
-        assert all(each.reason.startswith(reason) for each in forward_products(report))
-        assert len(forward_products(report)) == 1
+        assert all(each.reason.startswith(reason) for each in forward_matmuls(report))
+        assert len(forward_matmuls(report)) == 1
 
 
 @pytest.mark.parametrize(("function", "expected"), IN_PARTS.values(), ids=IN_PARTS)
 def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
     report = jls.diagnostics.autocast_report(loss_of(function), W, X)
-    assert {(each.dtype, each.reason) for each in forward_products(report)} == expected
+    assert {(each.dtype, each.reason) for each in forward_matmuls(report)} == expected
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32"])

@@ -76,7 +76,7 @@ def test_all_uses_of_a_pool_receive_its_rounded_result():
 # resemble a softmax are not treated in this way.
 
 
-def product_of(weights):
+def matmul_with(weights):
     return lambda w, x: weights(x @ w) @ w.T @ w[:, :4]
 
 
@@ -103,7 +103,7 @@ SOFTMAXES = {
 
 @pytest.mark.parametrize(("weights", "number"), SOFTMAXES.values(), ids=SOFTMAXES)
 def test_only_softmaxes_are_differentiated_from_their_result(weights, number):
-    function = product_of(weights)
+    function = matmul_with(weights)
     eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
     found = [eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call"]
     assert len(found) == number

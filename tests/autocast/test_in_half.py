@@ -30,8 +30,8 @@ def kernel(w, x):
 
 def kernel_backward(saved, cotangent):
     w, x = saved
-    of_product = 3 * cotangent * jnp.cos(x @ w)
-    return x.T @ of_product, of_product @ w.T
+    of_matmul = 3 * cotangent * jnp.cos(x @ w)
+    return x.T @ of_matmul, of_matmul @ w.T
 
 
 kernel.defvjp(lambda w, x: (kernel(w, x), (w, x)), kernel_backward)
@@ -194,7 +194,7 @@ def test_in_half_saves_no_float32_residuals():
 
 # Calls for which the fallback is computed under `autocast`.
 
-WIDE_BY_A_RULE = {
+FLOAT32_BY_A_RULE = {
     "operation": {"operation": "in_half"},
     "layer": {"layer": "attention"},
     "line": {"source": "test_in_half.py:*"},
@@ -208,7 +208,7 @@ def test_fallback_is_computed_inside_keep_float32(below):
     assert_alike(jax.value_and_grad(jls.autocast(loss_of(saved)))(W, X), expected)
 
 
-@pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
+@pytest.mark.parametrize("rule", FLOAT32_BY_A_RULE.values(), ids=FLOAT32_BY_A_RULE)
 @pytest.mark.parametrize("precision", ["float32", "float32_result"])
 def test_fallback_is_computed_in_float32_if_a_rule_matches(rule, precision):
     def loss(w, x):
@@ -414,17 +414,17 @@ def test_collectives_work_inside_in_half():
 
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_effects_occur_once(is_cast, capfd):
-    def told(function):
-        def told(w, x):
+    def with_callback(function):
+        def with_callback(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
             return function(w, x)
 
-        return told
+        return with_callback
 
-    half = jls.in_half(told(kernel), told(reference))
+    half = jls.in_half(with_callback(kernel), with_callback(reference))
     jax.jit(jls.autocast(half) if is_cast else half)(W, X).block_until_ready()
     jax.effects_barrier()
-    assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
+    assert jax.make_jaxpr(jls.in_half(with_callback(kernel)))(W, X).effects
     assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
@@ -515,8 +515,8 @@ def test_report_counts_the_matmuls_of_the_half_precision_function():
     report = autocast_report(loss_of(half), X, W)
     assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
     assert all("test_in_half.py:" in each.source for each in report.matmuls)
-    beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
-    assert report.not_in_half == beside_a_wide_one.not_in_half == ()
+    beside_float32 = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
+    assert report.not_in_half == beside_float32.not_in_half == ()
 
 
 HERE = "test_in_half.py:"
@@ -541,6 +541,6 @@ def test_report_lists_calls_that_compute_the_fallback(loss, policy, reason):
     [entry] = report.not_in_half
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
-    assert f"`fallback` of `in_half` is computed: {entry}." in str(report)
+    assert f"`in_half` functions that use their `fallback`: {entry}." in str(report)
     float32 = [each.reason for each in report.matmuls if each.dtype == "float32"]
     assert set(float32) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})

@@ -206,7 +206,7 @@ def test_package_with_the_prefix_of_a_known_package_is_user_code(folder):
     report = jls.diagnostics.autocast_report(
         lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
     )
-    assert {(product.layer, product.dtype) for product in report.matmuls} == {("Block", FLOAT32)}
+    assert {(operation.layer, operation.dtype) for operation in report.matmuls} == {("Block", FLOAT32)}
 
 
 def test_source_rule_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
@@ -448,7 +448,7 @@ def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_kept", "words"),
+    ("given", "options", "words"),
     [
         ({"recompute": 1.0}, {"recompute": True}, "No exceptions"),
         (
@@ -464,11 +464,11 @@ def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
         ),
     ],
 )
-def test_options_are_serialized_and_printed(given, is_kept, words):
+def test_options_are_serialized_and_printed(given, options, words):
     policy = jls.PrecisionPolicy(**given)
     config = json.loads(json.dumps(policy.get_config()))
-    assert config == {"rules": [], **is_kept}
-    assert type(config["recompute"]) is type(is_kept["recompute"])
+    assert config == {"rules": [], **options}
+    assert type(config["recompute"]) is type(options["recompute"])
     assert jls.PrecisionPolicy.from_config(config) == policy
     assert hash(jls.PrecisionPolicy.from_config(config)) == hash(policy)
     assert words in str(policy)

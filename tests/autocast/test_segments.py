@@ -22,7 +22,7 @@ def saved(fun, *args):
     return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
 
 
-def bytes_kept(fun, *args):
+def bytes_saved(fun, *args):
     """Return the size of the residuals of `jax.vjp` in bytes, except for the arguments of the function."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
@@ -111,9 +111,9 @@ def test_number_of_bytes_saved_between_two_matmuls(between, most):
     # All operands of the matmuls are saved in half precision: two weights, the input, and the operand of the second
     # matmul.
     operands = 2 * 16 * 16 * 2 + 4 * 16 * 2 + 4 * 16 * 2
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= operands + most
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= bytes_saved(without, W, W.T, X)
 
 
 @jax.custom_jvp
@@ -140,8 +140,8 @@ def test_relu_before_a_skip_connection_saves_its_rounded_result(end, size):
 
     weights = [W] * 4
     # Each block saves its weights, the result of its matmul, and the values for `end`. The last result is in float32.
-    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16
-    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16
+    saved_per_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16
+    assert bytes_saved(jls.autocast(loss), weights, X) <= 4 * saved_per_block + 4 * 4 * 16
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
@@ -237,7 +237,7 @@ def test_associative_scan_saves_fewer_bytes():
         return jnp.sum(scanned(x @ w) @ v)
 
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_saved(without, W, W.T, X)
 
 
 def padded(y):
@@ -302,7 +302,7 @@ def test_higher_price_of_saved_bytes_saves_fewer_bytes():
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
 
     found = [
-        bytes_kept(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
+        bytes_saved(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
         for recompute in (False, 0.01, True, 100.0)
     ]
     assert found == sorted(found, reverse=True)
@@ -400,7 +400,7 @@ def test_moved_value_is_saved_once(move):
         return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
 
     # The weights, the input, both results and the operand of the second matmul are saved in half precision.
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
 
 
 MOVED = {

@@ -38,10 +38,10 @@ def results(program):
 
 @each_program
 def test_result_equals_float32_except_for_rounding(program):
-    (value, grads), (narrow_value, narrow_grads), _ = results(program)
-    assert jnp.abs(value - narrow_value) < 2e-3 * value
-    assert distance(grads, narrow_grads) < 4e-3
-    assert [leaf.dtype for leaf in jax.tree.leaves((narrow_value, narrow_grads))] == [jnp.float32] * 3
+    (value, grads), (half_value, half_grads), _ = results(program)
+    assert jnp.abs(value - half_value) < 2e-3 * value
+    assert distance(grads, half_grads) < 4e-3
+    assert [leaf.dtype for leaf in jax.tree.leaves((half_value, half_grads))] == [jnp.float32] * 3
 
 
 @each_program
@@ -64,7 +64,7 @@ sharded = functools.partial(jax.shard_map, mesh=MESH, in_specs=jax.P("data"), ou
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 # Functions with a higher-order primitive between two matmuls. Each entry contains a function, the name of the
 # primitive, whether to read its operands or its results, and the expected dtype of the last one.
-BETWEEN_PRODUCTS = {
+BETWEEN_MATMULS = {
     "the stacked results of a scan": (
         lambda w, x: jax.lax.scan(lambda carry, x: (carry, x @ w), 0.0, jnp.stack([x, x]))[1] @ w,
         ("scan", "outvars", "float16"),
@@ -94,7 +94,7 @@ BETWEEN_PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize(("function", "expected"), BETWEEN_PRODUCTS.values(), ids=BETWEEN_PRODUCTS)
+@pytest.mark.parametrize(("function", "expected"), BETWEEN_MATMULS.values(), ids=BETWEEN_MATMULS)
 def test_value_between_matmuls_is_half_precision_if_its_dtype_is_not_fixed(function, expected):
     primitive, which, dtype = expected
     eqns = jax.make_jaxpr(jls.autocast(function))(W, X).eqns

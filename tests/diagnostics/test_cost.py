@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ci
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
 def test_comparison_at_one_scale_takes_a_few_program_runs(name, reports, monkeypatch):
     fun, *args = getattr(workloads, name)()
-    runs, asked = [], []
+    runs, calls = [], []
     jit = jax.jit
 
     def counted(function, **options):
@@ -35,7 +35,7 @@ def test_comparison_at_one_scale_takes_a_few_program_runs(name, reports, monkeyp
     def counted_report(*args, **options):
         with monkeypatch.context() as within:
             within.setattr(jax, "jit", jit)
-            return asked.append(args) or ranges_at(*args, **options)
+            return calls.append(args) or ranges_at(*args, **options)
 
     monkeypatch.setattr(jax, "jit", counted)
     ranges_at = _compare_gradients.ranges_at
@@ -43,7 +43,7 @@ def test_comparison_at_one_scale_takes_a_few_program_runs(name, reports, monkeyp
     compare_gradients(fun, *args, loss_scales=[2.0**4])
     # The float32 program runs twice, the second time with slightly different parameters.
     assert (len(runs), len(set(runs))) == (3, 2)
-    assert len(asked) == reports  # Each report computes each operation twice.
+    assert len(calls) == reports  # Each report computes each operation twice.
 
 
 def deep(params, x):
@@ -54,7 +54,7 @@ def deep(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def wide(params, x):
+def large(params, x):
     """Compute a loss with a large kernel, so that most of the memory is used by parameters."""
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
@@ -64,7 +64,7 @@ def wide(params, x):
     ("fun", "params", "x"),
     [
         (deep, [jnp.full((32, 32), 0.1)] * 8, jnp.ones((4096, 32))),
-        (wide, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
+        (large, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
     ],
 )
 def test_range_report_uses_at_most_four_times_the_memory_of_a_gradient(fun, params, x, monkeypatch):
@@ -157,8 +157,8 @@ def test_progress_is_printed_to_stderr(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     first, second, *rows = captured.err.splitlines()
-    assert first == "compare_gradients: 1 of 2 loss scales; 2^0"
-    assert second == "compare_gradients: 2 of 2 loss scales; 2^3"
+    assert first == "compare_gradients: compared 1 of 2 loss scales (2^0)"
+    assert second == "compare_gradients: compared 2 of 2 loss scales (2^3)"
     total = rows[-1].split()[1]
     assert rows[-1] == f"range_report: {total} of {total} operations"
     assert len(rows) == 10

@@ -50,7 +50,7 @@ def casts_and_constants(dtype):
     return fun, (draw(4),)
 
 
-def matmul_told_its_dtype(dtype):
+def matmul_with_its_dtype(dtype):
     def fun(w, x):
         return jnp.matmul(*cast((w, x), dtype), preferred_element_type=jnp.float32)
 
@@ -112,7 +112,7 @@ def custom_vjp(dtype):
     def fun(x, y):
         return x * y
 
-    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, ct: (3 * ct * kept[1], ct * kept[0]))
+    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda residuals, ct: (3 * ct * residuals[1], ct * residuals[0]))
     return lambda x, y: fun(x.astype(dtype), y.astype(dtype)), (draw(4), draw(4, seed=1))
 
 
@@ -133,8 +133,8 @@ def custom_vjp_of_structures(dtype):
     def forward(power, tree, index):
         return fun(power, tree, index), (tree, index)
 
-    def backward(power, kept, cotangent):
-        tree, index = kept
+    def backward(power, residuals, cotangent):
+        tree, index = residuals
         return {"x": jnp.zeros_like(tree["x"]).at[index].set(7 * cotangent["out"] * tree["x"][index] ** power)}, None
 
     fun.defvjp(forward, backward)
@@ -214,7 +214,7 @@ def linear_solve(dtype):
 
 PROGRAMS = [
     casts_and_constants,
-    matmul_told_its_dtype,
+    matmul_with_its_dtype,
     scan_with_checkpoint,
     checkpoint_with_a_policy,
     unbounded_while_loop,
@@ -252,9 +252,9 @@ def in_float32(program):
 @pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
 def test_float16_program_becomes_the_float32_program(program):
     fun, args = program(jnp.float16)
-    narrow_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
+    half_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
     assert_close(jax.jit(in_precision(fun, jnp.float32))(*args), in_float32(program))
-    assert narrow_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # The program has float results.
+    assert half_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # The program has float results.
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
@@ -418,7 +418,7 @@ def test_vmap_of_in_precision_uses_the_custom_vmap_rule():
 @pytest.mark.parametrize("half_dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_program_becomes_a_float64_program(half_dtype):
     with enable_x64(True):
-        fun, args = matmul_told_its_dtype(half_dtype)
+        fun, args = matmul_with_its_dtype(half_dtype)
         args = cast(args, jnp.float32)
         out = in_precision(lambda w, x: w.astype(half_dtype) @ x.astype(half_dtype), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
@@ -435,8 +435,8 @@ def test_float16_program_becomes_a_bfloat16_program():
 
 
 def test_matmul_keeps_a_larger_preferred_element_type():
-    fun, args = matmul_told_its_dtype(jnp.bfloat16)
-    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_told_its_dtype(jnp.float16)[0](*args))
+    fun, args = matmul_with_its_dtype(jnp.bfloat16)
+    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_with_its_dtype(jnp.float16)[0](*args))
 
 
 def test_reduce_precision_of_a_float32_value_is_kept():
@@ -484,9 +484,9 @@ def test_callback_is_not_converted_and_causes_a_warning():
         y = x.astype(jnp.float16)
         return y * jax.pure_callback(lambda y: np.float16(y + 1), jax.ShapeDtypeStruct((), jnp.float16), y)
 
-    with pytest.warns(UserWarning, match="cannot follow pure_callback, and") as told:
+    with pytest.warns(UserWarning, match="cannot convert these operations, .*: pure_callback\\.") as warnings:
         out = in_precision(fun)(jnp.float32(2048.0))
-    assert told[0].filename == __file__
+    assert warnings[0].filename == __file__
     # The callback rounds 2049 to 2048 in float16. The result is computed in float32, because float16 would overflow.
     assert out == 2048.0 * 2048.0
 
@@ -515,7 +515,7 @@ def test_mutable_array_is_not_converted_and_causes_a_warning():
         return made[...] * 2, ref[...] + x
 
     ref = jax.new_ref(jnp.float16([3, 4]))
-    with pytest.warns(UserWarning, match="cannot follow new_ref, get, swap, and"):
+    with pytest.warns(UserWarning, match="cannot convert these operations, .*: new_ref, get, swap\\."):
         made, read = in_precision(fun)(jnp.float32([2048, 1]), ref)
     np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # float16 rounds 2049 to 2048.
     np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # This sum is in float32.

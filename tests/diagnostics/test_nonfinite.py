@@ -122,7 +122,7 @@ def test_html_report_is_a_table_between_summary_and_notes():
 NOTHING_BAD = {
     "all finite": ({"a": [1.0, -8.0], "b": [3.0]}, "All 2 leaves are finite; the largest magnitude, 8, is in ['a']."),
     "empty leaves": ({"a": []}, "All 1 leaves are finite."),
-    "no leaves": ({"a": 3}, "There are no inexact leaves."),
+    "no leaves": ({"a": 3}, "There are no floating-point or complex leaves."),
 }
 
 
@@ -200,7 +200,7 @@ def test_tree_without_checked_leaves_has_no_nan():
 
 @pytest.mark.parametrize("index", [-2, 2])
 def test_path_of_an_invalid_index_raises_an_error(index):
-    with pytest.raises(ValueError, match="structure of the gradients"):
+    with pytest.raises(ValueError, match="same structure as the gradients"):
         leaf_path({"a": 1, "b": 2}, index)
 
 

@@ -167,13 +167,13 @@ def test_rescued_share_is_the_underflow_that_the_scale_prevents():
 
 WITHOUT_NUMBERS = {
     # Each entry contains a tree, its underflow, its suggestion, and the first words of both.
-    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
-    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% of", "A loss scale of 2^0 = 1")),
+    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% of", "A loss scale of 2^0 = 1")),
     "all zero": (
         {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)},
         (0, 0, 1),
         (1, 0, 0, 1),
-        ("All gradients are exactly zero.", "No loss scale follows. All gradients are exactly zero."),
+        ("All gradients are exactly zero.", "No loss scale can be suggested. All gradients are exactly zero."),
     ),
 }
 
@@ -188,7 +188,7 @@ def test_trees_without_nonzero_finite_elements_have_no_suggestion(tree, underflo
 def test_share_of_zeros_is_reported():
     some = jnp.array([0.0, 1e-9, 1.0, INF])
     assert underflow_fraction(some).already_zero == suggest_loss_scale(some).already_zero == np.float32(1 / 3)
-    assert "33.333% of all are zero already" in str(underflow_fraction(some))
+    assert "33.333% of all numbers are already zero" in str(underflow_fraction(some))
     assert jax.jit(lambda grads: str(underflow_fraction(grads)) and grads)(some).shape == (4,)
 
 

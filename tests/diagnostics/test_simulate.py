@@ -83,13 +83,13 @@ def oracle(loss_scale, largest, max_cotangent, dtype):
         with np.errstate(over="ignore"):
             arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
         finite = bool(np.isfinite(np.float32(arrives)) and np.isfinite(np.float32(overflows)))
-        told = (
+        kwargs = (
             {"largest": jnp.float32(np.float32(arrives) / scale if finite else np.nan)}
             if loss_scale.needs_largest
             else {}
         )
         steps.append((scale, finite))
-        loss_scale = loss_scale.adjust(jnp.array(finite), **told)
+        loss_scale = loss_scale.adjust(jnp.array(finite), **kwargs)
     return steps, loss_scale
 
 
@@ -172,7 +172,7 @@ BAD_ARGUMENTS = {
     "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
     "magnitudes that are flags": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
-        "must be real numbers",
+        "must contain real numbers",
     ),
     "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
     "dtype": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
@@ -182,9 +182,9 @@ BAD_ARGUMENTS = {
     ),
     "max_cotangent of another length": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), max_cotangent=jnp.ones(3)),
-        "as long as `largest`, 2, got 3",
+        "the same length as `largest`, 2, got 3",
     ),
-    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Give `largest`"),
+    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Pass `largest`"),
 }
 
 

@@ -30,7 +30,7 @@ def test_property_is_computed_when_it_is_first_used():
 def test_origins_of_float32_operands_are_in_the_summary_without_autocast():
     gradients = traced(loss)
     assert gradients.matmuls.first_float32 == str(gradients.float32_origins[0])
-    assert gradients.float32_origins[0].reason == "its input is float32 from the beginning (`x`)"
+    assert gradients.float32_origins[0].reason == "its operand comes from `x`, which is float32"
 
 
 def test_inputs_and_parameters_have_names():

@@ -28,7 +28,7 @@ def warned(*args, **kwargs):
     return str(warnings[0].message)
 
 
-ASKED = {
+TEXTS = {
     "compare_gradients": lambda *args, **kwargs: compare_gradients(jls.autocast(loss_fn), *args, **kwargs).verdict,
     "range_report": lambda *args, **kwargs: repr(range_report(jls.autocast(loss_fn), *args, **kwargs)),
     "autocast_report": lambda *args, **kwargs: repr(autocast_report(loss_fn, *args, **kwargs)),
@@ -38,18 +38,18 @@ FAULTS = {
     "NaN in the batch": (
         (PARAMS, X.at[5, 5].set(NAN).at[7, 1].set(INF).at[9, 1].set(NAN)),
         {},
-        "`batch` holds 2 NaN, the first at [5, 5].",
+        "`batch` contains 2 NaNs, the first at [5, 5].",
     ),
-    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` holds 1 NaN, at [2, 3]."),
-    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` holds 1 NaN"),
-    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` holds 4 NaN, the first at [0]."),
+    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` contains 1 NaN, at [2, 3]."),
+    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` contains 1 NaN"),
+    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` contains 4 NaNs, the first at [0]."),
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
-def test_nan_in_the_arguments_is_reported_first(asked, args, kwargs, said):
-    text = ASKED[asked](*args, **kwargs)
+def test_nan_in_the_arguments_is_reported_first(kind, args, kwargs, said):
+    text = TEXTS[kind](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
 
@@ -57,9 +57,9 @@ def test_nan_in_the_arguments_is_reported_first(asked, args, kwargs, said):
 @pytest.mark.slow
 def test_infinite_argument_is_reported_only_if_the_result_is_not_finite():
     infinite = (PARAMS, X.at[5, 5].set(INF))
-    assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
-    assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
-    assert "`batch` holds 1 infinity" in warned(*infinite)
+    assert "`batch` contains 1 infinity, at [5, 5]." in TEXTS["compare_gradients"](*infinite)
+    assert "`batch` contains 1 infinity" in TEXTS["range_report"](*infinite)
+    assert "`batch` contains 1 infinity" in warned(*infinite)
 
     def masked(params, batch, mask):
         return -jnp.mean(jax.nn.log_softmax(batch @ params["kernel"] + mask)[:, 0])
@@ -74,11 +74,13 @@ def test_float16_is_not_blamed_for_a_diverged_training(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
-    assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # This sentence comes first if training is impossible.
-    assert "look at the learning rate" in verdict
-    assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
+    sentence = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
+    assert sentence in verdict
+    assert verdict.startswith(sentence) == (size > 65504)  # This sentence comes first if training is impossible.
+    assert "Check the learning rate" in verdict
+    assert ("`params['kernel']` reaches 1e+05, but the largest finite float16 number is 65504." in verdict) == (
+        size > 65504
+    )
 
 
 def test_float16_is_blamed_for_an_overflow_with_a_small_float32_loss():
@@ -88,7 +90,7 @@ def test_float16_is_blamed_for_an_overflow_with_a_small_float32_loss():
 
     verdict = compare_gradients(fun, PARAMS, X).verdict
     assert "learning rate" not in verdict
-    assert ", and float16 ends at 65504." in verdict
+    assert ", but the largest finite float16 number is 65504." in verdict
 
 
 def test_large_argument_that_is_not_cast_is_not_reported():
@@ -97,7 +99,10 @@ def test_large_argument_that_is_not_cast_is_not_reported():
         return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
 
     params, batch = {**PARAMS, "unused": jnp.full(3, 1e5)}, {"x": X, "time": jnp.full(4, 1.7e9)}
-    assert "and float16 ends at 65504." in compare_gradients(jls.autocast(loss), params, batch).verdict
+    assert (
+        "but the largest finite float16 number is 65504."
+        in compare_gradients(jls.autocast(loss), params, batch).verdict
+    )
     for name in "time", "unused":
         assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
 
@@ -144,7 +149,7 @@ def test_range_of_working_scales_is_reported():
     report = compare_gradients(*ATTENTION)
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"those from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f} work." in repr(report)
+    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
     for scale in report.loss_scales:
         loss_scale = jls.DynamicLossScale(current_loss_scale=jnp.float32(scale))
         grads = jls.scaled_grad(attention, loss_scale)(*ATTENTION[1:])
@@ -181,7 +186,7 @@ def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
 REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
 REPORTS["range_report"] = range_report
 FLOATING = "must be a real floating dtype, got int32"
-NUMBERS = "must be positive finite numbers, got"
+NUMBERS = "must be a sequence of positive finite numbers, got"
 REFUSED = [
     ("autocast_report", {"policy": "float32"}, "policy=...)` must be"),
     ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),
@@ -202,7 +207,7 @@ REFUSED = [
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
     ("find_precision", {"progress": 1}, "progress=...)` must be"),
-    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
+    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must contain values with the structure"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
 ]

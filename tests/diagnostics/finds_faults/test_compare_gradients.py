@@ -18,23 +18,23 @@ pytestmark = pytest.mark.ci
 
 # The known problem of each workload: the cause, whether the workload trains, and words of the verdict.
 KNOWN = {
-    "healthy": ("none", True, "It will train; start from 2^15."),
-    "normalized": ("none", True, "It will train; start from 2^12."),
-    "mask_of_minus_infinity": ("none", True, "It will train; start from 2^"),
-    "tiny_loss": ("underflow", True, "It will train; start from 2^39. Without a loss scale 100% of the gradients"),
+    "healthy": ("none", True, "Training in float16 will work. Start with a loss scale of 2^15."),
+    "normalized": ("none", True, "Training in float16 will work. Start with a loss scale of 2^12."),
+    "mask_of_minus_infinity": ("none", True, "Training in float16 will work. Start with a loss scale of 2^"),
+    "tiny_loss": ("underflow", True, "Start with a loss scale of 2^39. Without a loss scale, 100% of the gradients"),
     "tiny_loss_in_float16": (
         "underflow",
         False,
-        "The loss is 5.6e-10, too small for float16. The loss is float16, which",
+        "The loss is 5.6e-10, which is too small for float16. The loss is in float16, which",
     ),
     "two_branches": ("branch underflow", False, "`jls.scale_gradient(..., 2.0**"),
     "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
     "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
     "mask_of_minus_a_billion": ("forward overflow", False, "`convert_element_type` in attention"),
     "mean_over_a_million": ("forward overflow", False, "`reduce_sum` in mean"),
-    "rounded_away": ("forward rounding", False, "No loss scale helps, since the error is made in the forward pass."),
+    "rounded_away": ("forward rounding", False, "No loss scale helps, because the error occurs in the forward pass."),
     "layer_norm": ("backward overflow", False, "The derivative of `rsqrt` in norm"),
-    "sum_for_a_mean": ("backward overflow", True, "It will train; start from 2^-10, which is below 1"),
+    "sum_for_a_mean": ("backward overflow", True, "Start with a loss scale of 2^-10, because the gradients overflow"),
 }
 
 
@@ -78,7 +78,7 @@ def test_gradients_are_accurate_at_the_recommended_scale(name):
 
 
 def test_code_in_the_verdict_creates_a_scale_below_1():
-    code = compared("sum_for_a_mean").verdict.split("`")[1]
+    code = compared("sum_for_a_mean").verdict.split("use `")[1].split("`")[0]
     loss_scale = eval(code, {"jls": jls})
     assert loss_scale() == compared("sum_for_a_mean").loss_scale
     assert loss_scale.min_loss_scale < loss_scale()
@@ -223,8 +223,10 @@ def test_bfloat16_is_supported():
 
     report = compare_gradients(fun, jnp.ones(3), jnp.array([1.0, 1e-30, 3.0]), dtype=jnp.bfloat16)
     assert (report.cause, report.dtype) == ("none", "bfloat16")
-    # bfloat16 has the range of float32, so no loss scale is needed.
-    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)
+    assert (report.verdict, report.loss_scale) == (
+        "Training in bfloat16 will work. No loss scale is needed.",
+        1,
+    )  # bfloat16 has the range of float32.
 
 
 @pytest.mark.slow
@@ -251,26 +253,26 @@ def test_function_without_half_precision_is_reported():
 def test_non_finite_float32_loss_is_reported_without_half_precision():
     report = compare_gradients(lambda w: jnp.log(-jnp.sum(w * w)), jnp.ones(3))
     assert report.cause == "no half precision"
-    assert report.verdict.endswith("with `jls.cast_floating`. In float32 the loss is not finite either.")
+    assert report.verdict.endswith("with `jls.cast_floating`. The loss is not finite in float32 either.")
 
 
 def test_different_half_precision_dtype_is_reported():
     report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
     assert report.cause == "no half precision"
-    assert "`fun` computes in bfloat16, and nothing in float16" in report.verdict
+    assert "`fun` computes in bfloat16, but not in float16" in report.verdict
     assert "dtype='bfloat16'" in report.verdict
 
 
 def test_non_finite_reference_is_reported():
     report = compare_gradients(lambda w: jnp.sum(jnp.sqrt(w.astype(jnp.float16))).astype(jnp.float32), jnp.zeros(3))
     assert (report.cause, report.inaccurate_leaves) == ("reference not finite", ("",))
-    assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
+    assert "The gradients of the only leaf are not finite in float32 either" in report.verdict
 
 
 def test_gradients_that_are_zero_in_float32_are_reported():
     report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
     assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
-    assert report.verdict.startswith("All gradients are zero in float32, too")
+    assert report.verdict.startswith("All gradients are zero in float32 as well")
 
 
 def test_opaque_operations_are_listed():
@@ -281,7 +283,7 @@ def test_opaque_operations_are_listed():
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)
-    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
+    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
 
 
 # Printed reports.
@@ -290,7 +292,7 @@ def test_opaque_operations_are_listed():
 def test_report_is_printed_as_a_table_with_the_worst_leaf_first():
     report = compared("two_branches")
     matmuls, verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
-    assert matmuls == "Matrix products and convolutions: 7 of 7 in float16."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): 7 of 7 in float16."
     assert verdict == report.verdict
     assert loss.startswith("Loss: 5.5707")
     assert explanation.startswith("Relative error")

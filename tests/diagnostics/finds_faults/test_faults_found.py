@@ -114,56 +114,59 @@ EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
     # Each entry contains a report and the phrases that it must contain.
-    "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "in float32"]),
+    "NaN in the data": (
+        lambda: verdict(square_error, PARAMS, HOLE),
+        ["`batch` contains 1 NaN, at [5, 2].", "in float32"],
+    ),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
-        ["so it was that batch, and not the scale", "look in that batch for NaN"],
+        ["the cause was that batch, not the scale", "check the batch for NaN"],
     ),
     "a learning rate that diverges": (
         lambda: run(square_error, [X], learning_rate=1e4)[0],
-        ["A parameter is as large as", "Take a smaller learning rate"],
+        ["The largest parameter is", "with a smaller learning rate"],
     ),
     "the loss after a learning rate that diverges": (
         lambda: verdict(square_error, run(square_error, [X], learning_rate=1e4)[1], X),
-        ["in float32, too.", "the learning rate"],
+        ["in float32 as well.", "the learning rate"],
     ),
-    "the norm of zero": (lambda: worst(norm, PARAMS, EMPTY_ROW), ["not a number in float32 either", "a norm"]),
+    "the norm of zero": (lambda: worst(norm, PARAMS, EMPTY_ROW), ["NaN in float32 as well", "norm"]),
     "an empty selection": (
         lambda: verdict(mean_of_the_chosen, PARAMS, X),
-        ["In float32 the loss is not finite either", "`div`", line(mean_of_the_chosen)],
+        ["The loss is not finite in float32 either", "`div`", line(mean_of_the_chosen)],
     ),
     "a wrong sign": (
         lambda: verdict(wrong_sign, run(wrong_sign, [X], learning_rate=0.3, steps=400)[1], X),
-        ["in float32, too.", "the sign of the loss"],
+        ["in float32 as well.", "the sign of the loss"],
     ),
     "exponentials without a maximum": (
         lambda: verdict(softmax_by_hand, PARAMS, X),
-        ["`exp`", line(softmax_by_hand), "Subtract the maximum before"],
+        ["`exp`", line(softmax_by_hand), "Subtract the maximum first"],
     ),
     "the logarithm of a probability": (
         lambda: verdict(log_of_a_probability, PARAMS, X),
-        ["In float32", "not finite either", line(log_of_a_probability)],
+        ["not finite in float32 either", line(log_of_a_probability)],
     ),
     "labels that start at 1": (
         lambda: verdict(labels_from_one, PARAMS, X),
-        ["In float32 the loss is not finite either", "an index that is out of range"],
+        ["The loss is not finite in float32 either", "an index that is out of range"],
     ),
-    "a stopped gradient": (lambda: verdict(stopped, PARAMS, X), ["zero in float32, too", "stop_gradient"]),
+    "a stopped gradient": (lambda: verdict(stopped, PARAMS, X), ["zero in float32 as well", "stop_gradient"]),
     "an epsilon that float16 cannot represent": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
-        ["epsilon", line(epsilon_of_a_norm), "is 0 in 16 bits"],
+        ["epsilon", line(epsilon_of_a_norm), "rounds to 0 in half precision"],
     ),
     "sums of pixels": (
         lambda: verdict(sum_of_pixels, PARAMS, X),
-        ["below 1", "means for sums"],
+        ["below 1", "means instead of sums"],
     ),
     "a mask of a billion": (
         lambda: worst(mask_of_a_billion, PARAMS, X, cast=as_it_is),
-        [line(mask_of_a_billion), "If it is a mask, choose by it"],
+        [line(mask_of_a_billion), "If this is the fill value of a mask, use"],
     ),
     "a batch that is not cast": (
         lambda: verdict(batch_forgotten_in_float32, PARAMS, X, cast=as_it_is),
-        ["nothing is gained", "`batch`"],
+        ["half precision has no benefit", "`batch`"],
     ),
 }
 

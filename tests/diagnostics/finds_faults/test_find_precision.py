@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
 # Separate tests check these warnings.
-UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero even in float32")
 FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
 
@@ -29,7 +29,7 @@ ERROR = re.compile(r"([\d.]+)%")
 # differ from processor to processor in the last digit that is shown.
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
-    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
+    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
     "large_logits": (1, 0, "an operand reaches 1.1e+05"),
     "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
     "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
@@ -41,8 +41,12 @@ FOUND = {
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # The loss scale solves this problem.
-    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
-    "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (
+        3,
+        0,
+        "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**",
+    ),
     "a_loop": (3, 0, ""),
     # The matmuls with the scores and with the values have the same rule: both are in one function and use no parameter.
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
@@ -50,7 +54,7 @@ FOUND = {
 }
 
 
-def products(jaxpr):
+def matmuls_of(jaxpr):
     """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
     found = []
     for eqn in jaxpr.eqns:
@@ -58,7 +62,7 @@ def products(jaxpr):
             found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += products(inner) if hasattr(inner, "eqns") else []
+            found += matmuls_of(inner) if hasattr(inner, "eqns") else []
     return found
 
 
@@ -89,17 +93,17 @@ QUICK = ("small_epsilon", "small_unit")
 )
 def test_policy_fixes_each_fault(name, capsys):
     loss, args = FAULTS[name]
-    num_wide, num_wide_result, reason = FOUND[name]
+    num_float32, num_float32_result, reason = FOUND[name]
     policy = find_precision(loss, *args, progress=True)
     assert error(loss, args, policy) < 0.01
-    found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
-    assert found.count(("dot_general", "float32")) == num_wide
-    assert found.count(("float32_result_matmul", "float16")) == num_wide_result
+    found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
+    assert found.count(("dot_general", "float32")) == num_float32
+    assert found.count(("float32_result_matmul", "float16")) == num_float32_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
-    assert bool(policy.rules) == bool(num_wide or num_wide_result)
+    assert bool(policy.rules) == bool(num_float32 or num_float32_result)
     if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
@@ -115,7 +119,7 @@ def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys)
     policy = find_precision(loss, *args, dtype=dtype)
     assert policy.rules == ()
     assert error(loss, args, policy, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
-    assert {dtype for _, dtype in products(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
+    assert {dtype for _, dtype in matmuls_of(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
         jnp.dtype(dtype).name
     }
     assert capsys.readouterr().err == ""
@@ -136,9 +140,9 @@ def test_policy_is_printed_with_its_loss_scale_and_serializable():
         "(its result reaches 4.5e+05)\n"
         f"Tested at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
-    kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
-    assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
-    assert hash(kept) == hash(policy)
+    restored = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
+    assert (restored, restored.loss_scale) == (policy, policy.loss_scale)
+    assert hash(restored) == hash(policy)
 
 
 def test_policy_with_a_loss_scale_below_1_names_suitable_loss_scales():
@@ -288,10 +292,10 @@ def test_reported_errors_equal_those_of_compare_gradients():
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
-    told = float(ERROR.search(policy.rules[0].reason)[1]) / 100
+    reported = float(ERROR.search(policy.rules[0].reason)[1]) / 100
     assert "in half precision, the gradient of ['bias'] is off by" in policy.rules[0].reason
-    assert told == pytest.approx(min(bias.relative_error), rel=0.1)
-    assert policy.errors[0] == pytest.approx(told, rel=0.1)
+    assert reported == pytest.approx(min(bias.relative_error), rel=0.1)
+    assert policy.errors[0] == pytest.approx(reported, rel=0.1)
 
 
 def test_error_of_a_negligible_leaf_is_ignored():
@@ -315,7 +319,7 @@ def test_warning_if_most_gradients_are_zero_in_float32():
         return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
     params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
-    with pytest.warns(UserWarning, match=r"1 of 2 leaves, 88.9% of all gradients, are zero in float32, too"):
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
         assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
 
 
@@ -345,9 +349,9 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
         return 20.0, 0.2, "the value"
 
     monkeypatch.setattr(Search, "verified", wrong)
-    with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
+    with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
-    matmuls = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
     assert {dtype for _, dtype in matmuls} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

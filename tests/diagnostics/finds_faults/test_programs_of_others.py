@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
 HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # These are accurate in half precision.
-ASKED = {
+REPORTS = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
     "autocast_report": lambda fun, *args: repr(autocast_report(fun, *args)),
@@ -38,19 +38,19 @@ SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_pr
 
 @pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 @pytest.mark.parametrize(
-    ("name", "asked"),
-    [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
+    ("name", "kind"),
+    [pytest.param(name, kind, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for kind in REPORTS],
 )
-def test_every_report_accepts_every_program(name, asked):
-    answer = ASKED[asked](*PROGRAMS[name]())
+def test_every_report_accepts_every_program(name, kind):
+    answer = REPORTS[kind](*PROGRAMS[name]())
     assert "cast_floating" not in answer  # The programs already use `autocast`.
     if name in HALF:
         sound = {
-            "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
+            "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
             "find_precision": "No exceptions from the rule of `autocast`.",
         }
-        assert sound.get(asked, "") in answer
+        assert sound.get(kind, "") in answer
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_gram_matrix_has_the_reason_of_the_plan_in_every_report():
 def test_manual_cast_is_not_suggested_for_a_function_without_matmuls():
     verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
     assert verdict == (
-        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
-        "those of float32, and nothing is gained."
+        "`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in float16. "
+        "Therefore, the gradients are the same as in float32, and half precision has no benefit."
     )
 
 
@@ -85,7 +85,9 @@ def test_summary_contains_the_share_of_work():
     report = autocast_report(fun, *args)
     assert (summary.half_matmuls, summary.matmuls) == (3, 5)
     assert summary.half_share == report.half_share
-    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
+    assert "3 of 5 in float16, with 16% of the floating-point operations. The first matmul that is not in" in str(
+        summary
+    )
 
 
 def test_matmuls_marked_with_a_precision_stay_float32_in_the_backward_pass():
@@ -102,9 +104,9 @@ def test_matmuls_marked_with_a_precision_stay_float32_in_the_backward_pass():
     square.defvjp(lambda x: (square(x), x), backward)
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        in_float32 = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
+        in_float32 = [operation for operation in autocast_report(each, *args).matmuls if operation.dtype == "float32"]
         assert in_float32
-        assert all(product.reason.startswith("marked") for product in in_float32)
+        assert all(operation.reason.startswith("marked") for operation in in_float32)
 
 
 def test_cast_by_autocast_has_the_location_of_its_matmul():
@@ -113,8 +115,8 @@ def test_cast_by_autocast_has_the_location_of_its_matmul():
 
     verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2)).verdict
     assert f"test_programs_of_others.py:{fun.__code__.co_firstlineno + 1}) reaches " in verdict
-    assert "Keep that product in float32, with `jls.keep_float32`" in verdict
-    assert "Do not cast it" not in verdict
+    assert "Keep the matmul in float32 with `jls.keep_float32`" in verdict
+    assert "Do not cast this value" not in verdict
 
 
 def test_sharding_constraint_is_never_reported():
@@ -152,8 +154,8 @@ def test_one_layer_of_eight_is_identified_by_its_parameter():
     assert sum(each.count for each in report.matmuls) == 23
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
     assert str(policy).startswith("Error compared with float32: over 100% -> ")
-    kept = jls.PrecisionPolicy.from_config(policy.get_config())
-    assert (kept, kept.errors) == (policy, policy.errors)
+    restored = jls.PrecisionPolicy.from_config(policy.get_config())
+    assert (restored, restored.errors) == (policy, policy.errors)
 
 
 def test_parameter_rule_matches_code_without_a_source_file():
@@ -210,7 +212,7 @@ def test_warning_if_few_matmuls_stay_in_half_precision():
             x = jnp.log1p(jnp.square(x @ (3e5 * kernel)))
         return jnp.mean(x)
 
-    with pytest.warns(UserWarning, match=r"only 0 of 3 matmuls stay in half precision"):
+    with pytest.warns(UserWarning, match=r"Only 0 of 3 matmuls stay in half precision"):
         policy = find_precision(fun, [draw(8, 8, seed=n) + 1 for n in range(3)], draw(4, 8, seed=9))
     assert policy.rules
 

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
 # The operation that is reported for each fault, and words of the suggestion.
 KNOWN = {
-    "second_differences": ("add", "It makes the rounding errors of its operands larger"),
-    "difference_of_squares": ("sub", "It makes the rounding errors of its operands larger"),
-    "positions": ("sin", "It makes the rounding errors of its operands larger"),
-    "counts": ("scatter-add", "add up in float32"),
-    "cosines_of_small_vectors": ("mul", "make it larger before"),
-    "loss_in_a_carry": ("add", "add up in float32"),
+    "second_differences": ("add", "amplifies the rounding errors of its operands"),
+    "difference_of_squares": ("sub", "amplifies the rounding errors of its operands"),
+    "positions": ("sin", "amplifies the rounding errors of its operands"),
+    "counts": ("scatter-add", "Compute the sum in float32"),
+    "cosines_of_small_vectors": ("mul", "make its operands larger"),
+    "loss_in_a_carry": ("add", "Compute the sum in float32"),
 }
 
 
@@ -82,8 +82,11 @@ def test_inaccurate_loss_with_accurate_gradients_is_reported():
     fun, *args = faults.FAULTS["loss_in_a_carry"]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
     assert report.will_train
-    assert f"But the loss is {report.value:.4g}, and {report.reference_value:.4g} in float32 (-" in report.verdict
-    assert f"The error grows to {range_of_loss(report):.0f}% over the " in report.verdict
+    assert (
+        f"However, the loss is {report.value:.4g} instead of {report.reference_value:.4g} in float32 (-"
+        in report.verdict
+    )
+    assert f"Over the iterations of a loop, the error grows to {range_of_loss(report):.0f}% at " in report.verdict
     assert f"({line(faults.FAULTS['loss_in_a_carry'][0])})" in report.verdict
 
 
@@ -275,7 +278,7 @@ def test_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
     assert [(each.operation, each.source) for each in report.bad] == expected
     assert all(each.changes_result for each in report.bad)
     assert f"`{operations[0]}` ({line(fun)}" in report.bad[1].suggestion
-    assert "makes its rounding error larger. Compute both in float32" in report.bad[1].suggestion
+    assert "amplifies the rounding error of this operation. Compute both in float32" in report.bad[1].suggestion
 
 
 def test_suggestion_for_a_rounded_angle_makes_the_report_empty():
@@ -288,5 +291,6 @@ def test_operation_that_underflows_is_reported_without_its_operands():
     of_line = {each.operation for each in reported("cosines_of_small_vectors").bad if not each.is_backward}
     assert of_line == {"mul", "reduce_sum"}
     assert not any(
-        "makes its rounding error larger" in each.suggestion for each in reported("cosines_of_small_vectors")
+        "amplifies the rounding error of this operation" in each.suggestion
+        for each in reported("cosines_of_small_vectors")
     )

@@ -37,11 +37,14 @@ def test_program_without_layers_has_no_layers_of_this_library():
 
 
 def test_summary_counts_matmuls_and_locates_the_first_in_float32():
-    counts = "Matrix products and convolutions: {} of 5 in {}"
+    counts = "Matrix multiplications and convolutions (matmuls): {} of 5 in {}"
     assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
     assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).summary) == counts.format(5, "bfloat16") + "."
     summary = str(autocast_report(network, W, X).summary)
-    assert summary.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert summary.startswith(
+        f"{counts.format(2, 'float16')}, with 40% of the floating-point operations. "
+        "The first matmul that is not in float16: `head` ("
+    )
     assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
 
 
@@ -59,8 +62,8 @@ def test_report_is_printed_as_a_table_of_matmuls():
 def test_column_of_reasons_is_left_aligned_without_reasons():
     report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
     heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
-    assert heading.endswith("flops  why")
-    assert '<th style="text-align: left">why</th>' in report._repr_html_()
+    assert heading.endswith("flops  reason")
+    assert '<th style="text-align: left">reason</th>' in report._repr_html_()
 
 
 def test_long_table_is_truncated():
@@ -72,7 +75,7 @@ def test_long_table_is_truncated():
 
     report = autocast_report(many, W, X)
     assert len(report.matmuls) == 40
-    assert "... and 24 more: `report.matmuls`." in str(report)
+    assert "... and 24 more (see `report.matmuls`)." in str(report)
 
 
 def test_number_of_flops_is_correct():
@@ -112,8 +115,8 @@ def test_saved_bytes_equal_the_residuals_of_vjp():
     # Before: exp(y), the result of tanh, and 1 minus this result, in float32. After: y and the cast of x, in float16.
     assert report.bytes_before == 3 * 4 * 32
     assert report.bytes_after == 2 * 2 * 32
-    kept = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
-    assert kept.bytes_after > report.bytes_after
+    residuals = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
+    assert residuals.bytes_after > report.bytes_after
     nothing = autocast_report(lambda w, x: jnp.sum(x @ w) + jnp.sum(x), W, X, dtype=jnp.float32)
     assert (nothing.bytes_before, nothing.bytes_after) == (0, 0)
 
@@ -140,8 +143,8 @@ def by_rule(w, x):
     def function(w, x):
         return x @ w
 
-    def backward(kept, cotangent):
-        w, x = kept
+    def backward(residuals, cotangent):
+        w, x = residuals
         with jls.keep_float32():
             of_w = x.T @ cotangent
         return of_w, cotangent @ w.T
@@ -201,7 +204,7 @@ def test_opaque_operations_are_reported(function, reason, opaque):
     assert bool(in_float32) == (reason is not None)
     assert all(each.reason.startswith(reason) for each in in_float32 if "differentiating" not in each.reason)
     assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
-    assert ("Not followed" in str(report)) == (opaque is not None)
+    assert ("Computed as written" in str(report)) == (opaque is not None)
 
 
 def test_rule_of_a_policy_is_applied_and_given_as_reason():
@@ -231,7 +234,10 @@ def test_function_with_manual_casts_is_supported():
         y = x.astype(jnp.float16) @ w.astype(jnp.float16)
         return jnp.sum(y.astype(jnp.float32))
 
-    assert str(autocast_report(by_hand, W, X).summary) == "Matrix products and convolutions: 2 of 2 in float16."
+    assert (
+        str(autocast_report(by_hand, W, X).summary)
+        == "Matrix multiplications and convolutions (matmuls): 2 of 2 in float16."
+    )
     other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
     assert "0 of 2 in bfloat16" in str(other.summary)
     assert str(other.summary).endswith("float16 in the source.")
@@ -239,7 +245,7 @@ def test_function_with_manual_casts_is_supported():
 
 def test_function_without_matmuls_is_supported():
     report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
-    assert str(report.summary) == "Matrix products and convolutions: none."
+    assert str(report.summary) == "Matrix multiplications and convolutions (matmuls): none."
     assert report.matmuls == ()
     assert "dot_general" not in str(report)
 
@@ -256,7 +262,7 @@ def test_jitted_function_in_two_layers_has_separate_reasons():
 
     rule = jls.PrecisionRule("float32", layer="head")
     report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
-    assert {(product.layer, product.reason) for product in report.matmuls} == {
+    assert {(operation.layer, operation.reason) for operation in report.matmuls} == {
         ("keep_float32", "inside `keep_float32`"),
         ("head", f"a rule of the policy: {rule!r}"),
     }
@@ -274,7 +280,7 @@ def test_jitted_function_on_two_lines_has_separate_reasons():
     rules = [jls.PrecisionRule("float32", function=name, reason=f"why {name}") for name in ("first", "second")]
     report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
     lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
-    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
+    assert {(int(operation.source.rpartition(":")[2]), operation.reason) for operation in report.matmuls} == {
         (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
     }
 
@@ -286,5 +292,5 @@ def test_jitted_function_in_a_class_layer_has_its_own_reason():
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="Block")])
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
-    reasons = {product.dtype: product.reason for product in report.matmuls}
+    reasons = {operation.dtype: operation.reason for operation in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

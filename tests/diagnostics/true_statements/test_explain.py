@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
-from sentences import told_in
+from sentences import statements_of
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
@@ -53,7 +53,7 @@ EXPLAINED = {
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
     "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
-    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
+    "often, not recorded": (SHORT, False, TENTH, "often | not recorded | rarer"),
     "often, after the automatic scale has given up": (
         GIVEN_UP,
         False,
@@ -72,10 +72,10 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.parametrize(("loss_scale", "record", "steps", "told"), EXPLAINED.values(), ids=EXPLAINED)
-def test_lines_of_the_text(loss_scale, record, steps, told):
+@pytest.mark.parametrize(("loss_scale", "record", "steps", "expected"), EXPLAINED.values(), ids=EXPLAINED)
+def test_lines_of_the_text(loss_scale, record, steps, expected):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=record), PARAMS, steps)
-    assert told_in(explain(state, PARAMS)) == told
+    assert statements_of(explain(state, PARAMS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=last_bad is not None)
     state = recorded(tx, PARAMS, ([last_bad] if last_bad else []) + [GOOD] * 20)
     state = state._replace(applied_steps=jnp.int32(steps - skipped), skipped_steps=jnp.int32(skipped))
-    assert ("log the batches" in told_in(explain(state))) == recommends
+    assert ("log the batches" in statements_of(explain(state))) == recommends
     if recommends:
         assert f"{skipped / steps:.1%} of all steps were skipped." in explain(state)
 
@@ -107,14 +107,14 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
 @pytest.mark.parametrize(
     ("loss_scale", "steps", "said"),
     [
-        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 were applied and 0 skipped."]),
+        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 was applied and 0 were skipped."]),
         (None, [GOOD], ["There is no loss scale, and the gradients are not checked (NoOpLossScale)."]),
         (
             jls.AutoLossScale(2.0),
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The scale is 2^8 below what that would allow in float16.",
+                "The loss scale could be 2^8 times larger without an overflow of this gradient in float16.",
             ],
         ),
         (
@@ -122,13 +122,17 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             [NAN_GRADS, GOOD, GOOD],
             [
                 "The loss scale is 2^14 = 16384 (DynamicLossScale).",
-                "The last bad step was 2 steps ago: there was a NaN in the gradients, first in ['kernel'].",
+                "The last non-finite or skipped step was 2 steps ago: there was a NaN in the gradients, first in "
+                "['kernel'].",
             ],
         ),
         (
             jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10),
             [([1.0, 1e38], 1.0, False), GOOD],
-            ["The last bad step was 1 step ago: there was an infinity in the gradients, first in ['kernel']."],
+            [
+                "The last non-finite or skipped step was 1 step ago: there was an infinity in the gradients, first in "
+                "['kernel']."
+            ],
         ),
         (
             "dynamic",
@@ -142,8 +146,8 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The scale is again as high as on that step (2^0 now, 2^0 then), and steps are finite: so it was that "
-                "batch, and not the scale.",
+                "The loss scale is again as high as in that step (2^0 now, 2^0 then), and steps are finite.",
+                "Therefore, the cause was that batch, not the scale.",
                 "20% of all steps were skipped.",
             ],
         ),
@@ -173,7 +177,7 @@ CAUSES = {
 }
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
 UNKNOWN = "there was a NaN or an infinity in its gradients"
-TOLD = {
+EXPECTED = {
     # Each entry contains the names of the printed lines, and the reason for the non-finite or skipped step.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT),
     "a NaN, at the floor": ("skipped | no lower | a NaN stays", NAN_AT),
@@ -219,8 +223,8 @@ def cells(table):
 def after(tx, kernel=1.0, value=1.0, skip_if=False):
     """Return the parameters and the state after one step."""
     grads = {"bias": jnp.float32(1.0), "kernel": jnp.float32(kernel)}
-    told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
-    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **told)
+    expected = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
+    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **expected)
 
 
 @pytest.mark.parametrize(("table", "record"), [(RECORDED, True), (UNRECORDED, False)], ids=["recorded", "unrecorded"])
@@ -231,10 +235,10 @@ def test_every_cause_is_explained(kind, table, record):
     assert causes.keys() == CAUSES.keys()
     for cause, cell in causes.items():
         params, state = after(tx, **CAUSES[cause])
-        told, why = TOLD[cell]
+        expected, why = EXPECTED[cell]
         text = explain(state, params)
-        assert told_in(text) == told, cause
-        of_step = f"The last step was skipped: {why}.", f"In the last step {why}, and the step was applied."
+        assert statements_of(text) == expected, cause
+        of_step = f"The last step was skipped because {why}.", f"The last step was applied although {why}."
         assert why is None or text.splitlines()[2] in of_step, cause
 
 
@@ -248,8 +252,8 @@ def test_replaced_loss_scale_is_not_assumed_to_measure():
 def test_wrong_grads_finite_is_reported_instead_of_zero_gradients():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
-    assert told_in(explain(state)) == "not measured"
-    assert "`grads_finite=True`, that was wrong" in explain(state)
+    assert statements_of(explain(state)) == "not measured"
+    assert "`grads_finite=True` to `update`, this was wrong" in explain(state)
 
 
 def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
@@ -261,8 +265,8 @@ def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
 def test_parameters_are_assumed_lost_if_they_are_not_passed():
     for record in True, False:
         _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=record), kernel=NAN)
-        assert "\nThe parameters are lost." in explain(state)
-        assert "\nThe parameters are lost." in explain(state, jax.eval_shape(lambda: PARAMS))
+        assert "\nThe parameters are probably no longer finite." in explain(state)
+        assert "\nThe parameters are probably no longer finite." in explain(state, jax.eval_shape(lambda: PARAMS))
 
 
 def test_non_finite_parameters_are_the_only_explanation():
@@ -270,21 +274,21 @@ def test_non_finite_parameters_are_the_only_explanation():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
-    assert told_in(text) == "skipped | parameters, skipping"
-    assert "are not finite, first in ['kernel'], and so no loss can be." in text
+    assert statements_of(text) == "skipped | parameters, skipping"
+    assert "are not finite, first in ['kernel'], so the loss cannot be finite either." in text
     assert "first in the only leaf" in explain(tx.init(PARAMS), jnp.array([NAN]))
 
 
 def test_large_parameter_is_reported_if_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
-    assert told_in(text).endswith(" | large")
-    assert "\nA parameter is as large as 3e+02, in ['kernel']." in text
+    assert statements_of(text).endswith(" | large")
+    assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
 
 
 def test_harmless_applied_step_is_reported():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0), kernel=NAN)
-    assert told_in(explain(state, PARAMS)) == "applied, finite"
+    assert statements_of(explain(state, PARAMS)) == "applied | finite"
 
 
 def test_record_of_an_earlier_step_is_not_used_for_the_last_step():
@@ -335,7 +339,7 @@ def test_grads_finite_argument_is_reported_as_the_cause():
     params = jnp.ones(3)
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
-    assert "`grads_finite` said that the gradients were not finite, though every leaf was" in explain(state, params)
+    assert "`grads_finite` was false, although all gradients were finite" in explain(state, params)
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ def test_backward_matmuls_belong_to_their_own_layer():
     sizes = (4, 5, 6, 7, 8)  # All matmuls have different shapes.
     loss, *_ = functions_in_a_loop()
     report = range_report(loss, kernels(sizes), X, loss_scale=1.0)
-    products = [o for o in report if o.operation == "dot_general" and o.is_backward]
+    backward_matmuls = [o for o in report if o.operation == "dot_general" and o.is_backward]
     of_kernels = {(b, a): f"weights[{n}]" for n, (a, b) in enumerate(itertools.pairwise(sizes))}
     of_inputs = {(6, a): f"weights[{n}]" for n, a in enumerate(sizes[:-1]) if n}
-    assert {o.shape: o.instance for o in products} == of_kernels | of_inputs
+    assert {o.shape: o.instance for o in backward_matmuls} == of_kernels | of_inputs
 
 
 def test_layers_with_unique_names_have_no_instance():

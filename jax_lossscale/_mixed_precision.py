@@ -1,0 +1,337 @@
+"""`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
+
+The loss function and the optimizer of such a trainer have no argument in common, but they must use the same loss scale.
+The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the arguments of every compiled function
+that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. There, `MixedPrecision.step` finds the loss
+scale in the arguments of the training step and makes it available to the loss function while the step is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
+from jax_lossscale._check import check_function
+from jax_lossscale._gradients.warn import is_frozen
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale.lookup import find_one, unwrapped
+from jax_lossscale._measure import AxisName
+from jax_lossscale._optax.branch import Skip
+from jax_lossscale._optax.state import LossScaledState
+from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
+from jax_lossscale._optax.wrapper import Wrapper, is_concrete_array
+from jax_lossscale._scaled_backward import scaled_backward
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
+
+
+class MixedPrecision:
+    """Half-precision training with a loss scale, in a trainer that computes the gradients itself.
+
+    Pass ``mp.loss(loss_fn)`` to the trainer instead of the loss function, and ``mp.optimizer`` instead of the
+    optimizer::
+
+        mp = jls.MixedPrecision(optax.adamw(3e-4))
+        trainer = Trainer(loss_fn=mp.loss(loss_fn), optimizer=mp.optimizer)
+
+    The loss function is evaluated under `autocast`, and its backward pass runs at the current loss scale. The trainer
+    only receives unscaled values: the loss, the auxiliary outputs and the gradients. It can therefore log, clip or
+    accumulate gradients as usual. After an overflow, the gradients are not finite, and the optimizer skips the step and
+    adjusts the loss scale.
+
+    Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, the training step needs a third line, because JAX does not
+    support references there: ``trainer.train_step = mp.step(trainer.train_step)``.
+
+    Args:
+      optimizer: an optax transformation, or `optax.MultiSteps`.
+      loss_scale: a loss scale, or any argument of `get`. The default ``"auto"`` is an `AutoLossScale`.
+      dtype: float16 or bfloat16, the dtype of `autocast`. With float32, the function is not changed by `autocast`.
+      policy: exceptions from the rule of `autocast`, a `PrecisionPolicy`.
+      axis_name: as in `loss_scaled`.
+      skip: as in `loss_scaled`.
+      record_bad_steps: as in `loss_scaled`.
+      mesh: the devices of the training step. It is only needed if the step runs on several devices, `jax.set_mesh` is
+        not used, and ``mp.optimizer.init`` is called inside `jax.jit`.
+
+    Attributes:
+      optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
+        `metrics`, `raise_if_stuck`, `get_loss_scale` and `diagnostics.explain` accept it.
+
+    Raises:
+      ValueError: if an argument is not valid, as in `autocast` and `loss_scaled`.
+      TypeError: if the object is copied or pickled. A copy would no longer share its loss scale with the optimizer.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> def loss_fn(params, x):  # float16 alone would round all gradients to zero
+      ...     return 1e-8 * jnp.mean((x @ params["w"] - 1) ** 2)
+      >>> mp = jls.MixedPrecision(optax.adam(0.1, eps=1e-15))
+      >>> def train(loss_fn, optimizer, params, x):  # the trainer, which computes the gradients itself
+      ...     @jax.jit
+      ...     def train_step(params, opt_state, x):
+      ...         loss, grads = jax.value_and_grad(loss_fn)(params, x)
+      ...         updates, opt_state = optimizer.update(grads, opt_state, params)
+      ...         return optax.apply_updates(params, updates), opt_state, loss
+      ...
+      ...     opt_state = optimizer.init(params)
+      ...     for _ in range(100):
+      ...         params, opt_state, loss = train_step(params, opt_state, x)
+      ...     return params, opt_state
+      >>> params, x = {"w": jnp.zeros(2)}, jnp.eye(2)
+      >>> params, opt_state = train(mp.loss(loss_fn), mp.optimizer, params, x)
+      >>> jnp.round(params["w"], 1)
+      Array([1., 1.], dtype=float32)
+      >>> jls.metrics(opt_state)["skipped_steps"]
+      Array(0, dtype=int32)
+
+    **Details.** The loss scale is stored twice: in the state of the optimizer, and in references that ``mp.loss``
+    reads. Each update continues from the loss scale at which the gradients were computed, and writes the next loss
+    scale to both places.
+
+    - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
+      restored state afterwards. The gradients are unscaled, so this does not change their values.
+    - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
+      share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
+    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step.
+    - **Meshes.** The references are created on the devices of ``mesh``, of the parameters in ``mp.optimizer.init``, or
+      of the mesh of `jax.set_mesh`, whichever is known first. Use one object under one mesh only.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        loss_scale: Any = "auto",
+        *,
+        dtype: DTypeLike = jnp.float16,
+        policy: PrecisionPolicy | None = None,
+        axis_name: AxisName = None,
+        skip: Skip = "auto",
+        record_bad_steps: bool = False,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._dtype = checked_half_precision(dtype, "MixedPrecision(dtype=...)")
+        self._policy = checked_policy(policy, "MixedPrecision(policy=...)")
+        names = "MixedPrecision", "optimizer"
+        options = checked_options(optimizer, loss_scale, axis_name, skip, record_bad_steps, names)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
+        self._shared = _SharedLossScale(options["initial_loss_scale"], mesh)
+        wrapper = _UnscaledWrapper(**options, shared=self._shared)
+        self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
+
+    def loss(self, fun: _Function) -> _Function:
+        """Return a function with the values and gradients of ``fun``, computed in half precision.
+
+        Args:
+          fun: the loss function of the trainer. It can have auxiliary outputs, and it can be any function of which the
+            trainer computes the gradient. See `autocast` and `scaled_backward` for its arguments.
+
+        Returns:
+          A function with the signature of ``fun``. It is evaluated under `autocast`. Its backward pass runs at the
+          current loss scale, and its gradients are unscaled.
+
+        Raises:
+          ValueError: if ``fun`` is not callable. The returned function raises a `ValueError` if it is called in
+            `jax.pmap` or `jax.shard_map` and the training step is not wrapped in `step`.
+        """
+        check_function(fun, "MixedPrecision.loss(fun=...)")
+        half = autocast(fun, self._dtype, policy=self._policy)
+
+        @wraps(fun)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            return scaled_backward(half, self._shared.read())(*args, **kwargs)
+
+        return loss  # type: ignore[return-value]
+
+    def step(self, train_step: _Function, path: str | None = None) -> _Function:
+        """Return a training step that passes its loss scale from its arguments to `loss`.
+
+        It is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the function that the trainer
+        compiles, not the compiled function.
+
+        Args:
+          train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the
+            optimizer must be in its arguments.
+          path: selects the state if the arguments contain the states of several optimizers. It is a path in the tuple
+            ``(args, kwargs)``, as in `get_loss_scale`.
+
+        Returns:
+          A function with the arguments and results of ``train_step``.
+
+        Raises:
+          ValueError: if ``train_step`` is not callable. The returned function raises a `ValueError` if its arguments
+            contain no loss scale, or several without ``path``, or if ``train_step`` was compiled before.
+        """
+        check_function(train_step, "MixedPrecision.step(train_step=...)")
+        name = "MixedPrecision.step(train_step)(...)"
+
+        @wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            found: LossScale = find_one((args, kwargs), LossScale, name, path)  # type: ignore[type-abstract]
+            with self._shared.set_to(unwrapped(found)):
+                return train_step(*args, **kwargs)
+
+        return step  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise a `TypeError`: copies are not supported."""
+        raise TypeError(
+            "`MixedPrecision` cannot be copied or pickled, because its loss function and its optimizer share one loss "
+            "scale. Create a new object, and restore the state of the optimizer from a checkpoint."
+        )
+
+
+class _SharedLossScale:
+    """The loss scale that the loss function and the optimizer of one `MixedPrecision` share."""
+
+    def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
+        self._initial = initial
+        self._of_step: contextvars.ContextVar[LossScale | None] = contextvars.ContextVar("of_step", default=None)
+        self._references: list[Any] | None = None
+        if mesh is not None:
+            self._create_references(mesh)
+
+    def read(self) -> LossScale:
+        """Return the loss scale for a backward pass."""
+        of_step = self._of_step.get()
+        if of_step is None:
+            return self._initial if not self._leaves() else self._loss_scale(self._refs("loss")[1:])
+        if is_frozen(of_step):
+            raise ValueError(
+                "`MixedPrecision.step(train_step=...)` got a compiled function, in which the loss scale would be a "
+                "constant. Wrap the function before it is compiled: `jax.jit(mp.step(train_step))`."
+            )
+        return of_step
+
+    def of_gradients(self, of_state: LossScale) -> LossScale:
+        """Return the loss scale of the gradients of an update.
+
+        Before the first update, the references contain the initial loss scale, and the state may have been restored.
+        The loss scale of the state is used in this case.
+        """
+        if self._of_step.get() is not None or not self._leaves():
+            return of_state
+        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._initial)}) > 1:
+            raise ValueError(
+                f"`MixedPrecision(loss_scale={self._initial!r})` got a state with another loss scale, {of_state!r}. "
+                "Pass this loss scale to `MixedPrecision`."
+            )
+        is_written, *references = self._refs("optimizer.update")
+        shared = self._loss_scale(references)
+        return jax.tree.map(lambda a, b: jnp.where(is_written[...], a, b), shared, of_state)
+
+    def write(self, loss_scale: LossScale) -> None:
+        """Store the loss scale of the next step."""
+        if self._of_step.get() is not None or not self._leaves():
+            return
+        values = [True, *jax.tree.leaves(loss_scale)]
+        for reference, value in zip(self._refs("optimizer.update"), values, strict=True):
+            try:
+                reference[...] = jnp.asarray(value, reference.dtype)
+            except Exception as error:  # JAX raises a plain `Exception` for `jax.vmap` and derivatives.
+                raise ValueError(f"`MixedPrecision` cannot be used here without a third line. {_USE_STEP}") from error
+
+    def place_like(self, params: Any) -> None:
+        """Create the references on the mesh of the parameters, if the parameters are on more than one device."""
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(params) if is_concrete_array(leaf)]
+        meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+        if self._references is None and meshes and meshes[0].size > 1:
+            self._create_references(meshes[0])
+
+    @contextlib.contextmanager
+    def set_to(self, loss_scale: LossScale) -> Iterator[None]:
+        """Use this loss scale instead of the references."""
+        token = self._of_step.set(loss_scale)
+        try:
+            yield
+        finally:
+            self._of_step.reset(token)
+
+    def _leaves(self) -> list[Any]:
+        return jax.tree.leaves(self._initial)
+
+    def _loss_scale(self, references: list[Any]) -> LossScale:
+        loss_scale: LossScale = jax.tree.unflatten(
+            jax.tree.structure(self._initial), [reference[...] for reference in references]
+        )
+        return loss_scale
+
+    def _refs(self, method: str) -> list[Any]:
+        """Return a reference to a flag, whether an update has been made, and the references to the loss scale."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.manual_axes:
+            raise ValueError(
+                f"`MixedPrecision.{method}` was called inside `jax.pmap` or `jax.shard_map` (axes "
+                f"{', '.join(map(repr, mesh.manual_axes))}), where JAX does not support references. {_USE_STEP}"
+            )
+        if self._references is None:
+            return self._create_references(mesh)
+        if not mesh.empty and mesh.shape_tuple != self._mesh.shape_tuple:
+            raise ValueError(
+                f"`MixedPrecision.{method}` was called under the mesh {mesh.shape_tuple}, but was first used under "
+                f"{self._mesh.shape_tuple or 'no mesh'}. Create the `MixedPrecision` anew, and use it under one mesh."
+            )
+        return self._references
+
+    def _create_references(self, mesh: Any) -> list[Any]:
+        """Create the references on the devices of a mesh, outside of all transformations."""
+        if not hasattr(jax, "new_ref"):
+            raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
+        leaves = self._leaves()
+        with jax.core.eval_context():
+            # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
+            initial = jax.jit(lambda: [jnp.array(leaf, jnp.result_type(leaf)) for leaf in (False, *leaves)])()
+            if isinstance(mesh, Mesh):
+                initial = jax.device_put(initial, NamedSharding(mesh, PartitionSpec()))
+            self._references = list(map(jax.new_ref, initial))
+        self._mesh = mesh
+        return self._references
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise a `TypeError`: copies are not supported."""
+        raise TypeError(
+            "The optimizer of a `MixedPrecision` cannot be pickled, because it shares a loss scale with it."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _UnscaledWrapper(Wrapper):
+    """An optimizer that takes unscaled gradients, with a loss scale that is shared with the loss function."""
+
+    takes_scaled_gradients: ClassVar[bool] = False
+
+    shared: _SharedLossScale
+
+    def __repr__(self) -> str:
+        return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
+
+    def init(self, params: optax.Params) -> LossScaledState:
+        """Return the state before the first step, and create the loss scale on the devices of the parameters."""
+        self.shared.place_like(params)
+        return super().init(params)
+
+    def _step(
+        self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
+    ) -> Any:
+        state = state._replace(loss_scale=self.shared.of_gradients(state.loss_scale))
+        result, state = super()._step(applies, extra_args, grads, state, params, inputs)
+        self.shared.write(state.loss_scale)
+        return result, state

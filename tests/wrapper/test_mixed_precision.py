@@ -1,0 +1,504 @@
+"""`MixedPrecision` in trainers that compute the gradients and apply the optimizer themselves."""
+
+import contextlib
+import copy
+import functools
+import pickle
+
+import any_jax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_lossscale as jls
+
+pytestmark = [pytest.mark.ci, any_jax.needs_jax("0.7.2", "there is no `jax.new_ref`")]
+
+RANDOM = np.random.default_rng(0)
+X = jnp.asarray(RANDOM.normal(size=(64, 8)), jnp.float32)
+Y = jnp.sum(X, axis=1) / 4 + jnp.asarray(0.1 * RANDOM.normal(size=64), jnp.float32)
+PARAMS = {"weights": jnp.zeros(8)}
+DATA = (X, Y)
+STEPS = 100
+
+
+def loss_fn(params, data):
+    """Return a loss whose gradients are about 1e-9, so that float16 without a loss scale rounds them to zero."""
+    x, y = data
+    return 1e-9 * jnp.mean((x @ params["weights"] - y) ** 2)
+
+
+def adam():
+    return optax.adam(0.05, eps=1e-15)
+
+
+def train_step_of(fun, optimizer):
+    """Return the training step of a trainer that knows nothing about this library."""
+
+    def train_step(params, opt_state, data):
+        loss, grads = jax.value_and_grad(fun)(params, data)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return train_step
+
+
+def train(fun, optimizer, steps=STEPS, compiled=jax.jit, params=PARAMS, data=DATA):
+    """Return the parameters, the state and the losses after some steps."""
+    train_step, opt_state, losses = compiled(train_step_of(fun, optimizer)), optimizer.init(params), []
+    for _ in range(steps):
+        params, opt_state, loss = train_step(params, opt_state, data)
+        losses.append(float(loss))
+    return params, opt_state, losses
+
+
+@functools.cache
+def float32_losses():
+    return train(loss_fn, adam())[2]
+
+
+def is_near_float32(loss, rel=0.02):
+    """Return whether a final loss differs by at most this fraction from the float32 loss."""
+    return abs(float(loss) / float32_losses()[-1] - 1) <= rel
+
+
+def assert_trained(losses, state, skips=(0, 12), rel=0.02):
+    assert is_near_float32(losses[-1], rel)
+    assert skips[0] <= int(state.skipped_steps) <= skips[1]
+
+
+def test_plain_trainer_reaches_the_float32_loss():
+    assert float32_losses()[-1] < 0.05 * float32_losses()[0]
+    mp = jls.MixedPrecision(adam())
+    _, state, losses = train(mp.loss(loss_fn), mp.optimizer)
+    assert_trained(losses, state, skips=(0, 0))
+    assert jls.metrics(state)["loss_scale"] > 2.0**30
+
+
+def test_autocast_alone_does_not_train():
+    _, _, losses = train(jls.autocast(loss_fn), optax.adam(0.05))
+    assert losses[-1] == losses[0]
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    ["auto", jls.DynamicLossScale(2.0**60, increment_period=10), jls.FixedLossScale(2.0**24, skip_nonfinite=True)],
+    ids=lambda loss_scale: str(getattr(loss_scale, "name", type(loss_scale).__name__)),
+)
+def test_every_step_equals_a_step_with_value_and_scaled_grad(loss_scale):
+    tx = jls.loss_scaled(adam(), loss_scale, record_bad_steps=True)
+
+    @jax.jit
+    def reference(params, opt_state, data):
+        loss, grads = jls.value_and_scaled_grad(jls.autocast(loss_fn), opt_state)(params, data)
+        params, opt_state = tx.update_and_apply(grads, opt_state, params)
+        return params, opt_state, loss
+
+    mp = jls.MixedPrecision(adam(), loss_scale, record_bad_steps=True)
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    ours = expected = PARAMS, tx.init(PARAMS)
+    for number in range(20):
+        scale = 1.0 if number % 7 else 1e30  # The data of some steps cause an overflow.
+        *ours, _ = step(*ours, (scale * X, Y))
+        *expected, _ = reference(*expected, (scale * X, Y))
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (ours, expected)))
+    assert ours[1].skipped_steps >= 3
+
+
+@pytest.mark.parametrize("loss_scale", [jls.AutoLossScale(2.0**60), jls.DynamicLossScale(2.0**60)])
+def test_scale_comes_down_from_a_very_large_initial_value(loss_scale):
+    mp = jls.MixedPrecision(adam(), loss_scale)
+    _, state, losses = train(mp.loss(loss_fn), mp.optimizer, steps=STEPS + 20)
+    assert 1 <= int(state.skipped_steps) <= 30
+    assert is_near_float32(losses[-1])
+    assert jls.metrics(state)["loss_scale"] < 2.0**60
+
+
+def test_value_aux_and_gradients_are_unscaled():
+    mp = jls.MixedPrecision(adam(), 2.0**30)
+
+    def with_aux(params, data):
+        return loss_fn(params, data), {"prediction": data[0] @ params["weights"], "count": 3}
+
+    params = {"weights": jnp.full(8, 0.5)}
+    (value, aux), grads = jax.jit(jax.value_and_grad(mp.loss(with_aux), has_aux=True))(params, DATA)
+    (expected, expected_aux), exact = jax.value_and_grad(with_aux, has_aux=True)(params, DATA)
+    np.testing.assert_allclose(value, expected, rtol=2e-3)
+    np.testing.assert_allclose(aux["prediction"], expected_aux["prediction"], atol=2e-3)
+    assert int(aux["count"]) == 3
+    np.testing.assert_allclose(grads["weights"], exact["weights"], rtol=5e-3)
+
+
+def test_gradients_can_be_clipped_and_accumulated_outside_of_optax():
+    mp = jls.MixedPrecision(adam())
+    fun = mp.loss(loss_fn)
+
+    @jax.jit
+    def train_step(params, opt_state, data):
+        halves = [jax.tree.map(lambda leaf, n=n: leaf[n::2], data) for n in range(2)]
+        grads = [jax.grad(fun)(params, half) for half in halves]
+        grads = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, 1e-10 / norm), grads)
+        updates, opt_state = mp.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, norm
+
+    params, opt_state = PARAMS, mp.optimizer.init(PARAMS)
+    exact = optax.tree.norm(jax.grad(loss_fn)(PARAMS, DATA))
+    for number in range(STEPS):
+        params, opt_state, norm = train_step(params, opt_state, DATA)
+        if number == 0 and opt_state.skipped_steps == 0 and float(norm) > 0:
+            np.testing.assert_allclose(norm, exact, rtol=0.05)
+    assert loss_fn(params, DATA) < 0.05 * loss_fn(PARAMS, DATA)
+    assert opt_state.skipped_steps <= 8
+
+
+def test_gradients_can_be_accumulated_by_multi_steps_around_the_optimizer():
+    mp = jls.MixedPrecision(adam())
+    _, state, losses = train(mp.loss(loss_fn), optax.MultiSteps(mp.optimizer, 2), steps=2 * STEPS)
+    assert is_near_float32(losses[-1])
+    assert int(state.inner_opt_state.applied_steps) == STEPS
+    assert state.inner_opt_state.loss_scale() > 2.0**30
+
+
+def donating(train_step):
+    return jax.jit(train_step, donate_argnums=(0, 1))
+
+
+def compiled_ahead_of_time(train_step):
+    compiled = None
+
+    def step(*args):
+        nonlocal compiled
+        compiled = compiled or jax.jit(train_step).lower(*args).compile()
+        return compiled(*args)
+
+    return step
+
+
+@pytest.mark.parametrize("compiled", [donating, compiled_ahead_of_time, lambda train_step: train_step])
+def test_ways_of_compiling(compiled):
+    mp = jls.MixedPrecision(adam())
+    params = jax.tree.map(jnp.copy, PARAMS)
+    _, state, losses = train(mp.loss(loss_fn), mp.optimizer, compiled=compiled, params=params)
+    assert_trained(losses, state)
+    assert state.loss_scale() > 2.0**30
+
+
+def test_steps_in_a_scan_with_cond():
+    mp = jls.MixedPrecision(adam())
+    step = train_step_of(mp.loss(loss_fn), mp.optimizer)
+
+    def body(carry, number):
+        params, opt_state = carry
+        taken = jax.lax.cond(number % 2 == 0, lambda: step(params, opt_state, DATA)[:2], lambda: carry)
+        return taken, loss_fn(taken[0], DATA)
+
+    (_, state), losses = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(2 * STEPS)))(
+        (PARAMS, mp.optimizer.init(PARAMS))
+    )
+    assert is_near_float32(losses[-1], 0.1)
+    assert int(state.applied_steps) + int(state.skipped_steps) == STEPS
+    assert state.loss_scale() > 2.0**30
+
+
+@any_jax.needs_jax("0.9.0", "there is no flax for both")
+def test_nnx_jit():
+    from flax import nnx
+
+    mp = jls.MixedPrecision(adam())
+    model = nnx.Linear(8, 1, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mp.optimizer, wrt=nnx.Param)
+    fun = mp.loss(lambda model, x, y: 1e-9 * jnp.mean((model(x)[:, 0] - y) ** 2))
+
+    @nnx.jit
+    def train_step(model, optimizer, x, y):
+        loss, grads = nnx.value_and_grad(fun)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(train_step(model, optimizer, *DATA)) for _ in range(STEPS)]
+    assert is_near_float32(losses[-1])
+    assert jls.metrics(optimizer)["loss_scale"] > 2.0**30
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("is_set", [True, False])
+def test_eight_devices(axis_type, is_set):
+    mesh = mesh_of(axis_type)
+    mp = jls.MixedPrecision(adam())
+    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    with any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        _, state, losses = train(mp.loss(loss_fn), mp.optimizer, params=params, data=data)
+    assert_trained(losses, state)
+    assert state.loss_scale() > 2.0**30
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_argument_mesh_for_a_compiled_init(axis_type):
+    mesh = mesh_of(axis_type)
+    mp = jls.MixedPrecision(adam(), mesh=mesh)
+    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
+    replicated = NamedSharding(mesh, P())
+    init = jax.jit(lambda: (PARAMS, mp.optimizer.init(PARAMS)), out_shardings=replicated)
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    params, state = init()
+    for _ in range(STEPS):
+        params, state, loss = step(params, state, data)
+    assert_trained([loss], state)
+    assert state.loss_scale() > 2.0**30
+
+
+def test_first_use_outside_of_the_mesh_raises_an_error():
+    mp = jls.MixedPrecision(adam())
+    fun = mp.loss(loss_fn)
+    fun(PARAMS, DATA)
+    with any_jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises(ValueError, match="first used under no mesh"):
+        jax.jit(jax.grad(fun))(PARAMS, DATA)
+
+
+def shard_mapped(train_step):
+    mesh = mesh_of(AxisType.Auto)
+    specs = {"mesh": mesh, "in_specs": (P(), P(), P("data")), "out_specs": (P(), P(), P())}
+    return jax.jit(jax.shard_map(train_step, **specs))
+
+
+def train_data_parallel(mp, fun, wrap, steps):
+    def train_step(params, opt_state, data):
+        loss, grads = jax.value_and_grad(fun)(any_jax.pcast(params, "data", to="varying"), data)
+        loss, grads = jax.lax.pmean((loss, grads), "data")
+        updates, opt_state = mp.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = shard_mapped(wrap(train_step))
+    params, opt_state, losses = PARAMS, mp.optimizer.init(PARAMS), []
+    for _ in range(steps):
+        params, opt_state, loss = step(params, opt_state, DATA)
+        losses.append(float(loss))
+    return opt_state, losses
+
+
+def test_shard_map_with_the_third_line():
+    mp = jls.MixedPrecision(adam(), axis_name="data")
+    state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS)
+    assert_trained(losses, state)
+    assert state.loss_scale() > 2.0**30
+
+
+def test_pmap_with_the_third_line():
+    mp = jls.MixedPrecision(adam(), axis_name="batch")
+    fun = mp.loss(loss_fn)
+
+    def train_step(params, opt_state, data):
+        loss, grads = jax.value_and_grad(fun)(params, data)
+        loss, grads = jax.lax.pmean((loss, grads), "batch")
+        updates, opt_state = mp.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = jax.pmap(mp.step(train_step), axis_name="batch", in_axes=(None, None, 0), out_axes=(None, None, 0))
+    data = jax.tree.map(lambda leaf: leaf.reshape(8, 8, *leaf.shape[1:]), DATA)
+    params, opt_state = PARAMS, mp.optimizer.init(PARAMS)
+    for _ in range(STEPS):
+        params, opt_state, loss = step(params, opt_state, data)
+    assert_trained([float(loss[0])], opt_state)
+    assert opt_state.loss_scale() > 2.0**30
+
+
+THIRD_LINE = r"train_step = mp\.step\(train_step\)"
+
+
+def test_without_the_third_line_shard_map_raises_an_error_that_shows_it():
+    mp = jls.MixedPrecision(adam(), axis_name="data")
+    with pytest.raises(ValueError, match=THIRD_LINE):
+        train_data_parallel(mp, mp.loss(loss_fn), lambda step: step, 1)
+    with pytest.raises(ValueError, match=THIRD_LINE):  # The update reads the references, too.
+        train_data_parallel(mp, loss_fn, lambda step: step, 1)
+
+
+@any_jax.needs_jax("0.9.0", "JAX itself raises an error")
+def test_without_the_third_line_pmap_raises_an_error_that_shows_it():
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(ValueError, match=THIRD_LINE):
+        jax.pmap(jax.grad(mp.loss(lambda w: 1e-9 * jnp.sum(w**2))))(jnp.ones((8, 2)))
+
+
+def test_an_ensemble_by_vmap_needs_the_third_line():
+    mp = jls.MixedPrecision(adam())
+    step = train_step_of(mp.loss(loss_fn), mp.optimizer)
+    params = {"weights": jnp.stack([jnp.zeros(8), jnp.ones(8)])}
+    states = jax.vmap(mp.optimizer.init)(params)
+    over_members = (0, 0, None)
+    with pytest.raises(ValueError, match=THIRD_LINE):
+        jax.jit(jax.vmap(step, over_members))(params, states, DATA)
+    compiled = jax.jit(jax.vmap(mp.step(step), over_members))
+    for _ in range(STEPS):
+        params, states, losses = compiled(params, states, DATA)
+    assert is_near_float32(losses[0])
+    assert (states.loss_scale() > 2.0**30).all()
+
+
+def test_step_rejects_a_compiled_function_and_arguments_without_a_state():
+    mp = jls.MixedPrecision(adam())
+    compiled = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    with pytest.raises(ValueError, match="got a compiled function"):
+        mp.step(compiled)(PARAMS, mp.optimizer.init(PARAMS), DATA)
+    with pytest.raises(ValueError, match=r"`MixedPrecision\.step\(train_step\)\(\.\.\.\)` must be or contain"):
+        mp.step(lambda params: params)(PARAMS)
+
+
+def test_step_selects_a_state_by_its_path():
+    mp = jls.MixedPrecision(adam(), 2.0**30)
+    other = jls.loss_scaled(adam(), 2.0)
+    seen = []
+
+    def train_step(states):
+        seen.append(jax.grad(mp.loss(loss_fn))(PARAMS, DATA))
+        return states
+
+    states = {"ours": mp.optimizer.init(PARAMS), "other": other.init(PARAMS)}
+    jax.jit(mp.step(train_step, "[0][0]['ours']"))(states)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="exactly one"):
+        jax.jit(mp.step(train_step))(states)
+
+
+def test_restart_continues_with_the_restored_scale():
+    def new():
+        return jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**15, increment_period=1))
+
+    mp = new()
+    params, state, _ = train(mp.loss(loss_fn), mp.optimizer, steps=30)
+    leaves, structure = jax.tree.flatten((params, state))
+    saved = [np.asarray(leaf) for leaf in leaves]
+
+    mp = new()  # A new process constructs everything again.
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    params, restored = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in saved])
+    scale = float(restored.loss_scale())
+    assert scale > 2.0**30
+    params, restored, _ = step(params, restored, DATA)
+    assert int(restored.skipped_steps) == int(state.skipped_steps)
+    assert float(restored.loss_scale()) == 2 * scale
+    for _ in range(STEPS - 31):
+        params, restored, loss = step(params, restored, DATA)
+    assert is_near_float32(loss)
+
+
+def test_state_with_another_loss_scale_is_rejected():
+    other = jls.MixedPrecision(adam(), "dynamic").optimizer.init(PARAMS)
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(ValueError, match="another loss scale"):
+        mp.optimizer.update(PARAMS, other, PARAMS)
+
+
+def test_loss_can_be_evaluated_outside_of_a_step():
+    mp = jls.MixedPrecision(adam())
+    fun = mp.loss(loss_fn)
+    np.testing.assert_allclose(fun(PARAMS, DATA), loss_fn(PARAMS, DATA), rtol=2e-3)
+    _, state, losses = train(fun, mp.optimizer)
+    assert_trained(losses, state)
+    np.testing.assert_allclose(jax.jit(fun)(PARAMS, DATA), loss_fn(PARAMS, DATA), rtol=2e-3)
+    # The gradients outside of a step use the scale of the last update.
+    np.testing.assert_allclose(
+        jax.grad(fun)(PARAMS, DATA)["weights"], jax.grad(loss_fn)(PARAMS, DATA)["weights"], rtol=1e-2
+    )
+
+
+def test_two_optimizers_have_independent_scales():
+    small, large = jls.MixedPrecision(adam()), jls.MixedPrecision(adam())
+    of_small = small.loss(loss_fn)
+    of_large = large.loss(lambda params, data: 1e12 * loss_fn(params, data))
+
+    @jax.jit
+    def train_step(a, b, data):
+        return train_step_of(of_small, small.optimizer)(*a, data), train_step_of(of_large, large.optimizer)(*b, data)
+
+    a, b = (PARAMS, small.optimizer.init(PARAMS)), (PARAMS, large.optimizer.init(PARAMS))
+    for _ in range(STEPS):
+        (*a, loss_a), (*b, loss_b) = train_step(a, b, DATA)
+    assert_trained([float(loss_a)], a[1])
+    assert is_near_float32(loss_b / 1e12)
+    assert a[1].loss_scale() > 2.0**20 * b[1].loss_scale()
+
+
+def test_states_of_one_object_share_the_scale():
+    """Two models that are trained alternately with one object both train, because each update follows the gradients."""
+    mp = jls.MixedPrecision(adam())
+    of_small, of_large = mp.loss(loss_fn), mp.loss(lambda params, data: 1e12 * loss_fn(params, data))
+    steps = [jax.jit(train_step_of(fun, mp.optimizer)) for fun in (of_small, of_large)]
+    models = [(PARAMS, mp.optimizer.init(PARAMS)) for _ in steps]
+    for _ in range(STEPS):
+        for n, step in enumerate(steps):
+            *models[n], _ = step(*models[n], DATA)
+    assert models[1][1].applied_steps > 0.8 * STEPS
+
+
+@pytest.mark.parametrize("loss_scale", [None, "auto"])
+def test_bfloat16(loss_scale):
+    mp = jls.MixedPrecision(adam(), loss_scale, dtype=jnp.bfloat16)
+    _, state, losses = train(mp.loss(loss_fn), mp.optimizer)
+    assert is_near_float32(losses[-1], 0.5)
+    assert int(state.applied_steps) == STEPS
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_raise_an_error_with_the_reason(copied):
+    with pytest.raises(TypeError, match="share one loss scale"):
+        copied(jls.MixedPrecision(adam()))
+
+
+def test_old_jax_is_named(monkeypatch):
+    monkeypatch.delattr(jax, "new_ref")
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(RuntimeError, match=r"requires jax 0\.7\.2"):
+        mp.loss(loss_fn)(PARAMS, DATA)
+
+
+def test_a_copied_optimizer_shares_the_scale():
+    mp = jls.MixedPrecision(adam())
+    _, state, losses = train(mp.loss(loss_fn), copy.deepcopy(mp.optimizer))
+    assert_trained(losses, state)
+    with pytest.raises(TypeError, match="shares a loss scale"):
+        pickle.dumps(mp.optimizer.update.__self__.shared)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"optimizer": 3}, "optimizer"),
+        ({"loss_scale": "fast"}, "loss_scale"),
+        ({"dtype": jnp.int8}, "dtype"),
+        ({"policy": 3}, "policy"),
+        ({"skip": "never"}, "skip"),
+        ({"record_bad_steps": 3}, "record_bad_steps"),
+        ({"mesh": 3}, "mesh"),
+    ],
+)
+def test_invalid_arguments_are_named(arguments, name):
+    with pytest.raises(ValueError, match=rf"`MixedPrecision\({name}=\.\.\.\)`"):
+        jls.MixedPrecision(**{"optimizer": adam(), **arguments})
+
+
+def test_functions_must_be_callable():
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(ValueError, match=r"MixedPrecision\.loss\(fun=\.\.\.\)"):
+        mp.loss(3)
+    with pytest.raises(ValueError, match=r"MixedPrecision\.step\(train_step=\.\.\.\)"):
+        mp.step(3)
+
+
+def test_reports_read_the_state():
+    mp = jls.MixedPrecision(adam())
+    _, state, _ = train(mp.loss(loss_fn), mp.optimizer)
+    jls.raise_if_stuck(state)
+    assert "not scaled" not in str(jls.diagnostics.explain(state))
+    assert jls.get_loss_scale(state)() == state.loss_scale()
