@@ -205,7 +205,7 @@ NEW_REF = jax.new_ref if hasattr(jax, "new_ref") else getattr(jax, "array_ref", 
 PROGRAMS = [
     value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and value is not end
 ]
-if NEW_REF is None:  # JAX before 0.7.1 has no such function.
+if NEW_REF is None:  # JAX before 0.7.1 has neither `new_ref` nor `array_ref`.
     PROGRAMS = [program for program in PROGRAMS if program not in (reference, reference_in_a_loop)]
 if jax.__version_info__ < (0, 8):  # JAX 0.7.2 does not support a barrier for only some of the arguments.
     PROGRAMS.remove(remat_with_a_barrier_for_one)

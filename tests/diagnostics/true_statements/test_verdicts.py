@@ -83,7 +83,7 @@ def test_run_time_error_at_every_scale_is_the_cause():
 
 
 def test_find_precision_supports_linear_transpose():
-    """Solvers transpose matrices that are given as functions in this way."""
+    """Linear solvers transpose matrices that are given as functions."""
 
     def loss(weights, x):
         y = jnp.tanh(x @ weights)
