@@ -6,13 +6,17 @@ Terms that are used in this package:
 - *Matmul*: a matrix multiplication or a convolution (`primitives.is_matmul`).
 - *Graph*: the equations of a jaxpr as a list of *nodes*, with all calls of `jax.jit` inlined (`_program.inline`).
 - *Data movement*: an operation that only moves numbers, such as a transpose, or selects them by a mask.
-- *Selection*: an operation that selects some of its numbers by their size, such as a maximum or a relu. Data movement
-  and selections have the dtype of their operands.
+- *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
+  data movement and selections have the dtype of the operands.
 - *Plan*: the dtype of every value, and the treatment of every node (`plan`). `planner` makes plans by the rule of
   `autocast` (`rule`) and a `PrecisionPolicy`; `rewrite` evaluates them.
-- *Segment*: the nodes between matmuls that are evaluated together, and recomputed together in the backward pass.
+- *Segment*: nodes that are evaluated together: operations between matmuls, and the matmuls that use their results. The
+  backward pass recomputes the operations of a segment together (`segments`).
 - *Saved* value: a value that the forward pass stores for the backward pass. All other values that the backward pass
   needs are recomputed. `min_cut` selects the saved values.
+- *Rounding* of a value: the same value after a cast to half precision.
+- *Residual stream*: the float32 sums that each block of a network passes to the next block (skip connections). They are
+  stored in half precision if the policy contains ``half_residual_stream=True``.
 - *Reason*: why a matmul is not in half precision. In a program that is traced for a report, the name stack of each such
   matmul contains its reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
 """

@@ -1,8 +1,10 @@
-"""Functions that are differentiated from their result, rounded for a matmul, so that only this rounding is saved.
+"""Functions whose derivative is computed from their result instead of their operand.
 
-The derivative of a softmax does not need the logits or the exponentials if the result is saved, and the derivative of a
-relu does not need its operand. The minimum cut cannot represent such alternatives. Sigmoid and tanh are not included,
-because their derivative, computed from the rounded result, is zero where they are saturated.
+If the result is rounded to half precision for a matmul, then only this rounding is saved for the backward pass. The
+derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
+relu does not need its operand. The minimum cut cannot find these solutions, because it uses the derivatives that JAX
+defines for the individual operations. Sigmoid and tanh are not included. Close to saturation, their results are rounded
+to 0, 1 or -1, so a derivative that is computed from the rounding would be zero.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            rounded = mark_saved(rounded)  # A mark outside of this rule would save a second copy.
+            # The value is marked here, because a mark on the result of `function` would save a second copy.
+            rounded = mark_saved(rounded)
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -48,15 +51,16 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-@functools.cache  # Equal segments must have equal keys, so there is one object for each combination of axes.
+# The cache returns the same object for the same axes, so that equal segments have equal keys in `rewrite`.
+@functools.cache
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # The sum of a rounded row is not exactly 1. Without the division by this sum, adding a constant to all tangents
-        # would change the result. The sum is 0 if all elements of the row are rounded to zero.
+        # The sum of a rounded row is not exactly 1. The division by this sum ensures that adding a constant to all
+        # tangents does not change the result. The sum is 0 if all elements of the row are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 
@@ -64,9 +68,11 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Yield each function that is differentiated from its result: its position, its node and its derivative.
+    """Find the functions that are differentiated from their result.
 
-    The node replaces all nodes from the operand of the function to its result. Two kinds of functions are found:
+    For each function, yield the position of the node that computes its result, a node that replaces this node, and the
+    `ByResult`. The new node computes the result directly from the operand of the function, so the nodes between them
+    are no longer needed for this result. Two kinds of functions are found:
 
     - ``exp(x) / sum(exp(x))``, if it is stored in half precision;
     - `jax.nn.relu`, if it is stored in float32 and a matmul uses its rounded result. An example is the relu of the sum
@@ -118,7 +124,10 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
-    """Return the axes of the sum of the exponentials if ``below`` broadcasts this sum along the same axes, or None."""
+    """Return the axes over which the divisor of a softmax sums the exponentials, or None if it is another divisor.
+
+    The node ``below``, which computes the divisor, must broadcast the sum along the same axes.
+    """
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])

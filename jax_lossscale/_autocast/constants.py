@@ -1,7 +1,7 @@
 """Intervals of the values of a graph that are constants or are computed from constants alone.
 
-Only the bounds of intervals are computed, and only of the constants for which they are requested. The interval of the
-result of an unknown operation is the range of its dtype, which is infinite for floats.
+An interval is computed only when it is requested. The interval of the result of an unknown operation is the range of
+the result's dtype, which is infinite for floats.
 """
 
 from __future__ import annotations
@@ -68,13 +68,16 @@ class Constants:
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
 
     def add(self, node: Node) -> None:
-        """Add the results of a node if all its operands are constants and it is neither a matmul nor opaque."""
+        """Add the results of a node if they are computed from constants alone.
+
+        The results of matmuls, opaque operations and operations with side effects are not added.
+        """
         if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
             self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
     def _interval(self, result: ValueId) -> Interval:
         pending = [] if result in self._found else [result]
-        while pending:  # Recursion is not used, because it would exceed its limit for deep graphs.
+        while pending:  # Deep graphs would exceed the recursion limit of Python.
             node, position = self._maker[pending[-1]]
             unknown = [n for n in value_ids(node.inputs) if n in self._maker and n not in self._found]
             if unknown:

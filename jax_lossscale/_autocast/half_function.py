@@ -2,7 +2,9 @@
 
 When a program is traced, it is not known whether `autocast` will transform it later. In addition, `jax.jit` reuses one
 traced program with and without `autocast`. Therefore, a call of an `in_half` function is traced to a single equation
-that contains the jaxprs of both functions. Each transformation that runs before `autocast` is applied to both jaxprs.
+that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If `jax.vmap` is
+applied before `autocast`, it transforms all three jaxprs. If `jax.jvp` or `jax.grad` is applied before `autocast`, the
+fallback and its derivative replace the equation.
 """
 
 from __future__ import annotations
@@ -120,9 +122,14 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation in a dtype: float32 results of the equation may have this dtype instead."""
+    """Evaluate an `in_half` function in a dtype, and return its results.
+
+    A result that the equation declares as float32 keeps the given dtype if the function returns it in this dtype (see
+    `gives_half`). All other results are cast to their declared dtypes.
+    """
     program = _program(dtype, **eqn.params)
-    # `jax.jit` keeps the line of this call, which the operations of a library do not have.
+    # The equation of `jax.jit` has the source line of the user's call. Reports use this line for the operations of a
+    # library function, which have no lines of user code.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)
     return [value if is_half else as_dtype(value, variable.aval.dtype) for value, variable, is_half in results]
@@ -147,7 +154,7 @@ def _or_error(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
-    """Raise a `ValueError` if a function uses other traced arrays than its arguments, or if the results differ."""
+    """Raise a `ValueError` if a function uses traced arrays other than its arguments, or if the results differ."""
     for const in (const for program in traced.values() for const in program.jaxpr.consts):
         if isinstance(const, jax.core.Tracer):
             raise ValueError(
@@ -172,7 +179,8 @@ def _described(aval: Any) -> str:
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
     """Return the results of the equation of an `in_half` function.
 
-    Only the jaxpr of ``fallback`` is a parameter of the equation, so other code that traverses jaxprs finds no other.
+    Only the jaxpr of ``fallback`` is a parameter of the equation, and the other jaxprs are hidden in a function.
+    Therefore, code that traverses all jaxprs in a program finds only the fallback.
     """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)

@@ -1,11 +1,11 @@
 """The matmuls whose results must not be rounded to half precision, because of the operations that use these results.
 
-There are two such operations:
+There are two kinds of such operations:
 
-- A factorization. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` is NaN if the matmul is computed in half
-  precision.
-- A conversion to an integer. Half precision cannot represent every integer above 2048 (float16) or 256 (bfloat16). For
-  example, ``jnp.tril(jnp.ones((n, n))) @ one_hot`` counts the tokens of each expert.
+- Factorizations and solvers. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` can be NaN if the matmul is
+  computed in half precision.
+- Conversions to integers. Half precision cannot represent every integer above 2048 (float16) or 256 (bfloat16). For
+  example, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ _CONVERTED = "its result is converted to an integer"
 
 
 class Feeding:
-    """Finds the values from which factorizations and integers are computed, by any operations other than matmuls.
+    """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    A value is marked with the reason why it must not be rounded, or with "" if there is none. A mark passes from a
-    result of an operation to its operands only if the result is a float. Therefore, `argmax` and comparisons do not
-    pass on marks. Rounding changes the result of such an operation only if two numbers are almost equal.
+    These values are marked with the reason why they must not be rounded. The mark "" means that there is no reason.
+    Marks are propagated backward, from the results of an operation to its operands, with two exceptions:
 
-    Each jaxpr is analyzed once for each combination of marks on its results, because loops request it several times. An
-    equation that is not known to contain a jaxpr, such as a kernel, is treated as one operation.
+    - Matmuls do not propagate marks, so their operands may be rounded.
+    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding changes their
+      result only if two numbers are almost equal.
+
+    The marks of each jaxpr are cached for each combination of marks on its results, because the analysis of a loop
+    visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated as one
+    operation.
     """
 
     def __init__(self) -> None:

@@ -31,9 +31,9 @@ def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all its uses.
 
-    This is applied to the sum of a bias and the result of a matmul in half precision. The cotangent is rounded for the
-    backward matmuls anyway. The sum that computes the gradient of the bias then reads the same rounded cotangent, so no
-    float32 cotangent is written to memory.
+    This is applied to ``y + bias``, in which ``y`` is the result of a matmul in half precision. The cotangent is
+    rounded for the backward matmuls anyway. The reduction that computes the gradient of the bias then reads the same
+    rounded cotangent, so no float32 cotangent is written to memory.
     """
     return _rounded.bind(value, dtype=dtype)
 

@@ -23,14 +23,19 @@ from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-_MAX_CAPACITY = 2**29  # Upper bound of the sum of all finite prices. The solver uses 32-bit integers.
+# Approximate upper bound of the sum of all finite capacities. The solver uses 32-bit integers.
+_MAX_CAPACITY = 2**29
 
 
 class CutGraph:
-    """The flow network of a segment. Each value has a node "needed" and a node "available".
+    """The flow network of a segment.
 
-    Cutting the edge from the source to "needed" means that the value is recomputed. Cutting the edge from "needed" to
-    "available" means that the value is saved.
+    Each value has a node "needed" and a node "available". The value is available in the backward pass if its node
+    "available" is on the sink side of the cut. There are two ways to make it available:
+
+    - It is saved if "needed" is on the source side. The edge from "needed" to "available" is then cut.
+    - It is recomputed if "needed" is on the sink side. The edge from the source to "needed" is then cut, and all
+      operands of the value must be available as well.
     """
 
     def __init__(self) -> None:
@@ -61,7 +66,7 @@ class MinCut(NamedTuple):
       types: the type of each value in the original jaxpr.
       half: the values that are stored in half precision outside of segments.
       dtype: the half precision.
-      price_saved: the price of a saved byte, relative to a byte that is read or written.
+      price_saved: the price of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
       operands_needed: a function from an equation to the positions of the operands that its derivative needs.
     """
 
@@ -87,15 +92,16 @@ class MinCut(NamedTuple):
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
-            # A saved value is read in the backward pass. It is also written in the forward pass, unless it is in memory
-            # for another consumer. One byte is added so that the cut with the fewest values is selected among cuts with
-            # the same price.
+            # For each byte, the price of a saved value includes `self.price_saved` (1 for an input of the segment) for
+            # the read in the backward pass. It also includes 1 for the write in the forward pass, unless the value is
+            # in memory for another consumer. One byte is added so that the cut with the fewest values is selected among
+            # cuts with the same price.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 
         def price_recomputed(value: Value) -> float:
-            # If a value in memory, such as a residual sum, is recomputed, it is written again for its consumers. Other
-            # arithmetic is free because XLA fuses it with its consumers.
+            # The values in `by_result` are always saved. If a value in memory, such as a residual sum, is recomputed,
+            # it is written again for its consumers. Other arithmetic is free because XLA fuses it with its consumers.
             return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
 
         graph = CutGraph()
@@ -109,6 +115,7 @@ class MinCut(NamedTuple):
                     # The recomputation of a reduction reads its operands, which are much larger than the result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
+                    # XLA does not fuse such an operation with its consumers, so its result is written and read again.
                     price = 2 * self._bytes(value)
                 else:
                     price = price_recomputed(value)
@@ -147,7 +154,7 @@ class MinCut(NamedTuple):
         return found
 
     def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
-        """Return the values on a path from an input to an output along which derivatives are nonzero."""
+        """Return the values on a path of floats from an input to an output that contains no `stop_gradient`."""
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}

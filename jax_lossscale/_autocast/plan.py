@@ -26,7 +26,7 @@ class NodeKind(enum.Enum):
     SELECTION = enum.auto()  # Like data movement, it has the dtype of its operands. Its derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
     CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
-    IN_HALF = enum.auto()  # A function of `in_half`.
+    IN_HALF = enum.auto()  # A call of an `in_half` function.
     OTHER = enum.auto()
 
 
@@ -35,11 +35,13 @@ class NodePlan(NamedTuple):
 
     Attributes:
       kind: its kind of computation.
-      is_alone: whether the node is the only node of its segment, so that it is never recomputed.
-      is_half: whether the node takes its float32 operands in half precision.
+      is_alone: whether the node must form a segment of its own, so that it is never recomputed.
+      is_half: whether the node takes its float32 operands in half precision. It is False for data movement and
+        selections, whose dtype depends on the stored values (see `operands_in_half`).
       has_float32_result: whether the result of a matmul in half precision is float32.
-      reason: the reason why a matmul or its result is not in half precision.
-      by_result: the function that is differentiated from its result.
+      reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;
+        otherwise "".
+      by_result: the `ByResult` that evaluates a node of the kind `BY_RESULT`; otherwise None.
     """
 
     kind: NodeKind
@@ -63,7 +65,7 @@ def operands_in_half(
       node: the node.
       node_plan: its treatment.
       half: the values that are stored in half precision.
-      upcast: those of these values that are float32 within the segment of the node.
+      upcast: the subset of ``half`` that is converted to float32 within the segment of the node.
     """
     if node_plan.kind not in FOLLOWING:
         return [node_plan.is_half] * len(node.inputs)
@@ -81,14 +83,15 @@ def operands_in_half(
 class Context(NamedTuple):
     """The information about a jaxpr that is determined by the equations around it.
 
-    A sequence may be empty, which means the default for every argument or result.
+    An empty sequence stands for the default value for every argument or result.
 
     Attributes:
       within: the equations that contain the jaxpr, the outermost first.
       half_inputs: for each argument, whether it is passed in half precision; by default False.
       half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
-      unrounded: for each result, the reason why it must not be rounded; "" by default, which means that there is none.
-      known: for each argument that is a constant, the function that computes its interval; otherwise None.
+      unrounded: for each result that must not be rounded, the reason; otherwise "", which is the default.
+      known: for each argument that is a constant or a slice of one, the function that computes the interval of its
+        elements (`constants.Interval`); otherwise None, which is the default.
     """
 
     within: tuple[Any, ...] = ()
@@ -127,7 +130,8 @@ class Plan(NamedTuple):
       within: the equations that contain the jaxpr, the outermost first.
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes; and "" for each equation that contains one.
+        precision, including those in the jaxprs of nodes. Each equation that contains such a matmul or function has the
+        reason "".
     """
 
     graph: Graph
@@ -142,7 +146,11 @@ class Plan(NamedTuple):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether anything is computed in half precision now, or possibly in the backward pass of a custom rule."""
+        """Whether the jaxpr must be rewritten.
+
+        This is the case if anything is computed in half precision. It is also the case if there is a `jax.custom_vjp`
+        function, because its backward pass is planned later and may contain matmuls.
+        """
         return self.is_half or bool(self.calls)
 
     @property

@@ -1,7 +1,7 @@
-"""Plans of jaxprs: three passes over the graph of a jaxpr, which call themselves for the jaxprs in its nodes.
+"""`Planner`, which makes the plan of a jaxpr in three passes over its graph.
 
 1. Decide the treatment of each node.
-2. Choose the dtype of each value.
+2. Choose the dtype of each value. This pass also plans the jaxprs in the nodes, by recursive calls.
 3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
 """
 
@@ -44,7 +44,7 @@ class _Values(NamedTuple):
     """The information about the values of a graph from which their dtypes are chosen.
 
     Attributes:
-      half: the values that are stored in half precision, as far as this is decided.
+      half: the values that are stored in half precision. The results of a node are added after the node is visited.
       half_outputs: the results of the graph that are part of a residual stream in half precision.
       into_matmuls: the values that are stored in half precision because only matmuls use them.
       unrounded: for each value that must not be rounded, the reason.
@@ -136,8 +136,8 @@ class Planner:
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Return the values that are stored in half precision, and the treatment of the jaxprs in each node.
 
-        Also return the reasons in the plans of these jaxprs. If nothing in the jaxprs of a node is rewritten, its entry
-        in ``node_plans`` is replaced.
+        Also return the reasons in the plans of these jaxprs. If nothing in the jaxprs of a node is rewritten, the entry
+        of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
         """
         half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -216,9 +216,10 @@ class Planner:
         def plan_subjaxprs() -> list[Plan]:
             return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
 
-        # Plans differentiate equations, which is only possible where the axes of the mesh are bound.
+        # `plan` differentiates equations, which is only possible in a context in which the axes of the mesh are bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Only these results may differ in dtype from the jaxpr: all results of `OF_ANY_DTYPE`, and stacked results.
+        # Apart from residual streams, only the results from `first` on may differ in dtype from the jaxpr. These are
+        # all results of `OF_ANY_DTYPE`, and the stacked results of a scan.
         first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
@@ -229,7 +230,7 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments with their saved values, and all half-precision values including residual streams."""
+        """Return the segments with their saved values, and ``half`` with the residual streams of the segments added."""
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -262,7 +263,14 @@ def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, boo
 def _with_reasons(
     graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
-    """Return a graph whose equations have their reasons, and the reasons; ``in_calls``: those in jaxprs of nodes."""
+    """Return a graph with the reasons in the name stacks of its equations, and a dictionary of all reasons.
+
+    Args:
+      graph: the graph.
+      node_plans: the treatment of each node.
+      within: the equations that contain the graph, the outermost first.
+      in_calls: the reasons of the equations in the jaxprs of nodes.
+    """
     around = [(*within, *node.within) for node in graph.nodes]
     of_nodes = {
         (*outer, node.eqn): node_plan.reason
@@ -281,7 +289,7 @@ def _with_reasons(
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph in which each function that is differentiated from its result is one node, and its node plans."""
+    """Return a graph and node plans in which each function that `by_result` finds is one node."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half):
         nodes[position], plans[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)

@@ -35,7 +35,7 @@ class PrecisionRule:
       precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The last value applies to
         matrix multiplications and convolutions. It means operands in half precision and a float32 result. For
         `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``. An operation always stays in float32
-        if half precision cannot represent one of its constant operands.
+        if one of its constant operands is known to be outside of the range of half precision.
       layer: the path of scopes (flax, haiku, `jax.named_scope`), or the classes of the modules that were being called
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
@@ -48,7 +48,8 @@ class PrecisionRule:
       reason: the reason for the rule. It is printed, but has no other effect.
 
     Raises:
-      ValueError: if ``precision`` is not one of these three values, or if another argument is not a string.
+      ValueError: if ``precision`` is not one of these three values, if another argument is not a string, or if a
+        pattern other than ``parameter`` is empty.
 
     Examples:
       >>> import jax_lossscale as jls

@@ -1,7 +1,7 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
-A reason is the name of a scope, so all transformations keep it, and the backward matmuls have the reason of their
-forward matmul. Only programs that are traced for a report have such scopes. They belong to no layer.
+A reason is the name of a scope, so all transformations preserve it, and the backward matmuls have the reason of their
+forward matmul. Only programs that are traced for a report have such scopes. The name of a layer does not contain them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def are_added() -> bool:
 
 
 def autocast_scope() -> contextlib.AbstractContextManager[Any]:
-    """Return a context that marks all equations as being under `autocast` if reasons are added."""
+    """Return a context manager that, if reasons are added, marks all new equations as being under `autocast`."""
     return jax.named_scope(_AUTOCAST) if are_added() else contextlib.nullcontext()
 
 
@@ -50,7 +50,7 @@ def is_under_autocast(eqn: Any) -> bool:
 
 
 def reason_of(eqn: Any) -> str:
-    """Return the reason of an equation; "" if it has none. Equations under several `autocast` may have several."""
+    """Return the reason of an equation, or "" if it has none. Several reasons, from nested `autocast`s, are joined."""
     names = [entry.name for entry in eqn.source_info.name_stack.stack]
     return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))
 

@@ -41,8 +41,9 @@ class Rewriting:
 
     Args:
       planner: the planner that made the plans. It also plans the jaxprs of custom rules when they are traced.
-      measured: replaces every matmul in half precision, if given. It is called with the equation, the equations that
-        contain the equation, and the operands, and returns the results. All dtypes are then float32.
+      measured: a function that replaces every matmul in half precision and every `in_half` function, or None. It is
+        called with the equation, the equations that contain the equation, and the operands, and returns the results. If
+        it is given, no value is cast to half precision.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Rewriting:
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment)
             if segment.saved is not None:
                 if self.measured is None:
-                    # `jax.checkpoint` traces each function once, and equal blocks of a network are one function.
+                    # `jax.checkpoint` traces each function object once. Equal segments, such as those of equal blocks
+                    # of a network, therefore use the same function object.
                     with contextlib.suppress(TypeError):  # Some parameters are not hashable, such as arrays.
                         function = functions.setdefault(_key(plan, segment), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
@@ -154,7 +156,8 @@ class Rewriting:
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
             evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
-        if node_plan.kind in FOLLOWING and name == "convert_element_type":  # The result is not weakly typed.
+        if node_plan.kind in FOLLOWING and name == "convert_element_type":
+            # The cast keeps the dtype of its operand, but its result is not weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
@@ -165,7 +168,7 @@ class Rewriting:
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
     def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
-        """Return the results of a half-precision matmul, or of the function that replaces matmuls and `in_half`."""
+        """Return the results of a half-precision matmul, or of the function `measured` that replaces it."""
         if self.measured is not None:
             return self.measured(node.eqn, (*plan.within, *node.within), operands)
         params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
@@ -218,11 +221,14 @@ class Rewriting:
         forward: ClosedJaxpr | None = None,
         /,
     ) -> list[Any]:
-        """Return the results of the jaxpr in a function with a custom rule, or of a jaxpr that the rule computes.
+        """Return the results of a jaxpr that is evaluated for a function with a custom rule.
+
+        This is either the jaxpr of the function itself, which has already been planned, or a jaxpr that is traced from
+        its rule, such as the forward or backward pass of a `jax.custom_vjp` function.
 
         Args:
           eqn: the equation of the function.
-          call: its treatment.
+          call: the treatment of the function.
           closed: the jaxpr.
           inputs: the arguments.
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of the backward pass.
@@ -230,7 +236,8 @@ class Rewriting:
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
         if closed.jaxpr is function.jaxpr:
             return self.declared(plan, closed, inputs, call.results)
-        # Residuals keep the dtypes in which they are stored, and `custom_rules` casts cotangents.
+        # The results of a forward pass that follow the results of the function are residuals, which are not cast to
+        # their declared dtypes. The cotangents that a backward pass returns are cast by `custom_rules`.
         is_custom_vjp = eqn.primitive.name == "custom_vjp_call"
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.
@@ -252,9 +259,11 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
-    """Return a key that is equal for two segments if they compute the same function on the same lines in one layer.
+    """Return a key that is equal for two segments only if they can share one function.
 
-    The saved values need not be compared because they are determined by the other parts of the key.
+    Such segments perform the same operations on the same lines of code and in the same layer, so the locations that
+    reports and profiles show are correct for both. The saved values need not be compared because they are determined
+    by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 

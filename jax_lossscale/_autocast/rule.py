@@ -41,17 +41,20 @@ from jax_lossscale._program.primitives import (
 )
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# The operands and results of these primitives may have any dtype. Those of other higher-order primitives have the
-# dtypes that the jaxpr declares, except for the sliced operands and the stacked results of a scan. Functions with a
-# custom rule take operands of any dtype, and return results of the declared dtypes, like their rules.
+# The operands and results of these primitives may be in half precision even if the jaxpr declares float32. For other
+# higher-order primitives, this is possible only for the sliced operands, the stacked results and the residual stream of
+# a scan.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
+# For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 _IN_KEEP_FLOAT32 = "inside `keep_float32`"
 REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Decides the treatment of each node. The dtypes of the operands are not used.
+    """Decides the treatment of each node.
+
+    A decision depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are chosen afterwards.
 
     Attributes:
       matched: the rules of the policy that match an operation, or that may match one in the backward pass of a
@@ -69,7 +72,14 @@ class Rule:
     def decide(
         self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> NodePlan:
-        """Return the treatment of a node. ``feeding`` maps each value that must not be rounded to the reason."""
+        """Return the treatment of a node.
+
+        Args:
+          node: the node.
+          within: the equations that contain the graph, the outermost first.
+          feeding: the values that must not be rounded, each with the reason (see `Feeding.values`).
+          constants: the constants among the arguments of the graph and the results of all previous nodes.
+        """
         eqn, name = node.eqn, node.eqn.primitive.name
         around = (*within, *node.within)
         follows = self._follows(eqn)
@@ -83,8 +93,8 @@ class Rule:
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Data movement between devices is the only data movement to which rules apply, because the transpose of an
-        # all-gather is a sum.
+        # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices, because
+        # the transpose of an all-gather is a sum, and placements, which include `pvary`, whose transpose is also a sum.
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
@@ -135,7 +145,7 @@ class Rule:
         return f"its constant operand is outside the range of {self._dtype.name}"
 
     def _is_marked(self, precision: Any) -> bool:
-        if not isinstance(precision, tuple):  # an algorithm
+        if not isinstance(precision, tuple):  # None, or an algorithm
             return precision is not None and str(precision) != str(self._usual_precision)
         is_usual = str(self._usual_precision).lower() in ("highest", "float32")
         return not is_usual and jax.lax.Precision.HIGHEST in precision
@@ -167,7 +177,11 @@ class Rule:
         return NodeKind.SELECTION if name in SELECTIONS else NodeKind.DATA_MOVEMENT if name in DATA_MOVEMENT else None
 
     def _node_kinds(self, closed: ClosedJaxpr, of_masks: NodeKind | None) -> set[NodeKind | None]:
-        """Return the kinds of the operations in a jaxpr that will not be differentiated again."""
+        """Return the kinds of the operations in a jaxpr; None stands for an operation that computes new numbers.
+
+        The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
+        Operations that compute only masks (boolean arrays) have the kind ``of_masks``.
+        """
         found: set[NodeKind | None] = set()
         for node in inlined(closed).nodes:
             if node.eqn.primitive.name == "custom_jvp_call":
@@ -216,7 +230,7 @@ class Rule:
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
-        """Return the first rule of the policy that matches the equation."""
+        """Return the first rule of the policy that matches the equation, and add it to ``matched``."""
         if not self._policy.rules:
             return None
         location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
@@ -229,8 +243,8 @@ class Rule:
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
         """Mark the rules that may match an operation in the backward pass of a `jax.custom_vjp` function as matched.
 
-        Such a rule matches the line of the function and its layer or a layer below it. A layer below it may be entered
-        only in the backward pass.
+        Such a rule matches the line of the function, and either its layer or a layer below it. Layers below are
+        included because the backward pass can enter layers that the forward pass does not enter.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:

@@ -1,9 +1,12 @@
 """Segments: groups of nodes that are evaluated together, and recomputed together in the backward pass.
 
-Segments are separated by matmuls. The *level* of a node is the number of matmuls and of nodes that are alone on the
-longest path to the node. All other nodes are deferred to the level at which their results are first needed. No node of
-a level depends on another node of the same level through a matmul. Therefore, each level is one segment, which ends
-with the matmuls that use its results, and the segments can be evaluated in the order of their levels.
+Segments are separated by matmuls and by nodes that form a segment of their own (`NodePlan.is_alone`). The *level* of a
+node is the largest number of such separators on any path that ends at the node, without the node itself. A node that is
+not a separator is deferred to the level at which its results are first needed. No node of a level depends on another
+node of the same level through a separator. Therefore, the levels can be evaluated in order. Each level consists of
+
+1. one segment, which ends with the matmuls that use its results, and
+2. one segment for each node that forms a segment of its own.
 
 Every value that is passed from one segment to another is an array in memory, with one exception: large values that are
 cheap to compute from small values, such as attention masks, are recomputed in each segment that uses them.
@@ -28,10 +31,10 @@ class Segment(NamedTuple):
       inputs: the values that are computed outside of the segment.
       outputs: the values that are needed outside of the segment.
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes whose results have a cotangent that is rounded to half precision once
-        for all its uses.
-      saved: the values computed in the segment, and the roundings of such values, that are saved for the backward pass.
-        None if nothing in the segment is recomputed.
+      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of their result is rounded to half
+        precision once, before it is used (see `marks.with_rounded_cotangent`).
+      saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
+        backward pass. None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the saved values.
     """
 
     nodes: tuple[int, ...]
@@ -65,7 +68,7 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
-        # A node that is alone may depend on the other nodes of its level, but these do not depend on it.
+        # A node that is alone may depend on the other nodes of its level, but the other nodes do not depend on it.
         if level in together:
             groups.append(_with_makers(graph, together[level], makers))
         groups += [[position] for position in alone[level]]
@@ -73,7 +76,11 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
 
 
 def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
-    """Return the positions of the cheap nodes whose result has more than twice the bytes of its sources, by result."""
+    """Return, for each large value that is cheap to compute, the position of the node that computes it.
+
+    A value is large if it has more than twice the bytes of its sources. The sources of a value are the operands of its
+    node, but an operand that is itself a large value is replaced by the sources of this operand.
+    """
 
     def bytes_of(value_id: ValueId) -> int:
         aval = graph.types[value_id]
@@ -101,7 +108,7 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
 
 
 def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node; ``is_counted`` contains, for each node, whether it increases the level."""
+    """Return the level of each node. ``is_counted`` contains, for each node, whether it separates segments."""
     levels: list[int] = []
     of_value: dict[ValueId, int] = {}
     after_effects = 0  # The order of effects is preserved.

@@ -108,8 +108,9 @@ def autocast(
     The transformation can be combined in any order with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
     `jax.export`, and with `jax.experimental.jet` under ``PrecisionPolicy(recompute=False)``. The usual order for
     gradients is ``jax.grad(autocast(fun))``, or ``value_and_scaled_grad(autocast(fun), opt_state)`` with a loss scale.
-    In ``autocast(jax.grad(fun))``, the results of the backward matmuls are not rounded again by the casts of the
-    forward pass.
+    In ``autocast(jax.grad(fun))``, the casts are inserted after the differentiation and are therefore not
+    differentiated. If several matmuls use a value, the results of their backward matmuls are then added in float32. In
+    the usual order, they are added in ``dtype`` if the value is cast only once.
 
     XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``, which is on by default). Results
     can therefore be more accurate than described here, and can differ slightly with and without `jax.jit`.

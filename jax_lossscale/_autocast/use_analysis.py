@@ -29,9 +29,12 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the float32 values that are used only by half-precision matmuls, directly or through data movement.
 
-    Such values are cast once, as early as possible. The result of a pool is included if any matmul uses it, because the
-    pool can overflow only if the matmul would also overflow. A function of `in_half` counts as a matmul. However, its
-    arguments are cast at the call of the function, so that their gradients are summed over devices in float32.
+    Such values are cast once, as early as possible. The result of a pool is included if at least one matmul uses it. It
+    is rounded for this matmul anyway, so it can overflow only if the operand of the matmul would overflow as well.
+
+    A function of `in_half` counts as a matmul. However, if it uses an argument of the graph, directly or after data
+    movement, this argument is cast only at the call of the function. Its gradient is then summed over devices in
+    float32.
     """
     elsewhere = {*value_ids(graph.outputs)} | _arguments_cast_at_their_uses(graph, node_plans)
     into_matmuls: set[ValueId] = set()
@@ -46,7 +49,10 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 
 
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the arguments that several nodes use, and all moved arguments that functions of `in_half` use.
+    """Return the values that are cast at each use instead of once.
+
+    These are the arguments of the graph that several nodes use, and the arguments that functions of `in_half` use. For
+    the latter, the results of data movement of an argument are included.
 
     The gradient of an argument that is used several times is a sum. If the argument is cast at each use, the sum is
     computed in float32.
@@ -66,7 +72,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
 
 
 def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the results of pools that any matmul in half precision uses, directly or through other nodes."""
+    """Return the results of pools that any matmul in half precision uses, directly or through data movement."""
     into_any: set[ValueId] = set()
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
@@ -88,9 +94,10 @@ def _takes_half(node_plan: NodePlan) -> bool:
 
 
 def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
-    """Return whether a node moves each number to one position, or selects from two arrays.
+    """Return whether the operands of a node may be cast instead of its results.
 
-    The operand of such a node may be cast instead of its result.
+    This is the case for data movement that copies each number to at most one position, and for elementwise selections,
+    such as the maximum of two arrays.
     """
     others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS | POOLS
     return node_plan.kind in FOLLOWING and node.eqn.primitive.name not in others
@@ -99,9 +106,9 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
-    A value is included if it is used several times and at least one use is arithmetic. Data movement and selections of
-    an included value are included as well. Each included value is converted to float32 once, so that its cotangents are
-    added in float32.
+    A value is included if the segment uses it several times and at least one of these uses is an operation in float32.
+    Data movement and selections of an included value are included as well. Each included value is converted to float32
+    once, so that its cotangents are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()
@@ -183,7 +190,10 @@ class _Additions(Propagation[bool | None]):
 
 
 def adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds a smaller value, such as a bias, to a value in half precision.
+    """Return whether a node adds a smaller value or a broadcast, such as a bias, to a value in half precision.
+
+    The cotangent of the sum is used twice: it is summed for the gradient of the bias, and rounded for the value in half
+    precision.
 
     Args:
       graph: the graph.

@@ -23,7 +23,7 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 
 # The constants of the update rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
-LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum normal increase of the peak
+LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum plausible increase of the peak
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
@@ -54,9 +54,10 @@ class AutoLossScale(BoundedLossScale):
 
         target = floor(min(log2(65512) - log2_headroom - peak, ceiling + 1) - margin - abs(allowance))
 
-    Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. For each event, apply the first row whose
-    condition is true, and then the row "finally". All rows use the values before the step, except that the row
-    "finally" uses the new target, which is computed from the new peak, margin and allowance::
+    Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
+    is at most ``ceiling``. For each event, apply the first row whose condition is true, and then the row "finally". All
+    rows use the values before the step, except that the row "finally" uses the new target, which is computed from the
+    new peak, margin and allowance. A quantity that these two rows do not mention does not change::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -66,7 +67,7 @@ class AutoLossScale(BoundedLossScale):
                    finally                         scale = clip(scale + 1, target - 7, target)
         all zero   always                          peak = peak - 1/768
                    finally                         scale = clip(scale, target - 1, target)
-        overflow   scale <= target - 8             no change, because the previous step has also overflowed
+        overflow   scale <= target - 8             margin and allowance do not change
                    allowance > 7 and margin > 16   margin = 1, allowance = -8
                    scale < target                  margin = min(margin + target - scale + 1, 30 - abs(allowance)),
                                                    allowance = allowance + 1 if 0 <= allowance <= 7
@@ -77,7 +78,7 @@ class AutoLossScale(BoundedLossScale):
                    finally                         scale = min(scale, target) - 8, and the step is skipped
 
     The events are: all gradients are finite and at least one of them is not zero ("finite"), all gradients are zero
-    ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, also if it is negative.
+    ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, even if it is negative.
 
     Args:
       initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
@@ -96,7 +97,7 @@ class AutoLossScale(BoundedLossScale):
       log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
         that is not zero. The peak is a leaf.
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before there is
-        a peak, the margin is larger, because it alone determines the target. The margin is a leaf.
+        a peak, the margin can be larger, because it alone determines the target. The margin is a leaf.
       log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
         free for some time. The allowance is negative if a lower scale did not prevent the overflows. It is a leaf.
 
@@ -134,10 +135,11 @@ class AutoLossScale(BoundedLossScale):
     **Details.** The following special cases complete the rule:
 
     - Before the first gradient that is not zero, there is no peak, and the target is 40, or ``ceiling`` if this is
-      less. An overflow then only lowers the target to ``scale - 24``. Each step in which all gradients are zero raises
-      the target by 1/64 toward its initial value.
-    - If an overflow occurs at ``min_loss_scale``, the peak, the margin and the allowance return to their initial
-      values.
+      less. For an overflow, only the first row and the row "finally" of the table apply. If the first row does not
+      apply, the overflow increases the margin so that the new target is at most ``scale - 24``. Each step in which all
+      gradients are zero decreases the margin by 1/64, until it returns to its initial value.
+    - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
+      their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
       ``min_loss_scale`` to ``max_loss_scale``.
     - If the gradients are finite, but the largest gradient was not measured, nothing changes. Gradients below the
@@ -145,6 +147,8 @@ class AutoLossScale(BoundedLossScale):
 
     The reasons for the rule are as follows:
 
+    - **Overflow 8 bits or more below the target.** The previous step has usually overflowed as well, or the scale is
+      still the initial scale. The scale decreases, but the overflow is not used to adapt the target.
     - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and then increases again.
       If another overflow occurs before the scale reaches the target, the scale of this overflow is too high. The margin
       therefore grows by the distance to the target plus 1 bit. The allowance grows as well, so that the margin does not
@@ -154,18 +158,19 @@ class AutoLossScale(BoundedLossScale):
       this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free.
       Otherwise, the allowance would decay faster than it grows if a rare kind of batches overflows.
     - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
-      grows by 8 bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop.
-      Otherwise, the margin is set to 1, and the allowance becomes negative. It remains negative for about 6,000 steps,
-      during which no other test starts. After the margin has grown twice, an overflow below the target also ends the
-      test, because the scale does not reach the target if gradients underflow.
+      grows by 8 bits after each overflow until it exceeds 16 bits. If the scale was the cause, the overflows stop.
+      Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. It remains negative for
+      about 6,000 steps, during which no other test starts. The overflow that ends the test can also be below the
+      target, because the scale does not reach the target if gradients underflow.
     - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
       discarded, because they are relative to the peak.
-    - **Gradients that are all zero.** They do not show how large other gradients are. The scale therefore remains 1 bit
-      below the target, so that an overflow counts as an overflow below the target.
+    - **Gradients that are all zero.** They do not show how large other gradients are. Such steps therefore increase the
+      scale only up to 1 bit below the target. If an overflow occurs there, it counts as an overflow below the target.
 
     The margin is at least 1 bit. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights
-    are summed in float32 and can be larger than all values inside the backward pass. In such models, up to 5 more bits
-    could be used. However, a search for these bits would cost all other models one overflow in a few hundred steps.
+    are summed in float32 and can be larger than all values inside the backward pass. In such models, the scale could be
+    up to 5 bits larger than the target. However, a rule that tries such scales would cause one overflow in a few
+    hundred steps in all other models.
 
     In the following cases, `DynamicLossScale` skips fewer steps. Use it if the skipped batches matter, although it
     usually leaves more bits unused. All numbers are measured by ``python -m benchmarks policies``:
@@ -282,15 +287,15 @@ class AutoLossScale(BoundedLossScale):
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
         # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
-        # allowance up to its maximum, and the next two overflows increase the margin in order to test lower scales.
+        # allowance up to its maximum, and the next overflows increase the margin in order to test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
         reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the overflows continue after the margin has been increased twice, the scale is not the cause. Overflows
-        # below the target also end the test, because the scale does not reach the target if gradients underflow.
+        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. Overflows below
+        # the target also end the test, because the scale does not reach the target if gradients underflow.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
@@ -299,7 +304,8 @@ class AutoLossScale(BoundedLossScale):
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
-        has_climbed = s > target - LOG2_MOVE  # false if the previous step has also overflowed
+        # This is false if the previous step has also overflowed, and if the initial scale is far below the target.
+        has_climbed = s > target - LOG2_MOVE
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 

@@ -1,15 +1,16 @@
-"""What `explain` says, read as a user reads it: line by line."""
+"""Patterns of all lines that `explain` prints, which translate each line into a short name."""
 
 from fnmatch import fnmatchcase
 
-# Each line below scale and steps, with a short name of what it tells; "" where it goes on with what the last told.
+# Patterns of the lines below the scale and the steps, and a short name for each pattern. The name is "" if the line
+# continues the previous line.
 LINES = {
     "The last step was skipped because *.": "skipped",
     "The last * steps were skipped, the last one because *.": "skipped in a row",
     "The last step was applied although *.": "applied",
     "The parameters are still finite.": "finite",
     "The parameters are probably no longer finite. Restart from a checkpoint. To skip steps with *": "lost",
-    # What to do about it.
+    # Suggestions.
     "The loss scale is at its lower bound.": "no lower",
     "Skipping steps is how the loss scale adapts to the size of the gradients. You do not *": "an overflow",
     "If an overflow was the cause, a lower loss scale will fix the problem. *": "perhaps an overflow",
@@ -24,7 +25,7 @@ LINES = {
     "The loss does not depend on the loss scale. `compare_gradients(loss_fn, params, batch)` shows *": "loss",
     "If `skip_if` was false, the loss was not finite. The loss does not depend on the loss scale. *": "loss or skip_if",
     "If the loss is not finite in float32 either, check the batch for NaN, *": "",
-    # The steps before.
+    # Earlier steps.
     "The last non-finite or skipped step was * ago: *.": "bad step ago",
     "All later losses were finite, *. Therefore, the cause was the batch, not the loss scale.": "one loss",
     "The loss scale is again as high as in the step with the NaN (* now, * then), and steps *": "scale is back",
@@ -58,13 +59,14 @@ NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 
 
 def statements_of(text):
-    """What a text tells below scale and steps, in its order."""
+    """Return the names of the lines of a text, in order and without the lines about the scale and the steps."""
     scale, steps, *lines = text.splitlines()
     assert fnmatchcase(scale, "The loss scale is * (*).") or fnmatchcase(scale, "There is no loss scale, and * (*).")
     assert fnmatchcase(steps, "Of * step*, * w* applied and * w* skipped.")
     names = []
     for line in lines:
-        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))  # else it is another's words
+        # The line must match exactly one pattern.
+        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))
         assert line[-1] in ".:", line
         assert not [word for word in NO_PLAIN_WORDS if word in line], line
         names += [name] if name else []
