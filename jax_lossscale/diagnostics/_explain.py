@@ -77,7 +77,7 @@ _ADVICE = {
 }
 _BATCH_CHECKS = (
     "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
-    "every element. `range_report(loss_fn, params, batch)` shows the line of code."
+    "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (

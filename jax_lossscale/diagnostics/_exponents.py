@@ -22,8 +22,8 @@ from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
-    "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute them once "
-    "in float32 or with a larger loss scale."
+    "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute the "
+    "gradients once in float32 or with a larger loss scale."
 )
 
 
