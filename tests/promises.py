@@ -27,8 +27,8 @@ BREAKS = {
     "Gradients are divided by the scale with which they were computed": [
         (
             STEP,
-            "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
-            "_widened(state.loss_scale.adjust(True).unscale(scaled_grads), state.loss_scale),",
+            "return state.loss_scale.unscale(scaled_grads) if",
+            "return state.loss_scale.adjust(True).unscale(scaled_grads) if",
         )
     ],
     "The returned loss is the true loss": [
@@ -128,7 +128,7 @@ BREAKS = {
     "Every optimizer takes the same steps as without loss scaling": [
         (
             STEP,
-            "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
+            "_widened(unscaled(), state.loss_scale),",
             "_widened(scaled_grads, state.loss_scale),",
         )
     ],

@@ -1,6 +1,6 @@
-"""Base class of the reports, and functions that format the numbers and names in them.
+"""Base class for reports, and functions that format the numbers and names in a report.
 
-A report is a sequence of entries, sorted such that the worst entry comes first. It prints as a table.
+A report is a sequence of entries, with the worst entry first. A report prints as a table.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Report(Sequence[Entry]):
 
 
 def report_progress(caller: str, text: str) -> None:
-    """Print a line about the progress of a report on standard error."""
+    """Print a line about the progress of a report to standard error."""
     print(f"{caller}: {text}", file=sys.stderr)
 
 

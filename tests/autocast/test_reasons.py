@@ -1,4 +1,4 @@
-"""Each matmul in a report has its own reason, also if a jitted function is called several times on one line."""
+"""Each matmul in a report has its own reason, even if a jitted function is called several times on one line."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def loss(w, x):
 
 
 def in_float32_scan(w, x):
-    """Nothing in the body of the loop is in half precision, so the body is not rewritten."""
+    """Run a scan whose body has no operations in half precision, so that `autocast` does not rewrite the body."""
 
     def body(x, _):
         gram, scaled = [matmul(each, w) for each in (x, jnp.full(x.shape, 1e6))]

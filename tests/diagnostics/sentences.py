@@ -1,35 +1,36 @@
-"""What `explain` says, read as a user reads it: line by line."""
+"""Patterns of all lines that `explain` prints, which translate each line into a short name."""
 
 from fnmatch import fnmatchcase
 
-# Each line below scale and steps, with a short name of what it tells; "" where it goes on with what the last told.
+# Patterns of the lines below the scale and the steps, and a short name for each pattern. The name is "" if the line
+# continues the previous line.
 LINES = {
     "The last step was skipped because *.": "skipped",
     "The last * steps were skipped, the last one because *.": "skipped in a row",
     "The last step was applied although *.": "applied",
     "The parameters are still finite.": "finite",
-    "The parameters are probably no longer finite. Restart from a checkpoint. To skip such steps, use *": "lost",
-    # What to do about it.
+    "The parameters are probably no longer finite. Restart from a checkpoint. To skip steps with *": "lost",
+    # Suggestions.
     "The loss scale is at its lower bound.": "no lower",
-    "This is how the loss scale adapts to the size of the gradients. You do not need to do anything.": "an overflow",
-    "If an overflow caused this, a lower loss scale will fix it. *": "perhaps an overflow",
+    "Skipping steps is how the loss scale adapts to the size of the gradients. You do not *": "an overflow",
+    "If an overflow was the cause, a lower loss scale will fix the problem. *": "perhaps an overflow",
     "To find the non-finite leaf, you can also call `nonfinite_report(grads)`.": "gradients stay",
     "A lower loss scale fixes an overflow, but it did not fix this NaN. *": "a NaN stays",
     "The gradients overflow even at a loss scale of *.": "an infinity stays",
     "Check whether the loss is a sum instead of a mean, and make sure that `value_and_scaled_grad` *": "",
     "Alternatively, decrease `min_loss_scale`. *": "",
     "Decrease `min_loss_scale`, so that the loss scale can become smaller.": "a high floor",
-    'Use a smaller loss scale, or "dynamic", which finds a suitable one.': "a fixed scale",
+    'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.': "a fixed scale",
     "`skip_if` is your own condition, and it does not change the loss scale.": "skip_if",
     "The loss does not depend on the loss scale. `compare_gradients(loss_fn, params, batch)` shows *": "loss",
     "If `skip_if` was false, the loss was not finite. The loss does not depend on the loss scale. *": "loss or skip_if",
     "If the loss is not finite in float32 either, check the batch for NaN, *": "",
-    # The steps before.
+    # Earlier steps.
     "The last non-finite or skipped step was * ago: *.": "bad step ago",
-    "All later losses were finite, *. Therefore, the cause was that batch, not the scale.": "one loss",
-    "The loss scale is again as high as in that step (* now, * then), and steps are finite.": "scale is back",
-    "Therefore, the cause was that batch, not the scale.": "",
-    "If it happens again, check the batch for NaN *": "",
+    "All later losses were finite, *. Therefore, the cause was the batch, not the loss scale.": "one loss",
+    "The loss scale is again as high as in the step with the NaN (* now, * then), and steps *": "scale is back",
+    "Therefore, the cause was the batch, not the loss scale.": "",
+    "If this happens again, check the batch for NaN *": "",
     "Since then, the loss scale has been lower and all steps were finite, as usual after *": "scale was lower",
     "The loss scale is at its lower bound, because steps were not finite. *": "at the floor",
     "To record which leaf was not finite, *": "not recorded",
@@ -40,31 +41,32 @@ LINES = {
     "If overflows are the cause, increase `increment_period` to make them less frequent.": "rarer",
     # The gradients and the parameters.
     "The largest gradient of the last step was *.": "largest",
-    "The loss scale could be 2^* times larger without an overflow of this gradient in float16.": "room",
+    "The loss scale could be 2^* times larger before this gradient overflows in float16.": "room",
     "The loss scale times the largest gradient is *, far below the largest float16 number, *": "not scaled",
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them *": "",
     "If the loss does not decrease, check whether the gradients are scaled. Compute *": "question",
     "The largest gradient of the last step could not be measured. *": "not measured",
     "All gradients of the last step were exactly zero. *": "all zero",
-    "If they are not, they underflowed in float16 or were not scaled. *": "",
+    "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. *": "",
     "The parameters are not finite, first in *. Most likely, a step *": "parameters",
-    "Restart from a checkpoint. To skip such steps, use *": "",
+    "Restart from a checkpoint. To skip steps with *": "",
     "The parameters are not finite, first in *. Restart from a checkpoint.": "parameters, skipping",
     "Check the initial parameters and the learning rate, and make sure that `value_and_scaled_grad` *": "",
     "The largest parameter is *, in *, and may exceed the range of float16 *": "large",
-    "If it became so large during training, restart from a checkpoint with a smaller learning rate.": "",
+    "If this parameter became so large during training, restart from a checkpoint with a smaller learning rate.": "",
 }
 NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 
 
 def statements_of(text):
-    """What a text tells below scale and steps, in its order."""
+    """Return the names of the lines of a text, in order and without the lines about the scale and the steps."""
     scale, steps, *lines = text.splitlines()
     assert fnmatchcase(scale, "The loss scale is * (*).") or fnmatchcase(scale, "There is no loss scale, and * (*).")
     assert fnmatchcase(steps, "Of * step*, * w* applied and * w* skipped.")
     names = []
     for line in lines:
-        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))  # else it is another's words
+        # The line must match exactly one pattern.
+        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))
         assert line[-1] in ".:", line
         assert not [word for word in NO_PLAIN_WORDS if word in line], line
         names += [name] if name else []

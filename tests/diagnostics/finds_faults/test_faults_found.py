@@ -1,4 +1,4 @@
-"""Faults that people make, each led to its cause by one call that docs/troubleshooting.md names for what is seen."""
+"""Typical mistakes of users. For each one, the report that docs/troubleshooting.md recommends finds the cause."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def worst(fun, *args, cast=jls.autocast):
 
 
 def run(fun, batches, learning_rate=0.01, steps=40, loss_scale="auto"):
-    """What `explain` says after some steps, of the parameters, too; and these parameters."""
+    """Return the text of `explain` after some training steps, and the trained parameters."""
     tx = jls.loss_scaled(optax.sgd(learning_rate), loss_scale, record_bad_steps=True)
 
     @jax.jit
@@ -54,7 +54,7 @@ def as_it_is(fun):
     return fun
 
 
-# The faults.
+# Faults.
 
 
 def norm(params, batch):
@@ -113,20 +113,20 @@ def wrong_sign(params, batch):
 EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
-    # what is asked; what the answer names
+    # Each entry contains a report and the phrases that it must contain.
     "NaN in the data": (
         lambda: verdict(square_error, PARAMS, HOLE),
         ["`batch` contains 1 NaN, at [5, 2].", "in float32"],
     ),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
-        ["the cause was that batch, not the scale", "check the batch for NaN"],
+        ["the cause was the batch, not the loss scale", "check the batch for NaN"],
     ),
     "a learning rate that diverges": (
         lambda: run(square_error, [X], learning_rate=1e4)[0],
         ["The largest parameter is", "with a smaller learning rate"],
     ),
-    "the same, asked of the loss": (
+    "the loss after a learning rate that diverges": (
         lambda: verdict(square_error, run(square_error, [X], learning_rate=1e4)[1], X),
         ["in float32 as well.", "the learning rate"],
     ),
@@ -147,12 +147,12 @@ FOUND = {
         lambda: verdict(log_of_a_probability, PARAMS, X),
         ["not finite in float32 either", line(log_of_a_probability)],
     ),
-    "labels that begin at one": (
+    "labels that start at 1": (
         lambda: verdict(labels_from_one, PARAMS, X),
         ["The loss is not finite in float32 either", "an index that is out of range"],
     ),
-    "a gradient that is stopped": (lambda: verdict(stopped, PARAMS, X), ["zero in float32 as well", "stop_gradient"]),
-    "an epsilon that float16 does not hold": (
+    "a stopped gradient": (lambda: verdict(stopped, PARAMS, X), ["zero in float32 as well", "stop_gradient"]),
+    "an epsilon that float16 cannot represent": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
         ["epsilon", line(epsilon_of_a_norm), "rounds to 0 in half precision"],
     ),
@@ -173,6 +173,6 @@ FOUND = {
 
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize(("ask", "named"), FOUND.values(), ids=FOUND)
-def test_a_fault_is_led_to_its_cause(ask, named):
+def test_report_names_the_cause_of_a_fault(ask, named):
     text = ask()
     assert not [phrase for phrase in named if phrase not in text], text

@@ -1,4 +1,4 @@
-"""Finds the matmuls that must not be in half precision in each planted fault, and none in healthy networks."""
+"""`find_precision` finds the matmuls that need float32 in each program with a fault, and none in healthy networks."""
 
 import functools
 import importlib.util
@@ -20,8 +20,8 @@ from jax_lossscale.diagnostics._precision_search import Search
 pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
-UNUSED = pytest.mark.filterwarnings("ignore:.*zero even in float32")  # which is told by a test of its own, too
-# A separate test checks this warning.
+# Separate tests check these warnings.
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero even in float32")
 FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
 
@@ -36,11 +36,11 @@ FOUND = {
     "second_differences": (3, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "in half precision, the gradient of [0] is off by 55%"),
-    "outer_product_of_positions": (0, 0, ""),  # no sum, no product
+    "outer_product_of_positions": (0, 0, ""),  # The outer product has no sum, so it is not a matmul.
     "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
-    "small_unit": (0, 0, ""),  # a matter of the loss scale
+    "small_unit": (0, 0, ""),  # The loss scale solves this problem.
     "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
     "two_branches_of_the_same_lines": (
         3,
@@ -48,14 +48,14 @@ FOUND = {
         "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**",
     ),
     "a_loop": (3, 0, ""),
-    # That with the values shares its function, and that it takes no parameter, with that of the scores.
+    # The matmuls with the scores and with the values have the same rule: both are in one function and use no parameter.
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
 
 def matmuls_of(jaxpr):
-    """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
+    """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
@@ -67,12 +67,12 @@ def matmuls_of(jaxpr):
 
 
 def contracts(eqn):
-    """Whether anything is summed up: an outer product is none."""
+    """Return whether a matmul contains a sum, unlike an outer product."""
     return eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][0] != ((), ())
 
 
 def error(loss, args, policy, dtype=jnp.float16):
-    """The worst error of value and gradients, in total and by leaf, at the loss scale of the policy."""
+    """Return the largest relative error of the value and the gradient leaves at the loss scale of the policy."""
     exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
     step = jls.value_and_scaled_grad(jls.autocast(loss, dtype, policy=policy), policy.loss_scale)
     value, grads = jax.jit(step, compiler_options=EXACT)(*args)
@@ -82,7 +82,7 @@ def error(loss, args, policy, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
-# A matmul in float32, and a loss scale; the others take longer.
+# Two quick faults: one needs a matmul in float32, and one needs a loss scale. All others take longer.
 QUICK = ("small_epsilon", "small_unit")
 
 
@@ -91,7 +91,7 @@ QUICK = ("small_epsilon", "small_unit")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
-def test_each_fault_is_found_and_cured(name, capsys):
+def test_policy_fixes_each_fault(name, capsys):
     loss, args = FAULTS[name]
     num_float32, num_float32_result, reason = FOUND[name]
     policy = find_precision(loss, *args, progress=True)
@@ -104,7 +104,7 @@ def test_each_fault_is_found_and_cured(name, capsys):
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
     assert bool(policy.rules) == bool(num_float32 or num_float32_result)
-    if policy.rules:  # without it, it is wrong
+    if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
 
@@ -114,7 +114,7 @@ def test_each_fault_is_found_and_cured(name, capsys):
     [pytest.param(name, marks=() if name == "a_perceptron" else pytest.mark.slow) for name in HEALTHY],
 )
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
+def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys):
     loss, args = HEALTHY[name]
     policy = find_precision(loss, *args, dtype=dtype)
     assert policy.rules == ()
@@ -132,7 +132,7 @@ def energies(weights, x):
         return jnp.log(jnp.vdot(9000 * y, y))
 
 
-def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
+def test_policy_is_printed_with_its_loss_scale_and_serializable():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
         f"Error compared with float32: over 100% -> {100 * policy.errors[1]:.2g}%.\n"
@@ -145,7 +145,7 @@ def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
     assert hash(restored) == hash(policy)
 
 
-def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+def test_policy_with_a_loss_scale_below_1_names_suitable_loss_scales():
     assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
         "Tested at a loss scale of 2^-13.",
         'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.',
@@ -153,7 +153,7 @@ def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
     assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
 
 
-def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
+def test_policy_remains_valid_for_other_batches_and_under_jit():
     policy = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
     assert error(energies, (weights, x), policy) < 0.01
@@ -174,7 +174,7 @@ EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").repl
 
 
 @pytest.mark.slow
-def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
+def test_policy_remains_valid_after_edits_elsewhere_in_the_file(tmp_path):
     def loaded(text, name):
         (tmp_path / f"{name}.py").write_text(text)
         spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
@@ -188,7 +188,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     (rule,) = policy.rules
     assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
     edited = loaded(EDITED, "edited")
-    assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
+    assert error(edited, args, policy) < 0.01  # A rule without a match would cause a warning.
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
     with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
         jls.autocast(without, policy=policy)(*args)
@@ -196,20 +196,20 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_products_that_no_name_tells_apart_share_a_rule():
+def test_rules_distinguish_matmuls_by_parameter():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
     assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
 @pytest.mark.slow
-def test_several_batches():
+def test_policy_covers_several_batches():
     policy = find_precision(energies, WEIGHTS, X / 1000)
     assert policy.rules == ()
     policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
     assert [rule.precision for rule in policy.rules] == ["float32_result"]
 
 
-def test_aux_several_arguments_keywords_and_what_is_no_array():
+def test_find_precision_supports_aux_argnums_and_keywords():
     def loss(weights, head, x, *, activation, shift):
         y = activation(x @ weights + shift)
         return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
@@ -220,11 +220,11 @@ def test_aux_several_arguments_keywords_and_what_is_no_array():
     assert "reaches" in policy.rules[0].reason
 
 
-def test_without_products_there_is_nothing_to_find():
+def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 
 
-def test_a_wish_of_the_author_stays():
+def test_keep_float32_in_the_function_is_respected():
     def loss(weights, x):
         with jls.keep_float32():
             y = x @ weights[0]
@@ -241,13 +241,13 @@ def with_a_kernel(weights, x, large=1.0):
 
 
 @pytest.mark.slow
-def test_a_function_in_half_stays_where_it_is_right():
+def test_accurate_in_half_function_has_no_rule():
     policy = find_precision(with_a_kernel, WEIGHTS, X)
     assert policy.rules == ()
     assert error(with_a_kernel, (WEIGHTS, X), policy) < 0.01
 
 
-def test_a_function_in_half_is_told_where_it_is_wrong():
+def test_inaccurate_in_half_function_has_a_rule():
     loss = functools.partial(with_a_kernel, large=300.0)
     policy = find_precision(loss, WEIGHTS, X)
     assert [(rule.operation, rule.layer) for rule in policy.rules] == [("in_half", "energy")]
@@ -257,8 +257,8 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_gradients_that_cannot_be_differentiated_again():
-    """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
+def test_matmuls_in_a_loop_without_a_backward_pass_are_found_by_trial():
+    """A while loop that is differentiated in forward mode has no backward pass, so the matmuls are found by trial."""
 
     def loss(weights, x):
         def solved(w):
@@ -274,7 +274,7 @@ def test_gradients_that_cannot_be_differentiated_again():
 
 
 def with_a_bias(share):
-    """Of whose gradient next to nothing is left when its terms are added up, 23 % off in float16."""
+    """Return a loss with a bias. The terms of its gradient almost cancel, so its error in float16 is 23%."""
 
     def loss(params, x):
         y = jnp.tanh(x @ params["kernel"]) @ params["out"]
@@ -287,8 +287,8 @@ def with_a_bias(share):
 
 
 @FEW_IN_HALF
-def test_errors_are_told_as_they_are():
-    """Those of a leaf that may be further off, too."""
+def test_reported_errors_equal_those_of_compare_gradients():
+    """The reported errors include the error of a leaf with a larger tolerance."""
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
@@ -298,13 +298,13 @@ def test_errors_are_told_as_they_are():
     assert policy.errors[0] == pytest.approx(reported, rel=0.1)
 
 
-def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
+def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
 
 @pytest.mark.slow
-def test_of_such_a_leaf_what_is_lost_counts():
-    """The gradient of the quiet branch, a trillionth of all, is zero at the scale of the loud one."""
+def test_underflow_of_a_negligible_leaf_is_not_ignored():
+    """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
     loss, args = FAULTS["two_branches"]
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -314,7 +314,7 @@ def test_of_such_a_leaf_what_is_lost_counts():
     assert error(loss, args, policy) < 0.01
 
 
-def test_where_most_gradients_are_zero_in_float32_it_is_said():
+def test_warning_if_most_gradients_are_zero_in_float32():
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
@@ -323,7 +323,7 @@ def test_where_most_gradients_are_zero_in_float32_it_is_said():
         assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
 
 
-def test_parts_of_a_split_are_narrow_each_by_itself():
+def test_parts_of_a_split_have_separate_dtypes():
     def parts(w, x):
         summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
         return summed, multiplied @ w
@@ -332,15 +332,15 @@ def test_parts_of_a_split_are_narrow_each_by_itself():
     np.testing.assert_array_equal(found, exact)
 
 
-def test_nothing_to_compare_with_is_said():
+def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         policy = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
     assert policy == jls.PrecisionPolicy()
 
 
 @FEW_IN_HALF
-def test_what_no_policy_cures_is_said(monkeypatch):
-    """If the function itself does worse than every trial, more and more matmuls are in float32, until all are."""
+def test_warning_if_no_policy_is_accurate(monkeypatch):
+    """If the policy is less accurate than every trial, more matmuls are moved to float32, until all of them are."""
     errors = []
 
     def wrong(search, policy):

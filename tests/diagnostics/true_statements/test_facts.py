@@ -1,4 +1,4 @@
-"""What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
+"""Reports count the matmuls in half precision, and name the reason for the first matmul in float32."""
 
 import re
 
@@ -75,7 +75,7 @@ def in_a_jitted_branch(params, x):
         (in_a_jitted_branch, "{product}; its operand is converted to float32 at {cast}"),
     ],
 )
-def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
+def test_reason_of_the_first_float32_matmul_is_reported(fun, sentence):
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
     assert report.summary.first_float32 == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
     counts = (
@@ -88,7 +88,7 @@ def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(f
     assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 
 
-def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
+def test_share_of_half_precision_matmuls_is_reported():
     def fun(params, x):
         y = x.astype(jnp.float16) @ params["c_attn"]["kernel"].astype(jnp.float16)
         return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
@@ -98,19 +98,19 @@ def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
     assert report.verdict.startswith("Training with 2 of 4 matmuls in float16 will work. No loss scale is needed.")
 
 
-def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
+def test_program_in_half_precision_has_no_further_remarks():
     report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
     assert repr(report).splitlines()[0] == "Matrix multiplications and convolutions (matmuls): 5 of 5 in float16."
     assert report.verdict == "Training in float16 will work. No loss scale is needed."
 
 
-def test_arguments_without_names():
+def test_variadic_arguments_are_named_args():
     report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
     assert "because `args" in report.summary.first_float32
 
 
-def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
-    """Without a sum an einsum is a multiplication, which `autocast` leaves in float32; one of its derivatives sums."""
+def test_derivative_of_float32_arithmetic_is_given_as_reason():
+    """An einsum without a sum stays in float32, but one of its derivatives contains a sum and is a matmul."""
 
     def decay(rates, weights, x):
         rates = jnp.exp(rates)
@@ -126,7 +126,7 @@ def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_
 
 
 @pytest.mark.parametrize("precision", [None, "highest"])
-def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precision):
+def test_matmul_outside_autocast_is_reported_as_outside(precision):
     def partly(weights, x):
         logits = jnp.matmul(x, weights, precision=precision)  # outside
         return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
