@@ -40,7 +40,7 @@ def run(example: str, dtype: str, seed: int, steps: int | None) -> dict[str, flo
     command += [] if steps is None else ["--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{example}, {dtype}, seed {seed} ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"{example}, {dtype}, seed {seed} failed with exit status {done.returncode}:\n{done.stderr}")
     printed = re.findall(r"^([a-z][\w -]*): ([-+.e\d]+)(?: of \d+)?$", done.stdout, re.MULTILINE)
     skipped = sum(float(number) for name, number in printed if name.startswith("skipped steps"))
     return {name: float(number) for name, number in printed} | {"skipped steps": skipped}

@@ -46,7 +46,7 @@ def _shown(data: dict[str, Any], name: str, alt: str, pictures: dict[str, bytes]
         picture = f"{name}_{len(pictures)}.png"
         pictures[picture] = base64.b64decode("".join(data["image/png"]))
         if not alt:
-            raise ValueError(f"{picture} needs a description. Add it to the metadata of its cell, as `alt`.")
+            raise ValueError(f"{picture} has no description. Add a description to the metadata of its cell as `alt`.")
         return f"![{alt}]({picture})"
     if "text/html" in data:
         html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))
