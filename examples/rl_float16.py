@@ -15,7 +15,7 @@ not corrected by importance weights.
 
 ``--compare --seeds 4`` trains in all three dtypes, which takes several minutes on two CPU cores. The error of the
 log-probability of a token is 4e-8 in float32, 1.2e-3 in bfloat16 and 1.5e-4 in float16. Float16 has three more bits of
-precision than bfloat16, so its error is 8 times smaller.
+precision than bfloat16, so the error in float16 is 8 times smaller.
 
 In this example, the reward is not affected: the final reward is 0.995 to 0.998 in each dtype, for each of four seeds.
 An answer has four tokens, so the error of the probability of a complete answer is less than 1 % in bfloat16. The errors
