@@ -1,4 +1,4 @@
-"""Common command-line options of the examples, and checks that are made before training."""
+"""Command-line options that the examples have in common, and checks that run before training."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ INSTALL = "pip install '.[demo,plot]' --group examples"
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that ends the program with a one-line message if an option is wrong."""
+    """Argument parser that exits with a one-line message if an option is invalid."""
 
     def __init__(self, description: str) -> None:
         super().__init__(
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(doc: str, steps: int, figure: str) -> Parser:
-    """Return a parser with the common options.
+    """Return a parser with the options that the examples have in common.
 
     Args:
       doc: the docstring of the example.
@@ -59,7 +59,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a figure, which must be in an existing folder and have a format that matplotlib supports."""
+    """Return the path of a figure, which must be in an existing folder and have the suffix of a supported format."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     path, formats = Path(text), FigureCanvasBase.get_supported_filetypes()

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 FOLDER = Path(__file__).parent
-# The results that each example prints. The first result is the objective of the training.
+# The names of the results that each example prints. The first result measures the objective of training.
 MEASURES = {
     "linen_classifier": ["test loss", "test accuracy"],
     "linen_ppo": ["points of an episode"],
@@ -35,12 +35,12 @@ MEASURES = {
 
 
 def run(example: str, dtype: str, seed: int, steps: int | None) -> dict[str, float]:
-    """Run an example, and return the numbers that it prints, by name, and the total number of skipped steps."""
+    """Run an example, and return a mapping from names to printed numbers, and the total number of skipped steps."""
     command = [sys.executable, FOLDER / f"{example}.py", "--dtype", dtype, "--seed", str(seed)]
     command += [] if steps is None else ["--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{example}, {dtype}, seed {seed} ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"{example}, {dtype}, seed {seed} failed with exit status {done.returncode}:\n{done.stderr}")
     printed = re.findall(r"^([a-z][\w -]*): ([-+.e\d]+)(?: of \d+)?$", done.stdout, re.MULTILINE)
     skipped = sum(float(number) for name, number in printed if name.startswith("skipped steps"))
     return {name: float(number) for name, number in printed} | {"skipped steps": skipped}

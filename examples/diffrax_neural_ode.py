@@ -1,10 +1,10 @@
-"""A neural differential equation by diffrax, trained in float16.
+"""A neural differential equation in diffrax, trained in float16.
 
-A network learns the equation of motion of a pendulum from trajectories. It is the vector field of a differential
-equation, which diffrax solves with adaptive steps. The model and the loss are written in float32, and `jls.autocast`
-is applied to the complete loss function, including the solver. The matrix multiplications of the network are computed
-in ``--dtype``, in the forward and the backward pass. The matrix multiplications of the solver stay in float32,
-because diffrax marks them as exact.
+A network learns the equation of motion of a pendulum from trajectories. The network is the vector field of a
+differential equation, which diffrax solves with adaptive steps. The model and the loss are written in float32, and
+`jls.autocast` is applied to the complete loss function, including the solver. The matrix multiplications of the network
+are computed in ``--dtype``, in the forward and the backward pass. The matrix multiplications of the solver stay in
+float32, because diffrax marks them as exact.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def pendulum(t: Any, y: jax.Array, args: Any) -> jax.Array:
 
 
 class Law(eqx.Module):
-    """A network that computes the time derivatives."""
+    """A network that computes the time derivatives of angle and velocity."""
 
     mlp: eqx.nn.MLP
 
@@ -42,7 +42,7 @@ class Law(eqx.Module):
         self.mlp = eqx.nn.MLP(2, 2, 64, 2, activation=jax.nn.softplus, key=key)
 
     def __call__(self, t: Any, y: jax.Array, args: Any) -> jax.Array:
-        """Return the time derivatives at ``y``."""
+        """Return the time derivatives of angle and velocity at ``y``."""
         del t, args
         return self.mlp(y)
 

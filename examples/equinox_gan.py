@@ -2,9 +2,9 @@
 
 A generator learns to draw digits like the handwritten digits of scikit-learn, and a critic learns to distinguish the
 drawn digits from the true digits. The gradients of the two losses have different sizes, which change independently.
-Therefore, each optimizer is wrapped separately, and one may skip a step that the other takes. The code is written in
-float32, and `jls.autocast` computes the matrix multiplications of both losses in ``--dtype``. The result is measured
-by the sliced Wasserstein distance between drawn and true digits.
+Therefore, each optimizer is wrapped separately, and one optimizer may skip a step that the other takes. The code is
+written in float32, and `jls.autocast` computes the matrix multiplications of both losses in ``--dtype``. The result is
+measured by the sliced Wasserstein distance between the drawn and the true digits.
 """
 
 from pathlib import Path
@@ -42,13 +42,13 @@ def generator_loss(generator: eqx.nn.MLP, critic: eqx.nn.MLP, noise: jax.Array) 
 
 
 def critic_loss(critic: eqx.nn.MLP, generator: eqx.nn.MLP, digits: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the loss of the critic, which is low if it distinguishes drawn from true digits."""
+    """Return the loss of the critic, which is low if the critic distinguishes drawn digits from true digits."""
     drawn = jax.vmap(generator)(noise)
     return jnp.mean(jax.nn.softplus(jax.vmap(critic)(drawn)) + jax.nn.softplus(-jax.vmap(critic)(digits)))
 
 
 def sliced_wasserstein(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the mean distance of two point sets of equal size, projected onto 256 random lines."""
+    """Return the mean distance between the projections of two point sets of equal size onto 256 random lines."""
     lines = jax.random.normal(jax.random.key(0), (PIXELS, 256))
     lines = lines / jnp.linalg.norm(lines, axis=0, keepdims=True)
     return jnp.mean(jnp.abs(jnp.sort(one @ lines, axis=0) - jnp.sort(other @ lines, axis=0)))
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Path, drawn: jax.Array, history: list[dict[str, Any]]) -> None:
-    """Draw digits above, and the two loss scales below."""
+    """Draw a figure with digits at the top and the two loss scales at the bottom."""
     figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.subplot_mosaic([["digits"], ["generator"], ["critic"]], height_ratios=[3, 1, 1])
     separate = np.pad(drawn[:128].reshape(8, 16, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))

@@ -2,9 +2,9 @@
 
 The model learns selective copying: the input contains a few symbols at random positions between blanks, and the model
 must repeat the symbols in order at the end of the sequence. The model must store symbols in its state and ignore
-blanks, so the matrices of its recurrence depend on the input. The recurrence is an associative scan. The model and
-the loss are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. The scan
-contains no matrix multiplications and stays in float32.
+blanks, so the matrices of its recurrence depend on the input. The recurrence is an associative scan. The model and the
+loss are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. The scan contains
+no matrix multiplications and stays in float32.
 
 References:
   Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023, arXiv 2312.00752.
@@ -23,7 +23,7 @@ from rich.progress import track
 import jax_lossscale as jls
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
 
-# The number of different symbols, of symbols to copy, and of input positions.
+# The numbers of different symbols, of symbols to copy, and of input positions.
 SYMBOLS, COPIED, PLACES = 8, 4, 20
 BLANK, WRITE = SYMBOLS, SYMBOLS + 1  # tokens that are not symbols
 BATCH_SIZE = 32
@@ -65,12 +65,12 @@ class Block(eqx.Module):
 
 
 def compose(before: Any, after: Any) -> Any:
-    """Return the composition of two steps. Each step maps ``state`` to ``decay * state + added``."""
+    """Return the composition of two recurrence steps, each of which maps ``state`` to ``decay * state + added``."""
     return before[0] * after[0], before[1] * after[0] + after[1]
 
 
 class Mamba(eqx.Module):
-    """A model that returns the logits of a sequence."""
+    """A model that maps a sequence of tokens to logits."""
 
     embedding: eqx.nn.Embedding
     blocks: list[Block]
@@ -93,7 +93,7 @@ class Mamba(eqx.Module):
 
 
 def draw(key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-    """Return sequences ``int32[batch, PLACES + COPIED]``, and the symbols in them, ``int32[batch, COPIED]``."""
+    """Return sequences ``int32[batch, PLACES + COPIED]``, and the symbols to copy, ``int32[batch, COPIED]``."""
     symbol_key, place_key = jax.random.split(key)
     symbols = jax.random.randint(symbol_key, (batch, COPIED), 0, SYMBOLS)
     order = jax.random.uniform(place_key, (batch, PLACES)).argsort(axis=1)
@@ -103,7 +103,7 @@ def draw(key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 
 
 def loss_fn(model: Mamba, tokens: jax.Array, symbols: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of the symbols."""
+    """Return the mean cross-entropy of the copied symbols."""
     logits = jax.vmap(model)(tokens)[:, PLACES:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, symbols).mean()
 

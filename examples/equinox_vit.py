@@ -1,9 +1,9 @@
 """An equinox vision transformer, trained in float16 with a loss function that is written for float32.
 
-It classifies the handwritten digits of scikit-learn, in patches of 2 x 2 pixels. The model is written in float32 for
-one image, and is mapped over the batch. `jls.autocast` computes its matrix multiplications in ``--dtype``. The
-gradients are computed as usual in equinox: `filter_value_and_scaled_grad` is `eqx.filter_value_and_grad` with a loss
-scale.
+The transformer classifies the handwritten digits of scikit-learn, in patches of 2 x 2 pixels. The model is written in
+float32 for one image, and is mapped over the batch. `jls.autocast` computes the matrix multiplications of the model in
+``--dtype``. The gradients are computed as usual in equinox: `filter_value_and_scaled_grad` works like
+`eqx.filter_value_and_grad`, but with a loss scale.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ WIDTH, HEADS, LAYERS = 64, 4, 3
 
 
 class Block(eqx.Module):
-    """A block of attention and a network with two layers, each after a norm."""
+    """A transformer block: attention and a two-layer network, each preceded by a norm."""
 
     norms: list[eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
@@ -49,7 +49,7 @@ class Block(eqx.Module):
 
 
 class VisionTransformer(eqx.Module):
-    """A model that returns the logits of an image."""
+    """A model that maps an image to the logits of the classes."""
 
     patches: eqx.nn.Conv2d
     places: jax.Array

@@ -1,10 +1,10 @@
 """A haiku graph network, trained in float16 to predict the motion of masses that are connected by springs.
 
 Each system is a graph whose nodes are masses and whose edges are springs with different stiffnesses and lengths. In
-each of a few rounds, the network computes a message for each edge and adds up the messages at the nodes. It then
-predicts the displacement of each mass in one second. As in jraph, the graphs of a batch are combined into one large
-graph. The network and the loss are written in float32, and `jls.autocast` computes their matrix multiplications in
-``--dtype``. The sums over edges stay in float32.
+each of a few rounds, the network computes a message for each edge and adds up the messages at the nodes. The network
+then predicts the displacement of each mass in one second. As in jraph, the graphs of a batch are combined into one
+large graph. The network and the loss are written in float32, and `jls.autocast` computes their matrix multiplications
+in ``--dtype``. The sums over edges stay in float32.
 
 References:
   Battaglia et al., Interaction Networks, NeurIPS 2016, arXiv 1612.00222.
@@ -42,7 +42,7 @@ def accelerations(graph: Graph, positions: jax.Array) -> jax.Array:
 
 
 def make_system(key: jax.Array) -> Graph:
-    """Return a system of masses at random positions, connected by random springs, with their displacements."""
+    """Return masses at random positions, random springs between the masses, and the displacements of the masses."""
     keys = jax.random.split(key, 6)
     pairs = jnp.stack(jnp.triu_indices(MASSES, 1))[:, jax.random.permutation(keys[0], MASSES * (MASSES - 1) // 2)]
     ends = jnp.concatenate(
@@ -68,7 +68,7 @@ def make_system(key: jax.Array) -> Graph:
 
 
 def as_one(graphs: Graph) -> Graph:
-    """Return one graph with all masses and edges of the graphs, whose arrays have a leading axis for the systems."""
+    """Combine graphs, whose arrays have a leading axis for the systems, into one graph with all masses and edges."""
     first = MASSES * jnp.arange(len(graphs["masses"]))[:, None]
     graphs = {**graphs, "senders": graphs["senders"] + first, "receivers": graphs["receivers"] + first}
     return {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in graphs.items()}

@@ -1,11 +1,11 @@
 """A flax linen ResNet with batch statistics, trained in float16. A run that is killed can be resumed exactly.
 
-A residual network classifies the handwritten digits of scikit-learn. It is written in float32, and `jls.autocast`
-computes its matrix multiplications and convolutions in ``--dtype``. A step whose gradients overflow changes neither
-parameters nor batch statistics. With ``--checkpoints FOLDER``, the train state, including the loss scale, is saved
-regularly by orbax. If the program is killed, the same command resumes from the last checkpoint. The batches depend
-only on the seed and the number of the step, so the result is bitwise equal to the result of an uninterrupted run. The
-last line of the output is a checksum of the result.
+A residual network classifies the handwritten digits of scikit-learn. The network is written in float32, and
+`jls.autocast` computes its matrix multiplications and convolutions in ``--dtype``. A step whose gradients overflow
+changes neither the parameters nor the batch statistics. With ``--checkpoints FOLDER``, the train state, including the
+loss scale, is saved regularly by orbax. If the program is killed, the same command resumes from the last checkpoint.
+The batches depend only on the seed and the number of the step, so the result of a resumed run is bitwise equal to the
+result of an uninterrupted run. The last line of the output is a checksum of the result.
 """
 
 import functools
@@ -33,7 +33,7 @@ BATCH_SIZE, TRAIN_EXAMPLES = 64, 1400
 
 
 class Network(nn.Module):
-    """A network of two residual blocks, each of which halves the size of the image, and a dense output layer."""
+    """A network with two residual blocks, each of which halves the image size, and a dense output layer."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -78,7 +78,7 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array, dtype: A
 
 @jax.jit
 def evaluate(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return loss and accuracy, computed in float32 with the running statistics."""
+    """Return the loss and the accuracy, computed in float32 with the running statistics."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images, train=False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -1,10 +1,10 @@
 """PPO in flax linen, trained in float16: an actor and a critic learn to balance a pole on a cart.
 
-The environment is CartPole, written in JAX. The reward is one point for each step during which the pole is upright,
-for at most 500 steps. Each of the ``--steps`` updates plays in many environments in parallel, estimates the
-advantages of the actions (GAE), and optimizes the clipped objective for a few epochs. The code is written in float32,
-and `jls.autocast` computes the matrix multiplications of the two networks in ``--dtype``, both for playing and for
-training. The environment contains no matrix multiplications and stays in float32.
+The environment is CartPole, written in JAX. The reward is one point for each step during which the pole is upright, for
+at most 500 steps. The program makes ``--steps`` updates. Each update plays in many environments in parallel, estimates
+the advantages of the actions (GAE), and optimizes the clipped objective for a few epochs. The code is written in
+float32, and `jls.autocast` computes the matrix multiplications of the two networks in ``--dtype``, both for playing and
+for training. The environment contains no matrix multiplications and stays in float32.
 
 References:
   Schulman et al., Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347.
@@ -26,14 +26,14 @@ from rich.progress import track
 import jax_lossscale as jls
 from jax_lossscale.interop.flax import TrainState
 
-# HORIZON is the number of steps of an update, and LONGEST the maximum number of steps of an episode.
+# HORIZON is the number of environment steps per update, and LONGEST is the maximum number of steps of an episode.
 ENVIRONMENTS, HORIZON, LONGEST = 32, 64, 500
 EPOCHS, MINIBATCHES = 4, 4
 DISCOUNT, GAE_DECAY, CLIP = 0.99, 0.95, 0.2
 
 
 class ActorCritic(nn.Module):
-    """Two networks that compute the logits of both actions, and the value."""
+    """Two networks: the actor computes the logits of both actions, and the critic computes the value."""
 
     @nn.compact
     def __call__(self, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +98,7 @@ def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any,
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """Return the clipped objective, plus half the squared error of the value, minus a bonus for entropy."""
+    """Return the clipped objective plus half the squared error of the value minus an entropy bonus."""
     observed, action, log_prob, advantage, returns = batch
     logits, value = ActorCritic().apply(params, observed)
     ratio = jnp.exp(of_action(logits, action) - log_prob)

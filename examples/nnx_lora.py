@@ -1,9 +1,9 @@
-"""Fine-tuning with LoRA in flax nnx: a frozen base stored in 16 bits, and float32 adapters that are trained.
+"""Fine-tuning with LoRA in flax nnx: a frozen base that is stored in 16 bits, and float32 adapters that are trained.
 
-The base is the transformer of ``nnx_transformer.py`` with more layers and a larger width. It is first trained on
+The base is the transformer of ``nnx_transformer.py`` with more layers and a larger width. The base is first trained on
 Python code, with matrix multiplications in ``--dtype``, and its parameters are then stored in this dtype. After that,
-adapters in its blocks are trained on C code, the headers of NumPy. `jls.autocast` uses the stored 16-bit parameters
-directly. The optimizer contains only the adapters.
+adapters in the blocks of the base are trained on C code, namely the headers of NumPy. `jls.autocast` uses the stored
+16-bit parameters directly. The optimizer contains only the adapters.
 """
 
 import functools
@@ -46,7 +46,7 @@ def store(model: Transformer, dtype: Any) -> None:
 
 
 def add_adapters(model: Transformer, rngs: nnx.Rngs) -> None:
-    """Add an adapter to both layers of the network in each block. Its initial output is zero."""
+    """Add adapters, whose initial output is zero, to both layers of the network in each block."""
     for block in model.blocks:
         for name in ("expand", "contract"):
             base = getattr(block, name)

@@ -1,7 +1,7 @@
 """A flax nnx transformer, trained in float16 on the source code of the Python standard library.
 
-It predicts the next character. The model and the loss are written in float32, and `jls.autocast` computes their
-matrix multiplications in ``--dtype``. `jls.scale_gradient` scales the gradients inside `nnx.value_and_grad`, and
+The transformer predicts the next character. The model and the loss are written in float32, and `jls.autocast` computes
+their matrix multiplications in ``--dtype``. `jls.scale_gradient` scales the gradients inside `nnx.value_and_grad`, and
 `jls.interop.flax.Optimizer` applies or skips the step.
 """
 
@@ -36,7 +36,7 @@ def load_text() -> np.ndarray:
 
 
 class Block(nnx.Module):
-    """A block of attention and a network with two layers, each after a norm."""
+    """A transformer block: attention and a two-layer network, each preceded by a norm."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -52,7 +52,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A model that returns the logits of the next character."""
+    """A model that maps a text to the logits of the next characters."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = WIDTH, layers: int = LAYERS) -> None:
         self.characters = nnx.Embed(CHARACTERS, width, rngs=rngs)

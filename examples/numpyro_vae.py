@@ -1,10 +1,10 @@
-"""A variational autoencoder in numpyro, trained in float16. The library computes the gradient itself.
+"""A variational autoencoder in numpyro, trained in float16 with an optimizer that computes the gradient itself.
 
-The model and the guide are written in float32, as usual in numpyro, with networks of flax linen. `SVI` calls a method
+The model and the guide are written in float32, as usual in numpyro, with networks from flax linen. `SVI` calls a method
 of the optimizer to compute the loss and the gradient. Therefore, the optimizer implements both parts of mixed
 precision: `LossScaledOptim.eval_and_update` computes the matrix multiplications of the loss in ``--dtype`` with
-`jls.autocast`, and computes the gradients of the scaled loss. The result is measured by the evidence lower bound
-(ELBO) of held-out digits.
+`jls.autocast`, and computes the gradients of the scaled loss. The result is measured by the evidence lower bound (ELBO)
+of held-out digits.
 """
 
 from collections.abc import Callable
@@ -55,13 +55,13 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return mean and standard deviation, both ``[batch, latents]``, for images ``[batch, pixels]``."""
+        """Return the mean and the standard deviation, both ``[batch, latents]``, for images ``[batch, pixels]``."""
         hidden = nn.softplus(nn.Dense(WIDTH)(x))
         return nn.Dense(LATENTS)(hidden), jnp.exp(nn.Dense(LATENTS)(hidden))
 
 
 class Decoder(nn.Module):
-    """A network that maps latent variables to the logits of pixels."""
+    """A network that maps latent variables to the logits of the pixels."""
 
     @nn.compact
     def __call__(self, z: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     svi = SVI(model, guide, LossScaledOptim(tx, dtype), Trace_ELBO())
     train_step = jax.jit(svi.update)
 
-    digits = (load_digits().data > 7).astype(np.float32)  # The pixels become 0 or 1.
+    digits = (load_digits().data > 7).astype(np.float32)  # Convert the pixels to 0 or 1.
     random = np.random.default_rng(options.seed)
     state = svi.init(jax.random.key(options.seed), digits[:BATCH_SIZE])
     history = []
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Any, params: Any, held_out: np.ndarray, history: list[dict[str, Any]]) -> None:
-    """Draw digits above their reconstructions, and the loss and the loss scale below."""
+    """Draw a figure with digits, their reconstructions, the loss and the loss scale."""
     means, _ = Encoder().apply({"params": params["encoder$params"]}, held_out[:16])
     decoded = jax.nn.sigmoid(Decoder().apply({"params": params["decoder$params"]}, means))
     figure = Figure(figsize=(8, 7), layout="constrained")

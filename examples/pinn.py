@@ -1,10 +1,10 @@
 """A network that solves a differential equation (a PINN), trained in float16 in bare JAX.
 
 The equation is the Burgers equation, u_t + u u_x = VISCOSITY u_xx, whose solution is a front that moves to the right.
-The network learns the solution from the equation, the initial values, and the values at both boundaries. Its loss
+The network learns the solution from the equation, the initial values, and the values at both boundaries. The loss
 contains first and second derivatives of the network. The code is written in float32, and `jls.autocast` computes the
-matrix multiplications of the network and of its derivatives in ``--dtype``. With seed 0, the final error in bfloat16,
-which has three bits of precision less than float16, is twice as large.
+matrix multiplications of the network and of its derivatives in ``--dtype``. With seed 0, the final error in bfloat16 is
+twice as large as in float16, which has three more bits of precision.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def loss_fn(params: Params, inside: Any, border: Any) -> jax.Array:
 
 
 def draw(key: jax.Array) -> tuple[Any, Any]:
-    """Draw positions and times in the interior, and points with initial and boundary values."""
+    """Sample positions and times in the interior, and points with initial and boundary values."""
     keys = jax.random.split(key, 4)
     inside = jax.random.uniform(keys[0], INSIDE, minval=-1), jax.random.uniform(keys[1], INSIDE)
     places, times = jax.random.uniform(keys[2], BORDER, minval=-1), jax.random.uniform(keys[3], BORDER)

@@ -1,24 +1,25 @@
-"""Reinforcement learning as for language models (GRPO), in float16, and the reason for float16.
+"""Reinforcement learning in float16, as for language models (GRPO), and the reason for using float16.
 
-A small transformer reads digits and writes them in sorted order. Its reward is the fraction of correct positions. As
-in the training of language models, two programs compute the same policy:
+A small transformer reads digits and writes them in sorted order. The reward is the fraction of correct positions. As in
+the training of language models, two programs compute the same policy:
 
-- The sampler generates one token at a time, with a cache of the keys and values of earlier tokens. Like fast kernels,
-  its attention divides by the sum of the softmax at the end.
-- The trainer processes complete sequences, and its attention divides by this sum first.
+- The sampler generates one token at a time, with a cache of the keys and values of earlier tokens. As in fast kernels,
+  the attention of the sampler divides by the sum of the softmax at the end.
+- The trainer processes complete sequences, and its attention divides by the sum of the softmax first.
 
-Both are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. Because of
-rounding, their policies differ: the trainer optimizes a policy that is slightly different from the policy that
-sampled. Each sample is used for training once, so without rounding the probabilities of its tokens would be equal.
-The difference of their logarithms is measured at every step. No importance weights correct this mismatch.
+Both programs are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. Because
+of rounding, their policies differ: the trainer optimizes a policy that is slightly different from the policy that
+generated the samples. Each sample is used for training once, so without rounding, both programs would compute the same
+probabilities for its tokens. The difference between the log-probabilities is measured at every step. This mismatch is
+not corrected by importance weights.
 
 ``--compare --seeds 4`` trains in all three dtypes, which takes several minutes on two CPU cores. The error of the
-log-probability of a token is 4e-8 in float32, 1.2e-3 in bfloat16 and 1.5e-4 in float16. Float16 has three bits more
-than bfloat16, so its error is 8 times smaller.
+log-probability of a token is 4e-8 in float32, 1.2e-3 in bfloat16 and 1.5e-4 in float16. Float16 has three more bits of
+precision than bfloat16, so the error in float16 is 8 times smaller.
 
 In this example, the reward is not affected: the final reward is 0.995 to 0.998 in each dtype, for each of four seeds.
-An answer has four tokens, so the error of the probability of a complete answer is less than 1 % in bfloat16. The
-errors of all tokens add up, and an answer of a language model has thousands of tokens.
+An answer has four tokens, so the error of the probability of a complete answer is less than 1 % in bfloat16. The errors
+of all tokens add up, and an answer of a language model has thousands of tokens.
 
 References:
   Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
@@ -74,12 +75,12 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def attend_as_trainer(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """Return the attention output. The weights are divided by their sum before they are multiplied by the values."""
+    """Return the attention output. The softmax weights are normalized before they are multiplied by the values."""
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores), values)
 
 
 def attend_as_sampler(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """Return the attention output. The sum of the weighted values is divided by the sum of the weights."""
+    """Return the attention output. The sum of the weighted values is divided by the sum of the softmax weights."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
     return jnp.einsum("bhnm,bmhd->bnhd", weights, values) / total
@@ -131,10 +132,10 @@ def sample(params: Any, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, 
 
 
 def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array) -> Any:
-    """Return the loss of the policy gradient with the advantages of GRPO, and the log-probabilities of the trainer.
+    """Return the policy gradient loss with GRPO advantages, and the log-probabilities of the trainer.
 
-    Each sample is used once, and the trainer assumes that its policy has generated the sample. Therefore, the ratio of
-    the probabilities is 1, and no importance weight corrects the mismatch.
+    Each sample is used once, and the trainer assumes that its own policy has generated the sample. Therefore, the ratio
+    of the probabilities is 1, and no importance weight corrects the mismatch.
     """
     tokens = jnp.concatenate([prompts, sampled[0]], axis=1)
     log_probs, _ = policy(params, tokens, empty_cache(len(tokens)), 0, attend_as_trainer)
@@ -216,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Path, histories: dict[str, dict[str, np.ndarray]]) -> None:
-    """Draw the mean and the range of reward and mismatch over the seeds, and the loss scale of the last run."""
+    """Draw the mean and the range of the reward and the mismatch over the seeds, and the loss scale of the last run."""
     figure = Figure(figsize=(6.4, 5), layout="constrained")
     reward, mismatch, loss_scale = figure.subplots(3, sharex=True)
     for dtype, history in histories.items():

@@ -1,11 +1,11 @@
 """Float16 training on eight devices of two processes, with sharded parameters and batches.
 
-The program starts two processes with four host devices each, which `jax.distributed` connects. They represent two
-machines with four accelerators each. A network learns the color at each position of a photograph from scikit-learn.
-It is written in float32, and `jls.autocast` computes its matrix multiplications in ``--dtype``, except for one. Each
-process loads half of each batch, and parameters and moments are sharded over all eight devices. Under `jax.jit`, the
-loss scale needs no special handling: if gradients overflow on one device, all devices skip the step and use the same
-scale.
+The program starts two processes with four host devices each, which `jax.distributed` connects. The two processes
+represent two machines with four accelerators each. A network learns the color at each position of a photograph from
+scikit-learn. The network is written in float32, and `jls.autocast` computes all of its matrix multiplications except
+for one in ``--dtype``. Each process loads half of each batch, and parameters and moments are sharded over all eight
+devices. Under `jax.jit`, the loss scale needs no special handling: if gradients overflow on one device, all devices
+skip the step and use the same scale.
 """
 
 import argparse
@@ -137,13 +137,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Start the second process, train in the first, and wait until both have finished."""
+    """Start the second process, train in the first process, and wait until both have finished."""
     options = parse(arguments)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    second = spawn.Process(target=run_process, args=(1, port, options), daemon=True)  # A daemon ends with this process.
+    second = spawn.Process(target=run_process, args=(1, port, options), daemon=True)  # A daemon ends with its parent.
     second.start()
     run_process(0, port, options)
     second.join()

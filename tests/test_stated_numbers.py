@@ -39,7 +39,7 @@ def test_numbers_at_the_start_of_the_readme():
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
     assert f"uses {temporaries[0]} to {temporaries[-1]} times the temporary memory of float32" in start
-    assert f"{time[0]} to {time[-1]} times its run time" in start
+    assert f"{time[0]} to {time[-1]} times the run time of float32" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
     assert "auto" in ours[0]
     assert f"[{number(ours[1])} times as long]" in start

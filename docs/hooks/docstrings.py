@@ -38,7 +38,7 @@ class HouseStyle(griffe.Extension):
 
 
 class _Field(griffe.ExprName):
-    """An expression for `dataclasses.field` in a module that does not import `dataclasses`."""
+    """Griffe expression for `dataclasses.field`, for use in modules that do not import `dataclasses`."""
 
     @property
     def canonical_path(self) -> str:

@@ -3,7 +3,7 @@
 On every page, names with the prefix `jls.` become links, such as `jls.metrics` and `jls.metrics(opt_state)`. On the
 pages of the API reference, which are generated from docstrings, names without a prefix also become links, such as
 `metrics`. On other pages, a name without a prefix may belong to another library. The public names are the names that
-the pages of the API reference list.
+are listed on the pages of the API reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEFT_ALONE = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<
 
 
 def targets() -> tuple[dict[str, str], dict[str, str]]:
-    """Return two mappings from names to their full paths: for all pages, and for the API reference."""
+    """Return two mappings from names to their full paths: one for all pages, and one for the API reference."""
     listed = [
         path
         for page in sorted(REFERENCE.glob("*.md"))

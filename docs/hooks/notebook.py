@@ -11,7 +11,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def as_markdown(source: str, name: str) -> tuple[str, dict[str, bytes]]:
-    """Return the page in Markdown, and its images by file name.
+    """Return a notebook as a page in Markdown, and a mapping from file names to images.
 
     Args:
       source: the JSON text of the notebook.
@@ -41,12 +41,12 @@ def _as_printed(text: str) -> list[str]:
 
 
 def _shown(data: dict[str, Any], name: str, alt: str, pictures: dict[str, bytes]) -> str:
-    """Return an output as an image, HTML or text, in this order of preference; ``alt`` describes an image."""
+    """Return a cell's output as an image, HTML or text, in this order of preference. ``alt`` describes the image."""
     if "image/png" in data:
         picture = f"{name}_{len(pictures)}.png"
         pictures[picture] = base64.b64decode("".join(data["image/png"]))
         if not alt:
-            raise ValueError(f"{picture} needs a description. Add it to the metadata of its cell, as `alt`.")
+            raise ValueError(f"{picture} has no description. Add a description to the metadata of its cell as `alt`.")
         return f"![{alt}]({picture})"
     if "text/html" in data:
         html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))

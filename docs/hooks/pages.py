@@ -2,8 +2,9 @@
 
 The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are files of the
 repository. Each of these files is also a page of the site, and the README is the front page. All links are written as
-relative paths in the repository, so that they also work there. This hook replaces each link to one of these files
-with a link to its page. A link to a file without a page is not changed, so that mkdocs reports it as an error.
+relative paths in the repository, so that the links also work outside the site. This hook replaces each link to one of
+these files with a link to its page. A link to a file without a page is not changed, so that mkdocs reports it as an
+error.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             content, pictures = notebook.as_markdown(content, path.stem)
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
-            inclusion = InclusionLevel.NOT_IN_NAV  # The page of the examples links to the programs.
+            inclusion = InclusionLevel.NOT_IN_NAV  # The page on the examples links to the programs.
         if page.startswith("results"):
             inclusion = InclusionLevel.NOT_IN_NAV  # The page on performance links to the results.
         content = with_links_to_pages(content, source, page)
@@ -92,7 +93,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def with_links_to_pages(markdown: str, source: str, page: str) -> str:
-    """Return a text in which links between files of the repository are replaced with links between pages.
+    """Return the text with links between files of the repository replaced by links between pages of the site.
 
     Args:
       markdown: the text of a file.
