@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ def check_flag(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument if ``value`` is not True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+
+
+def did_you_mean(name: Any, names: Iterable[str]) -> str:
+    """Return a sentence that suggests the most similar of some names, or "" if no name is similar."""
+    similar = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.8)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def check_function(value: Any, name: str) -> None:

@@ -23,6 +23,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
+def pytest_configure(config):
+    """Run all tests of the paths that are named on the command line, unless the command line has markers, too.
+
+    By default, `addopts` in `pyproject.toml` excludes slow tests.
+    """
+    arguments = config.invocation_params.args
+    names_a_path = any(Path(str(argument).partition("::")[0]).exists() for argument in arguments)
+    has_markers = any(str(argument).startswith(("-m", "--markexpr")) for argument in arguments)
+    if names_a_path and not has_markers:
+        config.option.markexpr = ""
+
+
 def pytest_ignore_collect(collection_path, config):
     """Ignore a file whose tests are all excluded by their markers, which is faster than importing the file."""
     if not collection_path.match("test_*.py"):

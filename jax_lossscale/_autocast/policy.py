@@ -14,7 +14,14 @@ from typing import Any, Self, TypeVar, overload
 import jax
 import numpy as np
 
-from jax_lossscale._check import check_flag, check_function, is_number, nonnegative_number, positive_normal_number
+from jax_lossscale._check import (
+    check_flag,
+    check_function,
+    did_you_mean,
+    is_number,
+    nonnegative_number,
+    positive_normal_number,
+)
 from jax_lossscale._program.location import Location
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,7 +78,7 @@ class PrecisionRule:
         if self.precision not in _PRECISIONS:
             raise ValueError(
                 f"`PrecisionRule(precision=...)` must be one of {', '.join(map(repr, _PRECISIONS))}, got "
-                f"{self.precision!r}."
+                f"{self.precision!r}.{did_you_mean(self.precision, _PRECISIONS)}"
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -20,7 +20,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_bool_scalar, is_number, shown
+from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip, run_or_skip
@@ -262,6 +262,11 @@ def _check_arguments(
     _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
+    # The inner optimizer ignores arguments that it does not have, so a misspelled name would have no effect.
+    for argument in extra_args:
+        hint = did_you_mean(argument, StepInputs._fields)
+        if hint:
+            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
     # Without this check, `restore_from` would be passed to the inner optimizer, which would ignore it.
     if "restore_from" in extra_args:
         raise ValueError(

@@ -64,7 +64,9 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     if not has_floor:
         warn_user(
             f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32, "
-            f"1.2e-38. (In {name}, the scale can decrease to 0.) To use another floor, pass `min_loss_scale=`."
+            f"1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
+            "`min_loss_scale=1.0`, the default of `DynamicLossScale`, so that `raise_if_stuck` can report a run in "
+            "which every step overflows."
         )
     if lowest < floor:
         warn_user(

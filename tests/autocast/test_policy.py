@@ -512,3 +512,18 @@ def test_loss_scale_is_serialized_and_printed_but_not_compared():
 def test_numpy_numbers_are_converted_to_python_numbers():
     config = jls.PrecisionPolicy(recompute=np.False_, loss_scale=np.float32(8)).get_config()
     assert json.loads(json.dumps(config)) == {"rules": [], "recompute": False, "loss_scale": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "suggestion"), [("Float32", "float32"), ("halff", "half"), ("float32_results", "float32_result")]
+)
+def test_error_for_a_misspelled_precision_suggests_the_closest_value(precision, suggestion):
+    with pytest.raises(
+        ValueError, match=rf"one of 'half', 'float32', 'float32_result', got .* Did you mean '{suggestion}'"
+    ):
+        jls.PrecisionRule(precision)
+
+
+def test_error_for_an_unknown_precision_suggests_nothing():
+    with pytest.raises(ValueError, match=r"got 'narrow'\.$"):
+        jls.PrecisionRule("narrow")

@@ -181,3 +181,27 @@ def test_errors_of_the_inner_optimizer_are_passed_on(compiled):
     for layers in [jnp.ones(3), jnp.ones(3)], jnp.ones(3):
         with pytest.raises(ValueError, match=r"update_and_apply\(scaled_grads=\.\.\.\)"):
             step({**params, "layers": layers}, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("skipif", "skip_if"), ("skip_fi", "skip_if"), ("grad_finite", "grads_finite")]
+)
+def test_misspelled_argument_raises_an_error_that_suggests_the_name(name, meant):
+    tx = jls.loss_scaled(optax.sgd(0.1))
+    params = {"w": jnp.ones(2)}
+    for method in (tx.update, tx.update_and_apply):
+        with pytest.raises(ValueError, match=f"has no argument `{name}`. Did you mean '{meant}'"):
+            method(params, tx.init(params), params, **{name: False})
+
+
+def test_arguments_of_the_inner_optimizer_are_not_rejected():
+    received = []
+
+    def update(updates, state, params=None, **extra_args):
+        received.append(sorted(extra_args))
+        return updates, state
+
+    tx = jls.loss_scaled(optax.GradientTransformationExtraArgs(lambda params: (), update))
+    params = {"w": jnp.ones(2)}
+    tx.update(params, tx.init(params), params, grad=params, value_fn=None, obj=1.0)
+    assert received == [["grad", "obj", "value_fn"]]
