@@ -27,12 +27,24 @@ def test_python_blocks_run_and_print_the_shown_output(capsys):
         assert printed[source] == output
 
 
-def test_first_two_command_blocks_run_the_demo_and_the_tests():
-    main_job, tests = blocks("bash")[:2]
-    for block in main_job, tests:
+def test_marked_command_blocks_run_the_demo_and_the_tests():
+    marked = dict(re.findall(r"^<!-- run by CI: (\w+) -->\n```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
+    demo, tests = marked["demo"], marked["tests"]
+    assert blocks("bash")[:2] == [demo, tests]
+    for block in demo, tests:
         assert block.startswith("python3 -m venv .venv && . .venv/bin/activate\n")
-    assert main_job.splitlines()[-1].startswith("python -m jax_lossscale")
+    assert demo.splitlines()[-1].startswith("python -m jax_lossscale")
     assert tests.splitlines()[-1].startswith("python -m pytest")
+
+
+def test_diff_results_in_the_complete_program():
+    (diff,) = blocks("diff")
+    lines = [line for line in diff.splitlines() if line.strip()]
+    program = [line.split("  #")[0].rstrip() for line in blocks("python")[0].splitlines()]
+    assert [line[1:].split("  #")[0] for line in lines if line[0] in "+ "] == [
+        line for line in program if line in {line[1:].split("  #")[0] for line in lines if line[0] in "+ "}
+    ]
+    assert sum(line.startswith("+") for line in lines) == 5
 
 
 def test_table_is_part_of_the_table_on_the_page_choosing():
@@ -48,4 +60,4 @@ def test_links_and_figures_exist():
 
 
 def test_continuous_integration_runs_the_readme_test_command():
-    assert "block == 2" in (ROOT / ".ci" / "run").read_text()
+    assert "<!-- run by CI: tests -->" in (ROOT / ".ci" / "run").read_text()

@@ -35,11 +35,13 @@ def test_predictions_for_an_h100():
 
 
 def test_numbers_at_the_start_of_the_readme():
-    start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
+    start = " ".join((ROOT / "README.md").read_text().partition("## Why a loss scale")[0].split())
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
     assert f"uses {temporaries[0]} to {temporaries[-1]} times the temporary memory of float32" in start
     assert f"{time[0]} to {time[-1]} times the run time of float32" in start
+    largest = next(row for row in stated if row[0] == "transformer 12 x 768")
+    assert f"takes {largest[1]} times as long as in float32, with {largest[3]} times the temporary memory" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
     assert "auto" in ours[0]
     assert f"[{number(ours[1])} times as long]" in start
