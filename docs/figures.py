@@ -1,6 +1,6 @@
-"""Draw two figures of the pages: ``python docs/figures.py``. Needs the extras demo and plot.
+"""Draw two figures of the documentation: ``python docs/figures.py``. The script needs the extras demo and plot.
 
-The main job and the benchmarks draw the others.
+The demo and the benchmarks draw the other figures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DOTS_PER_INCH = 150
 
 
 def trained_params(patches: jax.Array) -> job.Params:
-    """The network of the main job after some steps in float32."""
+    """Return the parameters of the network of the demo after some training steps in float32."""
     optimizer = job.make_optimizer(STEPS)
     params = job.init_params(jax.random.key(0), patches)
 
@@ -41,7 +41,7 @@ def trained_params(patches: jax.Array) -> job.Params:
 
 
 def history(result: job.Result) -> dict[str, np.ndarray]:
-    """What `plot_run` draws: of each step its loss, and the loss scale after it."""
+    """Return the history that `plot_run` draws: the loss, the scale after the step, and whether it was skipped."""
     trace = result.trace
     return {
         "loss": trace.loss,
@@ -51,7 +51,7 @@ def history(result: job.Result) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Train, and draw."""
+    """Train the network, and draw the figures."""
     patches = job.load_patches()
     with Progress(transient=True) as progress:
         task = progress.add_task("Training", total=2 * STEPS)

@@ -1,4 +1,4 @@
-"""What the command lines of the examples share: their options, and checks that come before any training."""
+"""Common command-line options of the examples, and checks that are made before training."""
 
 import argparse
 import sys
@@ -8,12 +8,12 @@ from types import TracebackType
 from typing import NoReturn
 
 DTYPES = ("float32", "bfloat16", "float16")
-# What installs all that the examples need; pip 25.1 or newer knows `--group`.
+# This command installs everything that the examples need. The option `--group` requires pip 25.1 or newer.
 INSTALL = "pip install '.[demo,plot]' --group examples"
 
 
 class Parser(argparse.ArgumentParser):
-    """Of options; a wrong one ends the program with one line."""
+    """Argument parser that ends the program with a one-line message if an option is wrong."""
 
     def __init__(self, description: str) -> None:
         super().__init__(
@@ -21,15 +21,21 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """That line, without the usage before it."""
+        """Exit with the error message, without printing the usage."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def make_parser(doc: str, steps: int, figure: str) -> Parser:
-    """The options of every example. ``doc`` is its docstring, ``figure`` what ``--figure`` draws."""
+    """Return a parser with the common options.
+
+    Args:
+      doc: the docstring of the example.
+      steps: the default number of steps.
+      figure: a description of the figure that ``--figure`` draws.
+    """
     parser = Parser(doc)
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float16", help="what products are computed in (default: %(default)s)"
+        "--dtype", choices=DTYPES, default="float16", help="dtype of matrix multiplications (default: %(default)s)"
     )
     parser.add_argument("--steps", type=at_least(1), default=steps, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="(default: %(default)s)")
@@ -38,7 +44,7 @@ def make_parser(doc: str, steps: int, figure: str) -> Parser:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is an integer, and not below ``least``."""
+    """Return a function that parses an integer of at least ``least``."""
 
     def parse(text: str) -> int:
         try:
@@ -53,23 +59,24 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def picture(text: str) -> Path:
-    """A file that matplotlib can write: in a folder that is there, and of a format that it knows."""
+    """Return the path of a figure, which must be in an existing folder and have a format that matplotlib supports."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     path, formats = Path(text), FigureCanvasBase.get_supported_filetypes()
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text!r}")
     if path.suffix[1:].lower() not in formats:
         raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text!r}")
     return path
 
 
 def name_the_extra(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Instead of the traceback of a missing package, one line on how to install it."""
+    """Print one line that describes how to install a missing package, instead of a traceback."""
     if isinstance(error, ModuleNotFoundError):
         sys.stderr.write(f"{error}. In the checkout: {INSTALL}\n")
     else:
         sys.__excepthook__(kind, error, traceback)
 
 
-sys.excepthook = name_the_extra  # when it is imported, as the examples import their packages before they run
+# Set the hook when this module is imported, because the examples import their packages before `main` runs.
+sys.excepthook = name_the_extra

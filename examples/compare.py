@@ -1,4 +1,4 @@
-"""Does every example end where float32 does? Runs each of them in each dtype from each seed, and prints a table.
+"""Compare the results of the examples in several dtypes: run each example with each seed, and print a table.
 
 python examples/compare.py [--jobs 2] [--only linen_classifier ...] [--dtypes float32 float16] [--seeds 0]
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 FOLDER = Path(__file__).parent
-# What each example prints of its result: first what it was trained for, then what else there is to compare.
+# The results that each example prints. The first result is the objective of the training.
 MEASURES = {
     "linen_classifier": ["test loss", "test accuracy"],
     "linen_ppo": ["points of an episode"],
@@ -35,7 +35,7 @@ MEASURES = {
 
 
 def run(example: str, dtype: str, seed: int, steps: int | None) -> dict[str, float]:
-    """The numbers that an example prints, by name; skipped steps are added up."""
+    """Run an example, and return the numbers that it prints, by name, and the total number of skipped steps."""
     command = [sys.executable, FOLDER / f"{example}.py", "--dtype", dtype, "--seed", str(seed)]
     command += [] if steps is None else ["--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def run(example: str, dtype: str, seed: int, steps: int | None) -> dict[str, flo
 def table(
     results: dict[tuple[str, str, int], dict[str, float]], examples: list[str], dtypes: list[str], seeds: list[int]
 ) -> str:
-    """Markdown: of each measure the median over the seeds, and between what it lies if there are several."""
+    """Return a Markdown table with the median of each measure over the seeds, and its range if there are several."""
     lines = [f"| example | measure | {' | '.join(dtypes)} |", f"| --- | --- |{' ---: |' * len(dtypes)}"]
     for example in examples:
         for measure in [*MEASURES[example], "skipped steps"]:
@@ -63,15 +63,15 @@ def table(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run them, and print the table."""
+    """Run the examples, and print the table."""
     parser, count, dtypes = command_line.Parser(__doc__), command_line.at_least(1), command_line.DTYPES
-    parser.add_argument("--jobs", type=count, default=1, help="how many to run at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=count, default=1, help="number of parallel runs (default: %(default)s)")
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="EXAMPLE", help="(default: all)"
     )
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, metavar="DTYPE", help="(default: all)")
     parser.add_argument("--seeds", nargs="+", type=command_line.at_least(0), default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument("--steps", type=count, help="of each run (default: its own number)")
+    parser.add_argument("--steps", type=count, help="steps of each run (default: the default of the example)")
     options = parser.parse_args(arguments)
 
     jobs = list(itertools.product(options.only, options.dtypes, options.seeds))

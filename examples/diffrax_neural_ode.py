@@ -1,9 +1,10 @@
 """A neural differential equation by diffrax, trained in float16.
 
-A network learns the law of a pendulum from trajectories: it is the vector field of an equation that diffrax solves
-with steps of its own choice. Model and loss are written in float32; `jls.autocast` goes around the whole loss,
-solver included. It computes the products of the network in ``--dtype``, forward and backward; those that diffrax makes
-of its stages are marked as exact, and stay float32.
+A network learns the equation of motion of a pendulum from trajectories. It is the vector field of a differential
+equation, which diffrax solves with adaptive steps. The model and the loss are written in float32, and `jls.autocast`
+is applied to the complete loss function, including the solver. The matrix multiplications of the network are computed
+in ``--dtype``, in the forward and the backward pass. The matrix multiplications of the solver stay in float32,
+because diffrax marks them as exact.
 """
 
 from typing import Any
@@ -26,14 +27,14 @@ TIMES = jnp.linspace(0.0, 2.0, 21)
 
 
 def pendulum(t: Any, y: jax.Array, args: Any) -> jax.Array:
-    """The true law: how angle and velocity ``[2]`` change."""
+    """Return the time derivatives of the true angle and velocity, ``[2]``."""
     del t, args
     angle, velocity = y
     return jnp.stack([velocity, -4 * jnp.sin(angle) - 0.2 * velocity])
 
 
 class Law(eqx.Module):
-    """The law as a network."""
+    """A network that computes the time derivatives."""
 
     mlp: eqx.nn.MLP
 
@@ -41,13 +42,13 @@ class Law(eqx.Module):
         self.mlp = eqx.nn.MLP(2, 2, 64, 2, activation=jax.nn.softplus, key=key)
 
     def __call__(self, t: Any, y: jax.Array, args: Any) -> jax.Array:
-        """The derivative at ``y``."""
+        """Return the time derivatives at ``y``."""
         del t, args
         return self.mlp(y)
 
 
 def trajectories(law: Any, starts: jax.Array) -> jax.Array:
-    """From each of the starts ``[batch, 2]`` to ``[batch, times, 2]``."""
+    """Return the trajectories ``[batch, times, 2]`` from the initial values ``[batch, 2]``."""
 
     def solve(start: jax.Array) -> jax.Array:
         controller = diffrax.PIDController(rtol=1e-3, atol=1e-4)
@@ -60,12 +61,12 @@ def trajectories(law: Any, starts: jax.Array) -> jax.Array:
 
 
 def loss_fn(law: Law, true: jax.Array) -> jax.Array:
-    """Mean squared error of the trajectories from where the true ones start."""
+    """Return the mean squared error of the trajectories, which start at the same points as the true trajectories."""
     return jnp.mean((trajectories(law, true[:, 0]) - true) ** 2)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=500, figure="a trajectory, loss and loss scale")
     options = parser.parse_args(arguments)
 
@@ -73,12 +74,12 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(1e-2, options.steps))
     )
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @eqx.filter_jit
     def train_step(law: Law, opt_state: Any, true: jax.Array) -> tuple[Law, Any, Any]:
         grad_fn = filter_value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)
-        loss, grads = grad_fn(law, true)  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(law, true)  # the true loss, and gradients of S * loss
         law, opt_state = tx.update_and_apply(grads, opt_state, law, value=loss)
         return law, opt_state, {"loss": loss, **jls.metrics(opt_state)}
 

@@ -1,9 +1,10 @@
-"""An equinox GAN, trained in float16: two networks, two losses, two optimizers, each with a loss scale of its own.
+"""An equinox GAN, trained in float16, with two networks, two losses, and two optimizers with separate loss scales.
 
-A generator learns to draw scikit-learn's handwritten digits, a critic to tell them from the true ones. The gradients
-of the two losses differ in size and change at their own pace, so each optimizer is wrapped for itself: one may skip a
-step while the other takes it. All is written in float32; `jls.autocast` computes the products of the two losses in
-``--dtype``. What comes of it is measured by the sliced Wasserstein distance between drawn and true digits.
+A generator learns to draw digits like the handwritten digits of scikit-learn, and a critic learns to distinguish the
+drawn digits from the true digits. The gradients of the two losses have different sizes, which change independently.
+Therefore, each optimizer is wrapped separately, and one may skip a step that the other takes. The code is written in
+float32, and `jls.autocast` computes the matrix multiplications of both losses in ``--dtype``. The result is measured
+by the sliced Wasserstein distance between drawn and true digits.
 """
 
 from pathlib import Path
@@ -27,7 +28,7 @@ BATCH_SIZE, NOISE_SIZE, PIXELS = 128, 32, 64
 
 
 def make_networks(key: jax.Array) -> tuple[eqx.nn.MLP, eqx.nn.MLP]:
-    """Generator and critic."""
+    """Return the generator and the critic."""
     generator_key, critic_key = jax.random.split(key)
     generator = eqx.nn.MLP(NOISE_SIZE, PIXELS, 128, 2, final_activation=jnp.tanh, key=generator_key)
     critic = eqx.nn.MLP(PIXELS, "scalar", 128, 2, activation=jax.nn.leaky_relu, key=critic_key)
@@ -35,31 +36,31 @@ def make_networks(key: jax.Array) -> tuple[eqx.nn.MLP, eqx.nn.MLP]:
 
 
 def generator_loss(generator: eqx.nn.MLP, critic: eqx.nn.MLP, noise: jax.Array) -> jax.Array:
-    """Low where the critic takes what is drawn for true."""
+    """Return the loss of the generator, which is low if the critic classifies the drawn digits as true."""
     drawn = jax.vmap(generator)(noise)
     return jax.nn.softplus(-jax.vmap(critic)(drawn)).mean()
 
 
 def critic_loss(critic: eqx.nn.MLP, generator: eqx.nn.MLP, digits: jax.Array, noise: jax.Array) -> jax.Array:
-    """Low where the critic tells them apart."""
+    """Return the loss of the critic, which is low if it distinguishes drawn from true digits."""
     drawn = jax.vmap(generator)(noise)
     return jnp.mean(jax.nn.softplus(jax.vmap(critic)(drawn)) + jax.nn.softplus(-jax.vmap(critic)(digits)))
 
 
 def sliced_wasserstein(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Mean distance of two sets of points, as many in each, seen along 256 random lines."""
+    """Return the mean distance of two point sets of equal size, projected onto 256 random lines."""
     lines = jax.random.normal(jax.random.key(0), (PIXELS, 256))
     lines = lines / jnp.linalg.norm(lines, axis=0, keepdims=True)
     return jnp.mean(jnp.abs(jnp.sort(one @ lines, axis=0) - jnp.sort(other @ lines, axis=0)))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
-    parser = command_line.make_parser(__doc__, steps=2000, figure="the loss scales, and some of the digits,")
+    """Train the model, and print the results."""
+    parser = command_line.make_parser(__doc__, steps=2000, figure="the loss scales and some digits")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
-    loss_scale = jls.loss_scale_for(dtype)  # float16 needs one
+    loss_scale = jls.loss_scale_for(dtype)  # Only float16 needs a loss scale.
     rate = optax.cosine_decay_schedule(1e-3, options.steps)
     generator_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
     critic_tx = jls.loss_scaled(optax.adam(rate, b1=0.5), loss_scale)
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         noise = jax.random.normal(key, (2, len(digits), NOISE_SIZE))
 
         grad_fn = filter_value_and_scaled_grad(jls.autocast(critic_loss, dtype), critic_state)
-        loss, grads = grad_fn(critic, generator, digits, noise[0])  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(critic, generator, digits, noise[0])  # the true loss, and gradients of S * loss
         critic, critic_state = critic_tx.update_and_apply(grads, critic_state, critic, value=loss)
 
         grad_fn = filter_value_and_scaled_grad(jls.autocast(generator_loss, dtype), generator_state)
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Path, drawn: jax.Array, history: list[dict[str, Any]]) -> None:
-    """Digits above, the two loss scales below."""
+    """Draw digits above, and the two loss scales below."""
     figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.subplot_mosaic([["digits"], ["generator"], ["critic"]], height_ratios=[3, 1, 1])
     separate = np.pad(drawn[:128].reshape(8, 16, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))

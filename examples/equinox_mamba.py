@@ -1,9 +1,10 @@
 """A selective state-space model in equinox, like Mamba, trained in float16.
 
-It learns selective copying: a few symbols stand at random places among blanks, and are to be written in their order
-when the sequence ends. The model must keep symbols in its state and pass over blanks, so the matrices of its recurrence
-depend on the input. The recurrence is an associative scan. Model and loss are written in float32; `jls.autocast`
-computes their products in ``--dtype``. The scan is not a product, and stays float32.
+The model learns selective copying: the input contains a few symbols at random positions between blanks, and the model
+must repeat the symbols in order at the end of the sequence. The model must store symbols in its state and ignore
+blanks, so the matrices of its recurrence depend on the input. The recurrence is an associative scan. The model and
+the loss are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. The scan
+contains no matrix multiplications and stays in float32.
 
 References:
   Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023, arXiv 2312.00752.
@@ -22,14 +23,15 @@ from rich.progress import track
 import jax_lossscale as jls
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad
 
-SYMBOLS, COPIED, PLACES = 8, 4, 20  # kinds of symbols; how many are to be copied; from how many places
-BLANK, WRITE = SYMBOLS, SYMBOLS + 1  # the tokens that are no symbols
+# The number of different symbols, of symbols to copy, and of input positions.
+SYMBOLS, COPIED, PLACES = 8, 4, 20
+BLANK, WRITE = SYMBOLS, SYMBOLS + 1  # tokens that are not symbols
 BATCH_SIZE = 32
 WIDTH, INNER, STATES, LAYERS = 32, 64, 4, 2
 
 
 class Block(eqx.Module):
-    """A norm, a short convolution, the selective recurrence, and a gate."""
+    """A block with a norm, a short convolution, the selective recurrence, and a gate."""
 
     norm: eqx.nn.RMSNorm
     expand: eqx.nn.Linear
@@ -50,11 +52,11 @@ class Block(eqx.Module):
         self.contract = eqx.nn.Linear(INNER, WIDTH, use_bias=False, key=keys[3])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[length, width]`` to the same."""
+        """Return the result ``[length, width]`` for an input ``[length, width]``."""
         inner, gate = jnp.split(jax.vmap(self.expand)(jax.vmap(self.norm)(x)), 2, axis=1)
         inner = jax.nn.silu(self.convolution(inner.T).T)
         time, write, read = jnp.split(jax.vmap(self.select)(inner), [INNER, INNER + STATES], axis=1)
-        time = jax.nn.softplus(time - 2)  # how long a step lasts; short at first
+        time = jax.nn.softplus(time - 2)  # The time steps are short at the start of training.
         decay = jnp.exp(-time[:, :, None] * jnp.exp(self.log_rates))  # [length, inner, states]
         added = (time * inner)[:, :, None] * write[:, None, :]
         _, states = jax.lax.associative_scan(compose, (decay, added))
@@ -63,12 +65,12 @@ class Block(eqx.Module):
 
 
 def compose(before: Any, after: Any) -> Any:
-    """The step that does both, where each takes ``state`` to ``decay * state + added``."""
+    """Return the composition of two steps. Each step maps ``state`` to ``decay * state + added``."""
     return before[0] * after[0], before[1] * after[0] + after[1]
 
 
 class Mamba(eqx.Module):
-    """The logits of a sequence."""
+    """A model that returns the logits of a sequence."""
 
     embedding: eqx.nn.Embedding
     blocks: list[Block]
@@ -83,7 +85,7 @@ class Mamba(eqx.Module):
         self.readout = eqx.nn.Linear(WIDTH, SYMBOLS, key=readout_key)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """``int32[length]`` to ``[length, symbols]``."""
+        """Return the logits ``[length, symbols]`` for the tokens ``int32[length]``."""
         x = jax.vmap(self.embedding)(tokens)
         for block in self.blocks:
             x = block(x)
@@ -91,7 +93,7 @@ class Mamba(eqx.Module):
 
 
 def draw(key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
-    """Sequences ``int32[batch, PLACES + COPIED]``, and the symbols in them, ``int32[batch, COPIED]``."""
+    """Return sequences ``int32[batch, PLACES + COPIED]``, and the symbols in them, ``int32[batch, COPIED]``."""
     symbol_key, place_key = jax.random.split(key)
     symbols = jax.random.randint(symbol_key, (batch, COPIED), 0, SYMBOLS)
     order = jax.random.uniform(place_key, (batch, PLACES)).argsort(axis=1)
@@ -101,25 +103,25 @@ def draw(key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array]:
 
 
 def loss_fn(model: Mamba, tokens: jax.Array, symbols: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the symbols."""
+    """Return the mean cross-entropy of the symbols."""
     logits = jax.vmap(model)(tokens)[:, PLACES:]
     return optax.softmax_cross_entropy_with_integer_labels(logits, symbols).mean()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=600, figure="loss and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @eqx.filter_jit
     def train_step(model: Mamba, opt_state: Any, key: jax.Array) -> tuple[Mamba, Any, Any]:
         grad_fn = filter_value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)
-        loss, grads = grad_fn(model, *draw(key, BATCH_SIZE))  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(model, *draw(key, BATCH_SIZE))  # the true loss, and gradients of S * loss
         model, opt_state = tx.update_and_apply(grads, opt_state, model, value=loss)
         return model, opt_state, {"loss": loss, **jls.metrics(opt_state)}
 

@@ -1,8 +1,9 @@
-"""An equinox vision transformer, trained in float16: the loss function of float32, and one word.
+"""An equinox vision transformer, trained in float16 with a loss function that is written for float32.
 
-It reads scikit-learn's handwritten digits in patches of 2 x 2 pixels. Model and loss are written in float32, for one
-image, and mapped over the batch; `jls.autocast` computes their products in ``--dtype``. What is differentiated, and
-how, stays as equinox has it: `filter_value_and_scaled_grad` is `eqx.filter_value_and_grad` with a loss scale.
+It classifies the handwritten digits of scikit-learn, in patches of 2 x 2 pixels. The model is written in float32 for
+one image, and is mapped over the batch. `jls.autocast` computes its matrix multiplications in ``--dtype``. The
+gradients are computed as usual in equinox: `filter_value_and_scaled_grad` is `eqx.filter_value_and_grad` with a loss
+scale.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ WIDTH, HEADS, LAYERS = 64, 4, 3
 
 
 class Block(eqx.Module):
-    """Attention and a network of two layers, each with a norm before it."""
+    """A block of attention and a network with two layers, each after a norm."""
 
     norms: list[eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
@@ -41,14 +42,14 @@ class Block(eqx.Module):
         self.dropout = eqx.nn.Dropout(0.1)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        """``[patches, width]`` to the same; without a key, without dropout."""
+        """Return the result ``[patches, width]``. If ``key`` is None, there is no dropout."""
         normed = jax.vmap(self.norms[0])(x)
         x = x + self.attention(normed, normed, normed)
         return x + self.dropout(jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x)), key=key, inference=key is None)
 
 
 class VisionTransformer(eqx.Module):
-    """The logits of an image."""
+    """A model that returns the logits of an image."""
 
     patches: eqx.nn.Conv2d
     places: jax.Array
@@ -63,7 +64,7 @@ class VisionTransformer(eqx.Module):
         self.readout = eqx.nn.Linear(WIDTH, CLASSES, key=readout_key)
 
     def __call__(self, image: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """``[1, height, width]`` to ``[classes]``."""
+        """Return the logits ``[classes]`` of an image ``[1, height, width]``."""
         x = self.patches(image).reshape(WIDTH, PATCHES).T + self.places
         for number, block in enumerate(self.blocks):
             x = block(x, None if key is None else jax.random.fold_in(key, number))
@@ -71,25 +72,25 @@ class VisionTransformer(eqx.Module):
 
 
 def loss_fn(model: VisionTransformer, images: jax.Array, labels: jax.Array, key: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     logits = jax.vmap(model)(images, jax.random.split(key, len(images)))
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=400, figure="loss and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @eqx.filter_jit
     def train_step(model: Any, opt_state: Any, images: Any, labels: Any, key: Any) -> tuple[Any, Any, jax.Array]:
         grad_fn = filter_value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)
-        loss, grads = grad_fn(model, images, labels, key)  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(model, images, labels, key)  # the true loss, and gradients of S * loss
         model, opt_state = tx.update_and_apply(grads, opt_state, model, value=loss)
         return model, opt_state, loss
 

@@ -1,9 +1,10 @@
-"""A haiku graph network, trained in float16: how far will masses move that are connected by springs?
+"""A haiku graph network, trained in float16 to predict the motion of masses that are connected by springs.
 
-Each system is a graph: its nodes are masses, its edges are springs, each of its own stiffness and length. The network
-sends messages along the edges and sums them up at the nodes, a few times, and then predicts how far each mass moves in
-one second. The graphs of a batch are made one large graph, as in jraph. Network and loss are written in float32;
-`jls.autocast` computes their products in ``--dtype``. The sums over edges stay float32.
+Each system is a graph whose nodes are masses and whose edges are springs with different stiffnesses and lengths. In
+each of a few rounds, the network computes a message for each edge and adds up the messages at the nodes. It then
+predicts the displacement of each mass in one second. As in jraph, the graphs of a batch are combined into one large
+graph. The network and the loss are written in float32, and `jls.autocast` computes their matrix multiplications in
+``--dtype``. The sums over edges stay in float32.
 
 References:
   Battaglia et al., Interaction Networks, NeurIPS 2016, arXiv 1612.00222.
@@ -33,18 +34,20 @@ Graph = dict[str, jax.Array]
 
 
 def accelerations(graph: Graph, positions: jax.Array) -> jax.Array:
-    """Of the masses, when they are at ``positions [masses, 2]``."""
+    """Return the accelerations of the masses at the given positions ``[masses, 2]``."""
     apart = positions[graph["senders"]] - positions[graph["receivers"]]
-    length = jnp.sqrt(jnp.sum(apart**2, axis=1, keepdims=True) + 0.01)  # never 0
+    length = jnp.sqrt(jnp.sum(apart**2, axis=1, keepdims=True) + 0.01)  # The constant prevents a length of 0.
     pulls = graph["stiffnesses"] * (length - graph["lengths"]) * apart / length
     return jax.ops.segment_sum(pulls, graph["receivers"], MASSES) / graph["masses"]
 
 
 def make_system(key: jax.Array) -> Graph:
-    """Masses at random places, random pairs of them connected, and how far each moves in one second."""
+    """Return a system of masses at random positions, connected by random springs, with their displacements."""
     keys = jax.random.split(key, 6)
     pairs = jnp.stack(jnp.triu_indices(MASSES, 1))[:, jax.random.permutation(keys[0], MASSES * (MASSES - 1) // 2)]
-    ends = jnp.concatenate([pairs[:, :SPRINGS], pairs[::-1, :SPRINGS]], axis=1)  # a spring is an edge in each direction
+    ends = jnp.concatenate(
+        [pairs[:, :SPRINGS], pairs[::-1, :SPRINGS]], axis=1
+    )  # Each spring has an edge in both directions.
     graph = {
         "senders": ends[0],
         "receivers": ends[1],
@@ -65,14 +68,14 @@ def make_system(key: jax.Array) -> Graph:
 
 
 def as_one(graphs: Graph) -> Graph:
-    """Of ``[systems, masses or edges, ...]`` one graph, with ``[systems * masses or edges, ...]``."""
+    """Return one graph with all masses and edges of the graphs, whose arrays have a leading axis for the systems."""
     first = MASSES * jnp.arange(len(graphs["masses"]))[:, None]
     graphs = {**graphs, "senders": graphs["senders"] + first, "receivers": graphs["receivers"] + first}
     return {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in graphs.items()}
 
 
 def network(graph: Graph) -> jax.Array:
-    """How far each mass moves: ``[masses, 2]``."""
+    """Return the predicted displacement of each mass, ``[masses, 2]``."""
 
     def mlp(*inputs: jax.Array) -> jax.Array:
         hidden = hk.nets.MLP([WIDTH, WIDTH])(jnp.concatenate(inputs, axis=1))
@@ -91,23 +94,23 @@ model = hk.without_apply_rng(hk.transform(network))
 
 
 def loss_fn(params: Any, graph: Graph) -> jax.Array:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return jnp.mean((model.apply(params, graph) - graph["moved"]) ** 2)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=1000, figure="some systems, loss and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @jax.jit
     def train_step(params: Any, opt_state: Any, systems: Graph) -> tuple[Any, Any, Any]:
         grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)
-        loss, grads = grad_fn(params, as_one(systems))  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(params, as_one(systems))  # the true loss, and gradients of S * loss
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         return params, opt_state, {"loss": loss, **jls.metrics(opt_state)}
 

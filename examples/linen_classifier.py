@@ -1,10 +1,11 @@
-"""A flax linen ResNet with batch statistics, trained in float16. It may be killed, and goes on to the bit.
+"""A flax linen ResNet with batch statistics, trained in float16. A run that is killed can be resumed exactly.
 
-A residual network learns scikit-learn's handwritten digits. It is written in float32; `jls.autocast` computes its
-products in ``--dtype``. A step whose gradients overflow changes neither parameters nor batch statistics. With
-``--checkpoints FOLDER`` the train state, loss scale included, is saved by orbax now and then, and the same command goes
-on from there after it was killed. Batches follow from the seed and the number of the step, so it ends with the same
-bits as a run that was never killed: the last line is a checksum of them.
+A residual network classifies the handwritten digits of scikit-learn. It is written in float32, and `jls.autocast`
+computes its matrix multiplications and convolutions in ``--dtype``. A step whose gradients overflow changes neither
+parameters nor batch statistics. With ``--checkpoints FOLDER``, the train state, including the loss scale, is saved
+regularly by orbax. If the program is killed, the same command resumes from the last checkpoint. The batches depend
+only on the seed and the number of the step, so the result is bitwise equal to the result of an uninterrupted run. The
+last line of the output is a checksum of the result.
 """
 
 import functools
@@ -32,11 +33,11 @@ BATCH_SIZE, TRAIN_EXAMPLES = 64, 1400
 
 
 class Network(nn.Module):
-    """Two residual blocks, each of which halves the image, and a readout."""
+    """A network of two residual blocks, each of which halves the size of the image, and a dense output layer."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Logits ``[batch, 10]`` of images ``[batch, 8, 8, 1]``."""
+        """Return the logits ``[batch, 10]`` of images ``[batch, 8, 8, 1]``."""
         norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
         for features in (16, 32):
             residual = nn.relu(norm()(nn.Conv(features, (3, 3), strides=2)(x)))
@@ -46,23 +47,23 @@ class Network(nn.Module):
 
 
 class TrainState(jls_flax.TrainState):
-    """Flax's train state, whose steps may be skipped, with the batch statistics."""
+    """The train state of flax with loss scaling and batch statistics."""
 
     batch_stats: Any
 
 
 def make_train_state(dtype: Any, steps: int, seed: int) -> TrainState:
-    """The beginning of a run."""
+    """Return the initial train state."""
     network = Network()
     variables = network.init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)), train=False)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
     return TrainState.create(apply_fn=network.apply, tx=tx, **variables)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def train_step(state: TrainState, images: jax.Array, labels: jax.Array, dtype: Any) -> tuple[TrainState, jax.Array]:
-    """One step, and the loss before it."""
+    """Return the train state after a step, and the loss before the step."""
 
     def loss_fn(params: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -71,13 +72,13 @@ def train_step(state: TrainState, images: jax.Array, labels: jax.Array, dtype: A
         return losses.mean(), changed["batch_stats"]
 
     grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), state, has_aux=True)
-    (loss, batch_stats), grads = grad_fn(state.params)  # the true loss; gradients of S * loss
+    (loss, batch_stats), grads = grad_fn(state.params)  # the true loss, and gradients of S * loss
     return state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats), loss
 
 
 @jax.jit
 def evaluate(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy, with the running statistics, in float32."""
+    """Return loss and accuracy, computed in float32 with the running statistics."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images, train=False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -85,12 +86,20 @@ def evaluate(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[j
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, from the beginning or from the last checkpoint, and print what came of it."""
+    """Train the model from the start or from the last checkpoint, and print the results."""
     parser = command_line.make_parser(__doc__, steps=600, figure="loss and loss scale")
     count = command_line.at_least(1)
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there, and go on from there")
-    parser.add_argument("--checkpoint-every", type=count, default=100, metavar="N", help="steps (default: %(default)s)")
-    parser.add_argument("--kill-at", type=count, metavar="N", help="end before step N, as suddenly as by kill -9")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="FOLDER", help="save checkpoints in this folder, and resume from them"
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=count,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints (default: %(default)s)",
+    )
+    parser.add_argument("--kill-at", type=count, metavar="N", help="end abruptly before step N, as with kill -9")
     options = parser.parse_args(arguments)
 
     images, labels = load_digits(return_X_y=True)
@@ -115,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
         if manager:
             manager.save(step + 1, args=ocp.args.StandardSave(state))
     if manager:
-        manager.close()  # once what is being written has been
+        manager.close()  # `close` waits for pending writes.
 
     if options.figure and history:
         jls.plotting.plot_run(history)[0].figure.savefig(options.figure)

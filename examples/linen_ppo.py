@@ -1,10 +1,10 @@
 """PPO in flax linen, trained in float16: an actor and a critic learn to balance a pole on a cart.
 
-The environment is CartPole, written in JAX: each step that the pole stands is worth one point, for at most 500 steps.
-An update, of which ``--steps`` is the number, plays in many environments at once, estimates the advantages of what was
-done (GAE), and takes a few epochs of steps on the clipped objective. All is written in float32; `jls.autocast` computes
-the products of the two networks in ``--dtype``, in playing as well as in training. The environment has no matrix
-products, and stays float32.
+The environment is CartPole, written in JAX. The reward is one point for each step during which the pole is upright,
+for at most 500 steps. Each of the ``--steps`` updates plays in many environments in parallel, estimates the
+advantages of the actions (GAE), and optimizes the clipped objective for a few epochs. The code is written in float32,
+and `jls.autocast` computes the matrix multiplications of the two networks in ``--dtype``, both for playing and for
+training. The environment contains no matrix multiplications and stays in float32.
 
 References:
   Schulman et al., Proximal Policy Optimization Algorithms, 2017, arXiv 1707.06347.
@@ -26,17 +26,18 @@ from rich.progress import track
 import jax_lossscale as jls
 from jax_lossscale.interop.flax import TrainState
 
-ENVIRONMENTS, HORIZON, LONGEST = 32, 64, 500  # steps: of an update, of an episode
+# HORIZON is the number of steps of an update, and LONGEST the maximum number of steps of an episode.
+ENVIRONMENTS, HORIZON, LONGEST = 32, 64, 500
 EPOCHS, MINIBATCHES = 4, 4
 DISCOUNT, GAE_DECAY, CLIP = 0.99, 0.95, 0.2
 
 
 class ActorCritic(nn.Module):
-    """Two networks: the logits of both actions, and the value."""
+    """Two networks that compute the logits of both actions, and the value."""
 
     @nn.compact
     def __call__(self, observed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[batch, 4]`` to ``[batch, 2]`` and ``[batch]``."""
+        """Return the logits ``[batch, 2]`` and the values ``[batch]`` for observations ``[batch, 4]``."""
 
         def mlp(outputs: int, gain: float) -> jax.Array:
             hidden = observed
@@ -48,12 +49,12 @@ class ActorCritic(nn.Module):
 
 
 def begin(key: jax.Array) -> jax.Array:
-    """Nearly at rest, ``[environments, 5]``: place, speed, angle, its speed; and the number of steps."""
+    """Return initial states ``[environments, 5]``: position, velocity, angle, angular velocity, number of steps."""
     return jax.random.uniform(key, (ENVIRONMENTS, 5), minval=-0.05, maxval=0.05).at[:, 4].set(0)
 
 
 def push(state: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The state after a push to the left (0) or to the right (1), and where the episode is lost."""
+    """Return the states after a push to the left (0) or to the right (1), and whether each episode is lost."""
     _, speed, angle, turning, steps = state.T
     force = (jnp.where(action == 1, 10.0, -10.0) + 0.05 * turning**2 * jnp.sin(angle)) / 1.1
     turn = (9.8 * jnp.sin(angle) - jnp.cos(angle) * force) / (2 / 3 - 0.05 * jnp.cos(angle) ** 2 / 1.1)
@@ -63,12 +64,12 @@ def push(state: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def of_action(logits: jax.Array, action: jax.Array) -> jax.Array:
-    """The log-probabilities of these actions."""
+    """Return the log-probabilities of the given actions."""
     return jnp.take_along_axis(nn.log_softmax(logits), action[:, None], axis=1)[:, 0]
 
 
 def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any, Any]:
-    """The state afterwards, what to learn from, ``[HORIZON * ENVIRONMENTS, ...]``, and the points of ended episodes."""
+    """Return the new state, training data ``[HORIZON * ENVIRONMENTS, ...]``, and the points of finished episodes."""
 
     def act(state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
         action_key, begin_key = jax.random.split(key)
@@ -76,7 +77,9 @@ def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any,
         action = jax.random.categorical(action_key, logits)
         after, lost = push(state, action)
         ends = lost | (after[:, 4] >= LONGEST)
-        _, next_value = ActorCritic().apply(params, after[:, :4])  # where time is over, the value goes on
+        _, next_value = ActorCritic().apply(
+            params, after[:, :4]
+        )  # The value of an episode that reaches the time limit is not zero.
         td_error = 1 + DISCOUNT * jnp.where(lost, 0, next_value) - value
         happened = state[:, :4], action, of_action(logits, action), value, td_error, ends, after[:, 4]
         return jnp.where(ends[:, None], begin(begin_key), after), happened
@@ -95,7 +98,7 @@ def play(params: Any, state: jax.Array, key: jax.Array) -> tuple[jax.Array, Any,
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
-    """The clipped objective, half the squared error of the value, and a bonus for entropy."""
+    """Return the clipped objective, plus half the squared error of the value, minus a bonus for entropy."""
     observed, action, log_prob, advantage, returns = batch
     logits, value = ActorCritic().apply(params, observed)
     ratio = jnp.exp(of_action(logits, action) - log_prob)
@@ -106,14 +109,14 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=100, figure="points and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
-    steps = options.steps * EPOCHS * MINIBATCHES  # of the optimizer
+    steps = options.steps * EPOCHS * MINIBATCHES  # steps of the optimizer
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(optax.linear_schedule(2.5e-3, 0.0, steps)))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @jax.jit
     def update(learner: TrainState, state: jax.Array, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
@@ -123,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         def train_step(learner: TrainState, chosen: jax.Array) -> tuple[TrainState, Any]:
             grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), learner)
             minibatch = jax.tree.map(lambda leaf: leaf[chosen], batch)
-            loss, grads = grad_fn(learner.params, minibatch)  # the true loss; gradients of S * loss
+            loss, grads = grad_fn(learner.params, minibatch)  # the true loss, and gradients of S * loss
             learner = learner.apply_gradients(grads=grads, value=loss)
             return learner, jls.metrics(learner)
 
@@ -150,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
         loss_scales, skips = history["loss_scale"].ravel(), history["consecutive_skips"].ravel()
         jls.plotting.plot_loss_scale(loss_scales, skips > 0, ax=below)
         figure.savefig(options.figure)
-    last = slice(-max(10, options.steps // 10), None)  # in ten updates, every environment comes to an end
+    last = slice(-max(10, options.steps // 10), None)  # In ten updates, at least one episode ends in every environment.
     print(f"points of an episode: {points[last].sum() / episodes[last].sum():.2f}")
     print(f"loss scale: {history['loss_scale'][-1, -1]:.0f}")
     print(f"skipped steps: {history['skipped_steps'][-1, -1]} of {steps}")

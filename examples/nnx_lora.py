@@ -1,8 +1,9 @@
-"""Fine-tuning with LoRA in flax nnx: a frozen base stored in 16 bits, and float32 adapters, which alone are trained.
+"""Fine-tuning with LoRA in flax nnx: a frozen base stored in 16 bits, and float32 adapters that are trained.
 
-The base is the transformer of ``nnx_transformer.py``, wider and deeper. It learns Python first, in ``--dtype``, and is
-stored in that dtype. Then adapters in its blocks learn C from NumPy's headers. `jls.autocast` takes the base as it is
-stored, and the optimizer knows the adapters only.
+The base is the transformer of ``nnx_transformer.py`` with more layers and a larger width. It is first trained on
+Python code, with matrix multiplications in ``--dtype``, and its parameters are then stored in this dtype. After that,
+adapters in its blocks are trained on C code, the headers of NumPy. `jls.autocast` uses the stored 16-bit parameters
+directly. The optimizer contains only the adapters.
 """
 
 import functools
@@ -24,28 +25,28 @@ from jax_lossscale.interop.flax import Optimizer
 
 WIDTH, LAYERS, RANK = 128, 4, 8
 BASE_STEPS, BATCH_SIZE = 200, 16
-TEST_SHARE = 10  # the first tenth of C is held out
+TEST_SHARE = 10  # The first tenth of the C code is held out.
 
 
 def load_c() -> np.ndarray:
-    """NumPy's C headers, characters that are not ASCII left out: ``int32[characters]``."""
+    """Return the ASCII characters of the C headers of NumPy, ``int32[characters]``."""
     headers = b"".join(path.read_bytes() for path in sorted(Path(np.get_include()).rglob("*.h")))
     text = np.frombuffer(headers, np.uint8)
     return text[text < CHARACTERS].astype(np.int32)
 
 
 def windows_of(text: np.ndarray) -> np.ndarray:
-    """All pieces of the text that a step may see: ``int32[pieces, CONTEXT + 1]``."""
+    """Return all windows of the text, ``int32[windows, CONTEXT + 1]``."""
     return np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
 
 
 def store(model: Transformer, dtype: Any) -> None:
-    """Keep all parameters in this dtype from now on."""
+    """Convert all parameters of the model to a dtype."""
     nnx.update(model, jls.cast_floating(nnx.state(model, nnx.Param), dtype))
 
 
 def add_adapters(model: Transformer, rngs: nnx.Rngs) -> None:
-    """Put one around both layers of the network in each block. At first it adds zero."""
+    """Add an adapter to both layers of the network in each block. Its initial output is zero."""
     for block in model.blocks:
         for name in ("expand", "contract"):
             base = getattr(block, name)
@@ -54,17 +55,17 @@ def add_adapters(model: Transformer, rngs: nnx.Rngs) -> None:
 
 
 def number_of(model: Transformer, kind: type[nnx.Variable]) -> int:
-    """How many parameters of this kind the model has."""
+    """Return the number of parameters of the given kind."""
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, kind)))
 
 
 @functools.partial(nnx.jit, static_argnames=("trained", "dtype"))
 def train_step(model: Transformer, opt: Optimizer, text: jax.Array, trained: type[nnx.Variable], dtype: Any) -> Any:
-    """Update in place what is trained, and the optimizer, or skip; the loss before."""
+    """Update the trained parameters and the optimizer in place, and return the loss before the step."""
 
     def scaled_loss(model: Transformer) -> jax.Array:
         loss = jls.autocast(loss_fn, dtype)(model, text)
-        return jls.scale_gradient(loss, opt.opt_state)  # the true loss; gradients of S * loss
+        return jls.scale_gradient(loss, opt.opt_state)  # the true loss, and gradients of S * loss
 
     loss, grads = nnx.value_and_grad(scaled_loss, argnums=nnx.DiffState(0, trained))(model)
     opt.update(model, grads, value=loss)
@@ -74,10 +75,10 @@ def train_step(model: Transformer, opt: Optimizer, text: jax.Array, trained: typ
 def train(
     model: Transformer, windows: np.ndarray, steps: int, rate: float, trained: type[nnx.Variable], dtype: Any, seed: int
 ) -> list[dict[str, Any]]:
-    """Train the parameters of one kind; loss and metrics of each step."""
+    """Train the parameters of one kind, and return the loss and the metrics of each step."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
     opt = Optimizer(model, tx, wrt=trained)
     random, history = np.random.default_rng(seed), []
     for _ in track(range(steps), f"{trained.__name__}, {dtype}", console=Console(stderr=True)):
@@ -88,7 +89,7 @@ def train(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train the base, then the adapters, and print what came of it."""
+    """Train the base and then the adapters, and print the results."""
     parser = command_line.make_parser(__doc__, steps=100, figure="loss and loss scale of the adapters")
     parser.add_argument(
         "--base-steps", type=command_line.at_least(1), default=BASE_STEPS, metavar="N", help="(default: %(default)s)"

@@ -1,8 +1,8 @@
-"""A flax nnx transformer, trained in float16 on text: the sources of Python's own standard library.
+"""A flax nnx transformer, trained in float16 on the source code of the Python standard library.
 
-It predicts the next character. Model and loss are written in float32; `jls.autocast` computes their products in
-``--dtype``. The loss goes through `jls.scale_gradient` inside `nnx.value_and_grad`, and `jls.interop.flax.Optimizer`
-takes the step, or skips it.
+It predicts the next character. The model and the loss are written in float32, and `jls.autocast` computes their
+matrix multiplications in ``--dtype``. `jls.scale_gradient` scales the gradients inside `nnx.value_and_grad`, and
+`jls.interop.flax.Optimizer` applies or skips the step.
 """
 
 import functools
@@ -29,14 +29,14 @@ WIDTH, HEADS, LAYERS = 64, 4, 2
 
 
 def load_text() -> np.ndarray:
-    """The standard library's sources, characters that are not ASCII left out: ``int32[characters]``."""
+    """Return the ASCII characters of the standard library, ``int32[characters]``."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     text = np.frombuffer(sources, np.uint8)
     return text[text < CHARACTERS][: TRAIN_LENGTH + TEST_LENGTH].astype(np.int32)
 
 
 class Block(nnx.Module):
-    """Attention and a network of two layers, each with a norm before it."""
+    """A block of attention and a network with two layers, each after a norm."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -46,13 +46,13 @@ class Block(nnx.Module):
         self.contract = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """``[batch, length, width]`` to the same."""
+        """Return the result ``[batch, length, width]`` for an input ``[batch, length, width]``."""
         x = x + self.attention(self.attention_norm(x), mask=mask)
         return x + self.contract(nnx.gelu(self.expand(self.norm(x))))
 
 
 class Transformer(nnx.Module):
-    """Logits of the next character."""
+    """A model that returns the logits of the next character."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = WIDTH, layers: int = LAYERS) -> None:
         self.characters = nnx.Embed(CHARACTERS, width, rngs=rngs)
@@ -62,7 +62,7 @@ class Transformer(nnx.Module):
         self.readout = nnx.Linear(width, CHARACTERS, rngs=rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        """``int32[batch, length]`` to ``[batch, length, characters]``."""
+        """Return the logits ``[batch, length, characters]`` for a text ``int32[batch, length]``."""
         x = self.characters(text) + self.positions(jnp.arange(text.shape[1])[None])
         mask = nnx.make_causal_mask(text)
         for block in self.blocks:
@@ -71,17 +71,17 @@ class Transformer(nnx.Module):
 
 
 def loss_fn(model: Transformer, text: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next characters; ``int32[batch, length + 1]``."""
+    """Return the mean cross-entropy of the next characters of a text ``int32[batch, length + 1]``."""
     return optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), text[:, 1:]).mean()
 
 
 @functools.partial(nnx.jit, static_argnames="dtype")
 def train_step(model: Transformer, opt: Optimizer, text: jax.Array, dtype: Any) -> jax.Array:
-    """Update model and optimizer in place, or skip; the loss before."""
+    """Update the model and the optimizer in place, unless the step is skipped. Return the loss before the step."""
 
     def scaled_loss(model: Transformer) -> jax.Array:
         loss = jls.autocast(loss_fn, dtype)(model, text)
-        return jls.scale_gradient(loss, opt.opt_state)  # the true loss; gradients of S * loss
+        return jls.scale_gradient(loss, opt.opt_state)  # the true loss, and gradients of S * loss
 
     loss, grads = nnx.value_and_grad(scaled_loss)(model)
     opt.update(model, grads, value=loss)
@@ -89,7 +89,7 @@ def train_step(model: Transformer, opt: Optimizer, text: jax.Array, dtype: Any) 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=400, figure="loss and loss scale")
     options = parser.parse_args(arguments)
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = Transformer(nnx.Rngs(options.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, options.steps // 10, options.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
     opt = Optimizer(model, tx, wrt=nnx.Param)
 
     random = np.random.default_rng(options.seed)

@@ -1,9 +1,10 @@
-"""A variational autoencoder by numpyro, trained in float16: a library that takes the gradient itself.
+"""A variational autoencoder in numpyro, trained in float16. The library computes the gradient itself.
 
-Model and guide are written in float32, as numpyro has them, with networks of flax linen in them. Numpyro's `SVI` asks
-its optimizer for value and gradient, so the optimizer is the place for both halves of mixed precision:
-`LossScaledOptim.eval_and_update` computes the products of the loss in ``--dtype``, by `jls.autocast`, and takes the
-gradients of the scaled loss. What comes of it is measured by the evidence lower bound (ELBO) of held-out digits.
+The model and the guide are written in float32, as usual in numpyro, with networks of flax linen. `SVI` calls a method
+of the optimizer to compute the loss and the gradient. Therefore, the optimizer implements both parts of mixed
+precision: `LossScaledOptim.eval_and_update` computes the matrix multiplications of the loss in ``--dtype`` with
+`jls.autocast`, and computes the gradients of the scaled loss. The result is measured by the evidence lower bound
+(ELBO) of held-out digits.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ PIXELS, WIDTH, LATENTS = 64, 128, 8
 
 
 class LossScaledOptim(_NumPyroOptim):
-    """A numpyro optimizer of a `jls.loss_scaled` transformation, for losses that are computed in ``dtype``."""
+    """A numpyro optimizer with a `jls.loss_scaled` transformation, which computes losses in ``dtype``."""
 
     def __init__(self, tx: Any, dtype: Any) -> None:
         plain = optax_to_numpyro(tx)
@@ -41,35 +42,35 @@ class LossScaledOptim(_NumPyroOptim):
         self.tx, self.dtype = tx, dtype
 
     def eval_and_update(self, fn: Callable[..., Any], state: Any, forward_mode_differentiation: bool = False) -> Any:
-        """What `SVI.update` calls: the loss of the parameters, and the state after a step, or a skipped one."""
+        """Return the loss, and the state after an applied or skipped step. `SVI.update` calls this method."""
         del forward_mode_differentiation
         count, (params, opt_state) = state
         grad_fn = jls.value_and_scaled_grad(jls.autocast(fn, self.dtype), opt_state, has_aux=True)
-        (loss, aux), grads = grad_fn(params)  # the true loss; gradients of S * loss
+        (loss, aux), grads = grad_fn(params)  # the true loss, and gradients of S * loss
         return (loss, aux), (count + 1, self.tx.update_and_apply(grads, opt_state, params, value=loss))
 
 
 class Encoder(nn.Module):
-    """From images to mean and standard deviation of the latents."""
+    """A network that maps images to the mean and the standard deviation of the latent variables."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``[batch, pixels]`` to two times ``[batch, latents]``."""
+        """Return mean and standard deviation, both ``[batch, latents]``, for images ``[batch, pixels]``."""
         hidden = nn.softplus(nn.Dense(WIDTH)(x))
         return nn.Dense(LATENTS)(hidden), jnp.exp(nn.Dense(LATENTS)(hidden))
 
 
 class Decoder(nn.Module):
-    """From latents to the logits of pixels."""
+    """A network that maps latent variables to the logits of pixels."""
 
     @nn.compact
     def __call__(self, z: jax.Array) -> jax.Array:
-        """``[batch, latents]`` to ``[batch, pixels]``."""
+        """Return the logits ``[batch, pixels]`` for latent variables ``[batch, latents]``."""
         return nn.Dense(PIXELS)(nn.softplus(nn.Dense(WIDTH)(z)))
 
 
 def model(x: jax.Array) -> None:
-    """Pixels that are black or white, given latents of a normal distribution."""
+    """Sample black or white pixels, given normally distributed latent variables."""
     decode = flax_module("decoder", Decoder(), input_shape=(1, LATENTS))
     with numpyro.plate("batch", len(x)):
         z = numpyro.sample("z", dist.Normal(0, 1).expand([LATENTS]).to_event(1))
@@ -77,26 +78,26 @@ def model(x: jax.Array) -> None:
 
 
 def guide(x: jax.Array) -> None:
-    """Latents, given pixels."""
+    """Sample latent variables, given pixels."""
     encode = flax_module("encoder", Encoder(), input_shape=(1, PIXELS))
     with numpyro.plate("batch", len(x)):
         numpyro.sample("z", dist.Normal(*encode(x)).to_event(1))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(
-        __doc__, steps=2000, figure="digits as they were and as they came back, and the run,"
+        __doc__, steps=2000, figure="digits, their reconstructions, the loss and the loss scale"
     )
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
     svi = SVI(model, guide, LossScaledOptim(tx, dtype), Trace_ELBO())
     train_step = jax.jit(svi.update)
 
-    digits = (load_digits().data > 7).astype(np.float32)  # as many shades as numpyro's Bernoulli has
+    digits = (load_digits().data > 7).astype(np.float32)  # The pixels become 0 or 1.
     random = np.random.default_rng(options.seed)
     state = svi.init(jax.random.key(options.seed), digits[:BATCH_SIZE])
     history = []
@@ -115,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Any, params: Any, held_out: np.ndarray, history: list[dict[str, Any]]) -> None:
-    """Digits above what the decoder makes of their latents; loss and loss scale below."""
+    """Draw digits above their reconstructions, and the loss and the loss scale below."""
     means, _ = Encoder().apply({"params": params["encoder$params"]}, held_out[:16])
     decoded = jax.nn.sigmoid(Decoder().apply({"params": params["decoder$params"]}, means))
     figure = Figure(figsize=(8, 7), layout="constrained")

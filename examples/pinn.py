@@ -1,10 +1,10 @@
 """A network that solves a differential equation (a PINN), trained in float16 in bare JAX.
 
-The equation is Burgers', u_t + u u_x = VISCOSITY u_xx, whose solution is a front that moves to the right. The network
-is given the solution at the beginning and at the two ends, and finds the rest from the equation: its loss has
-derivatives of the network up to the second. It is written in float32; `jls.autocast` computes the products of the
-network and of its derivatives in ``--dtype``. From seed 0, bfloat16, which has three
-bits less than float16, ends at twice the error.
+The equation is the Burgers equation, u_t + u u_x = VISCOSITY u_xx, whose solution is a front that moves to the right.
+The network learns the solution from the equation, the initial values, and the values at both boundaries. Its loss
+contains first and second derivatives of the network. The code is written in float32, and `jls.autocast` computes the
+matrix multiplications of the network and of its derivatives in ``--dtype``. With seed 0, the final error in bfloat16,
+which has three bits of precision less than float16, is twice as large.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ from rich.progress import track
 import jax_lossscale as jls
 
 VISCOSITY, WIDTH, LAYERS = 0.05, 48, 3
-INSIDE, BORDER = 512, 64  # points in a batch
+INSIDE, BORDER = 512, 64  # number of points in a batch
 
 Params = list[dict[str, jax.Array]]
 
 
 def init_params(key: jax.Array) -> Params:
-    """Float32 parameters of a network from place and time to the solution."""
+    """Return the float32 parameters of a network that maps position and time to the solution."""
     sizes = [2, *[WIDTH] * LAYERS, 1]
     keys = jax.random.split(key, len(sizes) - 1)
     return [
@@ -36,7 +36,7 @@ def init_params(key: jax.Array) -> Params:
 
 
 def network(params: Params, x: jax.Array, t: jax.Array) -> jax.Array:
-    """What it takes for the solution at one place and one time: ``float32[]``."""
+    """Return the output of the network at one position and time, ``float32[]``."""
     hidden = jnp.stack([x, 2 * t - 1])
     for layer in params[:-1]:
         hidden = jnp.tanh(hidden @ layer["kernel"] + layer["bias"])
@@ -44,12 +44,12 @@ def network(params: Params, x: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def solution(x: jax.Array, t: jax.Array) -> jax.Array:
-    """The true one, from 1 on the left to 0 on the right."""
+    """Return the exact solution, which falls from 1 on the left to 0 on the right."""
     return 0.5 - 0.5 * jnp.tanh((x - t / 2) / (4 * VISCOSITY))
 
 
 def residual(params: Params, x: jax.Array, t: jax.Array) -> jax.Array:
-    """By how much the network misses the equation at one place and one time."""
+    """Return the residual of the equation at one position and time."""
     u_x = jax.grad(network, argnums=1)
     u_t = jax.grad(network, argnums=2)(params, x, t)
     u_xx = jax.grad(u_x, argnums=1)(params, x, t)
@@ -57,14 +57,14 @@ def residual(params: Params, x: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: Params, inside: Any, border: Any) -> jax.Array:
-    """Mean square of the residual, and of the error where the solution is given."""
+    """Return the mean squared residual, plus the mean squared error of the initial and boundary values."""
     missed = jax.vmap(residual, (None, 0, 0))(params, *inside)
     wrong = jax.vmap(network, (None, 0, 0))(params, *border) - solution(*border)
     return jnp.mean(missed**2) + 10 * jnp.mean(wrong**2)
 
 
 def draw(key: jax.Array) -> tuple[Any, Any]:
-    """Places and times inside, and at the beginning and the two ends."""
+    """Draw positions and times in the interior, and points with initial and boundary values."""
     keys = jax.random.split(key, 4)
     inside = jax.random.uniform(keys[0], INSIDE, minval=-1), jax.random.uniform(keys[1], INSIDE)
     places, times = jax.random.uniform(keys[2], BORDER, minval=-1), jax.random.uniform(keys[3], BORDER)
@@ -74,18 +74,18 @@ def draw(key: jax.Array) -> tuple[Any, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=3000, figure="the solution, loss and loss scale")
     options = parser.parse_args(arguments)
 
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @jax.jit
     def train_step(params: Params, opt_state: Any, key: jax.Array) -> tuple[Params, Any, Any]:
         grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state)
-        loss, grads = grad_fn(params, *draw(key))  # the true loss; gradients of S * loss
+        loss, grads = grad_fn(params, *draw(key))  # the true loss, and gradients of S * loss
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         return params, opt_state, {"loss": loss, **jls.metrics(opt_state)}
 

@@ -1,20 +1,24 @@
-"""Reinforcement learning as of language models (GRPO), in float16, and why it is float16 again.
+"""Reinforcement learning as for language models (GRPO), in float16, and the reason for float16.
 
-A small transformer is shown digits and is to write them sorted; its reward is the share of places that are right. As
-in the training of language models, two programs compute the same policy. The sampler writes one token at a time, with
-the keys and values of the earlier ones in a cache; its attention divides by the sum of the softmax at the end, as fast
-kernels do. The trainer sees whole sequences, and divides first. Both are written in float32, and `jls.autocast`
-computes their products in ``--dtype``. Rounding makes them two policies: the trainer improves one that is not quite
-the one which acted. Each sample is trained on once, so without rounding the probabilities of its tokens would agree.
-How far their logarithms are apart is measured at every step. Nothing corrects the mismatch: there are no importance
-weights.
+A small transformer reads digits and writes them in sorted order. Its reward is the fraction of correct positions. As
+in the training of language models, two programs compute the same policy:
 
-``--compare --seeds 4`` trains in all three dtypes, in some minutes on two CPU cores. The log-probability of a token is
-off by 4e-8 in float32, 1.2e-3 in bfloat16 and 1.5e-4 in float16: three bits make a factor of 8.
+- The sampler generates one token at a time, with a cache of the keys and values of earlier tokens. Like fast kernels,
+  its attention divides by the sum of the softmax at the end.
+- The trainer processes complete sequences, and its attention divides by this sum first.
 
-The reward shows no difference here: it ends at 0.995 to 0.998 in each dtype, from each of four seeds. An answer has
-four tokens, so the probability of a whole answer is off by less than 1 % in bfloat16. The errors of all tokens add up,
-and an answer of a language model has thousands.
+Both are written in float32, and `jls.autocast` computes their matrix multiplications in ``--dtype``. Because of
+rounding, their policies differ: the trainer optimizes a policy that is slightly different from the policy that
+sampled. Each sample is used for training once, so without rounding the probabilities of its tokens would be equal.
+The difference of their logarithms is measured at every step. No importance weights correct this mismatch.
+
+``--compare --seeds 4`` trains in all three dtypes, which takes several minutes on two CPU cores. The error of the
+log-probability of a token is 4e-8 in float32, 1.2e-3 in bfloat16 and 1.5e-4 in float16. Float16 has three bits more
+than bfloat16, so its error is 8 times smaller.
+
+In this example, the reward is not affected: the final reward is 0.995 to 0.998 in each dtype, for each of four seeds.
+An answer has four tokens, so the error of the probability of a complete answer is less than 1 % in bfloat16. The
+errors of all tokens add up, and an answer of a language model has thousands of tokens.
 
 References:
   Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
@@ -35,14 +39,14 @@ from rich.progress import track
 
 import jax_lossscale as jls
 
-DIGITS, PROMPT = 8, 4  # digits from 0 to 7, four of them in, four of them out
+DIGITS, PROMPT = 8, 4  # The digits are 0 to 7. A prompt and an answer have four digits each.
 LENGTH = 2 * PROMPT
-GROUPS, GROUP_SIZE = 8, 16  # prompts in a step, and answers to each
+GROUPS, GROUP_SIZE = 8, 16  # number of prompts in a step, and of answers to each prompt
 WIDTH, HEADS, LAYERS = 32, 4, 2
 
 
 def init_params(key: jax.Array) -> Any:
-    """The policy's float32 parameters."""
+    """Return the float32 parameters of the policy."""
     head = WIDTH // HEADS
     shapes = {"query": (WIDTH, HEADS, head), "key": (WIDTH, HEADS, head), "value": (WIDTH, HEADS, head)}
     shapes |= {"output": (HEADS, head, WIDTH), "expand": (WIDTH, 4 * WIDTH), "contract": (4 * WIDTH, WIDTH)}
@@ -59,32 +63,37 @@ def init_params(key: jax.Array) -> Any:
 
 
 def empty_cache(batch: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Of each layer keys and values, of no token yet."""
+    """Return an empty cache of keys and values for each layer."""
     nothing = jnp.zeros((batch, LENGTH, HEADS, WIDTH // HEADS))
     return [(nothing, nothing)] * LAYERS
 
 
 def norm(x: jax.Array) -> jax.Array:
-    """Divide by the root of the mean square."""
+    """Return ``x`` divided by its root mean square."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def attend_as_trainer(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """The means of values with the softmax of scores as weights: weights are divided by their sum first."""
+    """Return the attention output. The weights are divided by their sum before they are multiplied by the values."""
     return jnp.einsum("bhnm,bmhd->bnhd", jax.nn.softmax(scores), values)
 
 
 def attend_as_sampler(scores: jax.Array, values: jax.Array) -> jax.Array:
-    """The same: what the weights sum up is divided."""
+    """Return the attention output. The sum of the weighted values is divided by the sum of the weights."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
     return jnp.einsum("bhnm,bmhd->bnhd", weights, values) / total
 
 
 def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) -> tuple[jax.Array, Any]:
-    """Log-probabilities ``[batch, n, digits]`` of what follows each token; and the cache, with these in it.
+    """Return the log-probabilities ``[batch, n, digits]`` of the next tokens, and the updated cache.
 
-    ``tokens``: ``int32[batch, n]``, at the places from ``start`` on; ``cache`` holds those before.
+    Args:
+      params: the parameters of the policy.
+      tokens: ``int32[batch, n]``, the tokens at the positions from ``start`` on.
+      cache: the keys and values of the tokens before ``start``.
+      start: the position of the first token.
+      attend: the function that computes the attention output.
     """
     places = start + jnp.arange(tokens.shape[1])
     is_visible = jnp.arange(LENGTH)[None, :] <= places[:, None]
@@ -103,12 +112,12 @@ def policy(params: Any, tokens: jax.Array, cache: Any, start: Any, attend: Any) 
 
 
 def of_tokens(log_probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The log-probabilities of these tokens: ``[batch, n]``."""
+    """Return the log-probabilities ``[batch, n]`` of the given tokens."""
     return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
 
 def sample(params: Any, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Answers ``int32[batch, PROMPT]``, written one token at a time, and their log-probabilities."""
+    """Return answers ``int32[batch, PROMPT]``, generated one token at a time, and their log-probabilities."""
 
     def write(carry: Any, key: jax.Array) -> tuple[Any, Any]:
         log_probs, cache, place = carry
@@ -122,10 +131,10 @@ def sample(params: Any, prompts: jax.Array, key: jax.Array) -> tuple[jax.Array, 
 
 
 def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array) -> Any:
-    """The policy gradient with GRPO's advantages, and the log-probabilities as the trainer has them.
+    """Return the loss of the policy gradient with the advantages of GRPO, and the log-probabilities of the trainer.
 
-    Each sample is trained on once, and the trainer takes itself for the policy that has sampled it: the ratio of the
-    two is 1, and no importance weight corrects the mismatch.
+    Each sample is used once, and the trainer assumes that its policy has generated the sample. Therefore, the ratio of
+    the probabilities is 1, and no importance weight corrects the mismatch.
     """
     tokens = jnp.concatenate([prompts, sampled[0]], axis=1)
     log_probs, _ = policy(params, tokens, empty_cache(len(tokens)), 0, attend_as_trainer)
@@ -134,9 +143,9 @@ def loss_fn(params: Any, prompts: jax.Array, sampled: Any, advantages: jax.Array
 
 
 def train(dtype: Any, seeds: jax.Array, steps: int) -> dict[str, np.ndarray]:
-    """Train from some seeds, side by side; what is measured is ``[steps, seeds]``."""
+    """Train with several seeds in parallel, and return measurements of shape ``[steps, seeds]``."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(3e-3, 0.0, steps)))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
 
     @jax.jit
     @jax.vmap
@@ -159,10 +168,12 @@ def train(dtype: Any, seeds: jax.Array, steps: int) -> dict[str, np.ndarray]:
         advantages = grouped - grouped.mean(axis=1, keepdims=True)
         advantages = (advantages / (grouped.std(axis=1, keepdims=True) + 1e-3)).reshape(-1, 1)
         grad_fn = jls.value_and_scaled_grad(jls.autocast(loss_fn, dtype), opt_state, has_aux=True)
-        (loss, log_probs), grads = grad_fn(params, prompts, sampled, advantages)  # the true loss; gradients of S * loss
+        (loss, log_probs), grads = grad_fn(
+            params, prompts, sampled, advantages
+        )  # the true loss, and gradients of S * loss
         params, opt_state = tx.update_and_apply(grads, opt_state, params, value=loss)
         differences = log_probs - sampled[1]
-        weights = jnp.exp(jnp.sum(differences, axis=1))  # those that would correct the mismatch, if they were used
+        weights = jnp.exp(jnp.sum(differences, axis=1))  # importance weights, which are only measured
         measured = {"mismatch": jnp.mean(jnp.abs(differences)), "weights": jnp.sqrt(jnp.mean((weights - 1) ** 2))}
         return params, opt_state, {"reward": rewards.mean(), **measured, **jls.metrics(opt_state)}
 
@@ -176,12 +187,12 @@ def train(dtype: Any, seeds: jax.Array, steps: int) -> dict[str, np.ndarray]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and print what came of it."""
+    """Train the model, and print the results."""
     parser = command_line.make_parser(__doc__, steps=800, figure="reward, mismatch and loss scale")
     parser.add_argument(
-        "--seeds", type=command_line.at_least(1), default=1, metavar="N", help="how many to train from (default: 1)"
+        "--seeds", type=command_line.at_least(1), default=1, metavar="N", help="number of seeds (default: 1)"
     )
-    parser.add_argument("--compare", action="store_true", help="train in all three dtypes (default: in one)")
+    parser.add_argument("--compare", action="store_true", help="train in all three dtypes")
     options = parser.parse_args(arguments)
 
     seeds = options.seed + jnp.arange(options.seeds)
@@ -192,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     last = slice(-max(1, options.steps // 10), None)
     for dtype, history in histories.items():
         if options.compare:
-            print(f"\nproducts in {dtype}")
+            print(f"\nmatrix multiplications in {dtype}")
         rewards = history["reward"][last].mean(axis=0)
         print(f"reward: {rewards.mean():.4f}")
         if options.seeds > 1:
@@ -205,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save_figure(path: Path, histories: dict[str, dict[str, np.ndarray]]) -> None:
-    """Reward and mismatch over the steps: the mean of the seeds, and their range. Below, the last run's loss scale."""
+    """Draw the mean and the range of reward and mismatch over the seeds, and the loss scale of the last run."""
     figure = Figure(figsize=(6.4, 5), layout="constrained")
     reward, mismatch, loss_scale = figure.subplots(3, sharex=True)
     for dtype, history in histories.items():

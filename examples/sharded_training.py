@@ -1,10 +1,11 @@
-"""Float16 training on eight devices of two processes, parameters and batches sharded, by one command.
+"""Float16 training on eight devices of two processes, with sharded parameters and batches.
 
-It starts two processes, which find each other by `jax.distributed` and have four host devices each, as two machines
-with four accelerators would. A network learns a photograph of scikit-learn: the colour at each place. It is written in
-float32; `jls.autocast` computes its products in ``--dtype``, all but one. Each process loads its half of the batch;
-parameters and moments are split over all eight devices. Under `jax.jit` there is nothing to do for the loss scale: if
-gradients overflow on one device, all skip the step, and all have one scale.
+The program starts two processes with four host devices each, which `jax.distributed` connects. They represent two
+machines with four accelerators each. A network learns the color at each position of a photograph from scikit-learn.
+It is written in float32, and `jls.autocast` computes its matrix multiplications in ``--dtype``, except for one. Each
+process loads half of each batch, and parameters and moments are sharded over all eight devices. Under `jax.jit`, the
+loss scale needs no special handling: if gradients overflow on one device, all devices skip the step and use the same
+scale.
 """
 
 import argparse
@@ -32,12 +33,12 @@ BATCH_SIZE, FREQUENCIES, WIDTH = 2048, 64, 128
 
 
 def load_photograph() -> np.ndarray:
-    """``float32[height, width, 3]``, from 0 to 1; every second pixel."""
+    """Return every second pixel of the photograph, ``float32[height, width, 3]``, with values from 0 to 1."""
     return load_sample_image("china.jpg")[::2, ::2].astype(np.float32) / 255
 
 
 def init_params(key: jax.Array) -> dict[str, Any]:
-    """The network's float32 parameters. All sizes but the last are multiples of eight."""
+    """Return the float32 parameters of the network. All sizes except the last are multiples of eight."""
     sizes = [2 * FREQUENCIES, WIDTH, WIDTH, WIDTH]
     keys = jax.random.split(key, len(sizes))
     hidden = [
@@ -48,9 +49,9 @@ def init_params(key: jax.Array) -> dict[str, Any]:
 
 
 def predict(params: dict[str, Any], places: jax.Array) -> jax.Array:
-    """The colours ``[batch, 3]`` at places ``[batch, 2]`` from 0 to 1."""
+    """Return the colors ``[batch, 3]`` at positions ``[batch, 2]`` between 0 and 1."""
     waves = 60 * jax.random.normal(jax.random.key(0), (2, FREQUENCIES))
-    with jls.keep_float32():  # phases of some hundreds, whose decimals count
+    with jls.keep_float32():  # The phases are several hundred, and their decimals matter.
         phases = places @ waves
     x = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], axis=1)
     for layer in params["hidden"]:
@@ -59,19 +60,19 @@ def predict(params: dict[str, Any], places: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return jnp.mean(jnp.square(predict(params, batch["places"]) - batch["colours"]))
 
 
 def train(options: argparse.Namespace) -> None:
-    """What each process does."""
+    """Train the network in one process."""
     mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(AxisType.Auto,))
-    split = NamedSharding(mesh, P("devices"))  # the first axis of each array: of batches, of parameters
+    split = NamedSharding(mesh, P("devices"))  # The first axis of batches and parameters is sharded.
     dtype = jnp.dtype(options.dtype)
     optimizer = optax.adamw(optax.cosine_decay_schedule(3e-3, options.steps))
-    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # float16 needs one
+    tx = jls.loss_scaled(optimizer, jls.loss_scale_for(dtype))  # Only float16 needs a loss scale.
     params = jax.jit(init_params, out_shardings=split)(jax.random.key(options.seed))
-    opt_state = tx.init(params)  # laid out like the parameters
+    opt_state = tx.init(params)  # The state is sharded like the parameters.
 
     @jax.jit
     def train_step(params: Any, opt_state: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
@@ -81,7 +82,8 @@ def train(options: argparse.Namespace) -> None:
 
     photograph = load_photograph()
     size = np.array(photograph.shape[:2])
-    random = np.random.default_rng([options.seed, jax.process_index()])  # each process loads its own part of the batch
+    # Each process loads its part of the batch.
+    random = np.random.default_rng([options.seed, jax.process_index()])
     is_first = jax.process_index() == 0
     console = Console(stderr=True, quiet=not is_first)
     history = []
@@ -90,7 +92,8 @@ def train(options: argparse.Namespace) -> None:
         batch = {"places": (pixels / size).astype(np.float32), "colours": photograph[tuple(pixels.T)]}
         batch = jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(split, leaf), batch)
         params, opt_state, loss = train_step(params, opt_state, batch)
-        jax.block_until_ready(params)  # gloo may hang if a host device begins a step before others have ended the last
+        # gloo may hang if a host device starts a step before all devices have finished the previous step.
+        jax.block_until_ready(params)
         history.append({"loss": loss, **jls.metrics(opt_state)})
 
     everywhere = NamedSharding(mesh, P())
@@ -104,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
 def report(
     options: argparse.Namespace, photograph: np.ndarray, learned: np.ndarray, history: list[dict[str, Any]]
 ) -> None:
-    """Print what came of it, and draw it."""
+    """Print the results, and draw the figure."""
     if options.figure:
         figure = Figure(figsize=(8, 7), layout="constrained")
         pictures, curves = figure.subfigures(2)
@@ -119,28 +122,28 @@ def report(
 
 
 def run_process(process: int, port: int, options: argparse.Namespace) -> None:
-    """Join the other process, and train."""
+    """Connect to the other process, and train."""
     jax.config.update("jax_num_cpu_devices", DEVICES // PROCESSES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
     train(options)
-    jax.distributed.shutdown()  # when all have come so far
+    jax.distributed.shutdown()  # `shutdown` waits for the other process.
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
-    figure = "the photograph, what was learned, and the run,"
+    """Return the command-line options."""
+    figure = "the photograph, the learned photograph, the loss and the loss scale"
     return command_line.make_parser(__doc__, steps=200, figure=figure).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Start the second process, be the first, and wait until both have trained."""
+    """Start the second process, train in the first, and wait until both have finished."""
     options = parse(arguments)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     spawn = multiprocessing.get_context("spawn")
-    second = spawn.Process(target=run_process, args=(1, port, options), daemon=True)  # daemon: it ends with this one
+    second = spawn.Process(target=run_process, args=(1, port, options), daemon=True)  # A daemon ends with this process.
     second.start()
     run_process(0, port, options)
     second.join()

@@ -1,7 +1,7 @@
 """Execute the notebooks of this folder from top to bottom, in place: ``python notebooks/execute.py [NAME ...]``.
 
-With ``--check`` nothing is written, and two run at a time: each must run without an error, and within its time. It
-needs ``pip install -e ".[demo,plot]" --group notebooks``, with pip 25.1 or newer.
+With ``--check``, nothing is written, and two notebooks run in parallel. Each notebook must run without an error and
+within the time limit. This needs ``pip install -e ".[demo,plot]" --group notebooks``, with pip 25.1 or newer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ SECONDS_PER_NOTEBOOK = 180
 
 
 def main() -> int:
-    """Execute what the command line names; the exit status is 1 if a notebook takes too long."""
+    """Execute the notebooks on the command line. Return the exit status, which is 1 if a notebook takes too long."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "notebooks", nargs="*", type=Path, help="by default all of this folder"
+        "notebooks",
+        nargs="*",
+        type=Path,
+        help="(default: all notebooks in this folder)",
     )
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="do not write the outputs")
     options = parser.parse_args()
     paths = options.notebooks or sorted(FOLDER.glob("*.ipynb"))
 
@@ -49,7 +52,7 @@ def main() -> int:
                 nbformat.write(notebook, path)
             return seconds
 
-        # Where outputs are written, one at a time: some of them are times.
+        # Outputs may contain run times, so only one notebook runs at a time if outputs are written.
         with ThreadPoolExecutor(2 if options.check else 1) as executor:
             seconds = dict(zip(paths, executor.map(seconds_of, paths), strict=True))
     too_long = [path.name for path in paths if seconds[path] > SECONDS_PER_NOTEBOOK]
@@ -59,17 +62,17 @@ def main() -> int:
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
-    """Run all cells in a fresh kernel of this interpreter; an error in a cell is raised."""
+    """Run all cells in a new kernel of this interpreter. An error in a cell is raised."""
     with tempfile.TemporaryDirectory() as folder:
         sockets = {
             "transport": "ipc",
             "ip": str(Path(folder) / "kernel"),
-        }  # files: nothing listens on a port
+        }  # The kernel uses files instead of ports.
         client = NotebookClient(
             notebook,
             timeout=SECONDS_PER_NOTEBOOK,
             kernel_name="python3",
-            record_timing=False,  # or every execution would change the file
+            record_timing=False,  # Timings would change the file on every execution.
             resources={"metadata": {"path": str(FOLDER)}},
             config=Config(KernelManager=sockets),
         )

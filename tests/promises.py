@@ -24,14 +24,14 @@ BREAKS = {
             "arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]",
         )
     ],
-    "Gradients are divided by the scale that they were made with": [
+    "Gradients are divided by the scale with which they were computed": [
         (
             STEP,
             "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
             "_widened(state.loss_scale.adjust(True).unscale(scaled_grads), state.loss_scale),",
         )
     ],
-    "The loss is the true loss": [
+    "The returned loss is the true loss": [
         (
             "_gradients/scaled.py",
             "value = seed_gradient(value, loss_scale)",
@@ -45,11 +45,11 @@ BREAKS = {
             "return _tree.scale(cotangent, scale * 1.001)",
         )
     ],
-    "A NaN or an infinity is found wherever it is": [
+    "Every NaN and every infinity is detected": [
         (LARGEST, "leaf.size - length) for n in range(number))", "leaf.size - length) for n in range(number - 1))"),
         (LARGEST, "jnp.minimum(words, infinity), dtype).max()", "jnp.minimum(words, infinity), dtype).sum()"),
     ],
-    "The largest gradient is the largest gradient": [
+    "The largest gradient is measured exactly": [
         ("_measure/finite.py", "largest if scale is None else _tree.unscale(largest, scale)", "largest")
     ],
     "Accumulated gradients are added up in float32": [
@@ -59,27 +59,27 @@ BREAKS = {
             "return carry, _tree.cast_floating((value, loss_scale.unscale(scaled_grads)), jnp.float16), aux",
         )
     ],
-    "A part with a scale of its own has its true derivatives": [
+    "A separate scale for part of a model does not change derivatives": [
         (
             "_gradients/cotangent.py",
             "return jnp.asarray(_tree.unscale(cotangent, scale)).astype(cotangent.dtype)",
             "return cotangent",
         )
     ],
-    "A skipped step changes nothing but what it must": [
+    "A skipped step leaves parameters and the inner optimizer unchanged": [
         (STEP, "lambda leaf: -jnp.zeros_like(leaf) if", "lambda leaf: jnp.zeros_like(leaf) if"),
         LEAVES_A_CHANGED_STATE,
     ],
-    "Gradients that are not finite never reach the parameters": [NEVER_SKIPS],
-    "Only gradients move the scale": [
+    "Non-finite gradients never reach the parameters": [NEVER_SKIPS],
+    "Only gradients change the scale": [
         (
             "_optax/decision.py",
             "return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)",
             "return adjusted",
         )
     ],
-    "Schedules stand still": [LEAVES_A_CHANGED_STATE],
-    "The counters add up": [
+    "Schedules do not advance on skipped steps": [LEAVES_A_CHANGED_STATE],
+    "The counters are consistent": [
         (
             "_optax/state.py",
             "jnp.where(count > largest - increment, largest, count + increment)",
@@ -91,7 +91,7 @@ BREAKS = {
             "_saturating_add(state.consecutive_skips, skipped)",
         ),
     ],
-    "The fused step is the plain step": [
+    "The fused step equals the plain step": [
         (
             STEP,
             "        return optax.apply_updates(params, updates)",
@@ -103,7 +103,7 @@ BREAKS = {
             "jax.lax.select(should_apply, applied, applied)",
         ),
     ],
-    "The dynamic scale is TensorFlow's, step for step": [
+    "The dynamic scale equals TensorFlow's after every step": [
         (DYNAMIC, "num_good_steps >= self.increment_period - 1", "num_good_steps >= self.increment_period"),
         (DYNAMIC, "num_good_steps >= self.increment_period - 1", "num_good_steps >= self.increment_period"),
     ],
@@ -121,11 +121,11 @@ BREAKS = {
             "moved = jnp.exp2(log2_scale)",
         )
     ],
-    "The automatic scale arrives within 16 steps": [(AUTO, "LOG2_MOVE = 8", "LOG2_MOVE = 1")],
-    "The automatic scale learns rare kinds of batches": [
+    "The automatic scale is found within 16 steps": [(AUTO, "LOG2_MOVE = 8", "LOG2_MOVE = 1")],
+    "The automatic scale adapts to rare kinds of batches": [
         (AUTO, "tested = margin + LOG2_MOVE, allowance", "tested = margin, allowance")
     ],
-    "Every optimizer takes the steps it takes without loss scaling": [
+    "Every optimizer takes the same steps as without loss scaling": [
         (
             STEP,
             "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
@@ -133,7 +133,7 @@ BREAKS = {
         )
     ],
     "Half-precision parameters have float32 moments": [(STEP, "return _tree.widen(tree, keep=keep)", "return tree")],
-    "Without a loss scale it is the bare optimizer": [
+    "Without a loss scale, the wrapper adds almost nothing": [
         (
             "_loss_scale/fixed.py",
             "    checks_gradients: ClassVar[bool] = False",
@@ -191,7 +191,7 @@ BREAKS = {
     "A bad argument raises an error immediately": [
         ("_check.py", "if not at_least <= number <=", "if not -1000 <= number <=")
     ],
-    "A configuration builds loss scales and nothing else": [
+    "A configuration can only construct loss scales": [
         (
             "_loss_scale/registry.py",
             'raise ValueError(f"`{name}` must be {_ACCEPTED}; got {shown(identifier)}.")',

@@ -29,24 +29,24 @@ LIBRARIES = {  # head of the column: the module of `peers`; the package and its 
     "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
 }
 TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
-    "grows after (N asked for)": ("growth", ["N", "N", "N + 1", "N", "N"]),
+    "grows after (N requested)": ("growth", ["N", "N", "N + 1", "N", "N"]),
     "never lower than": (
         "floor",
         [
             "1, or `min_loss_scale`",
-            "1; a floor of your own is lost under `jit`",
+            "1; a custom minimum is lost under `jit`",
             "1.2e-38, or `minimum_scale`",
             "0",
             "0",
         ],
     ),
     "never higher than": ("ceiling", ["2^127, or `max_loss_scale`", "2^127", "3.4e+38", "2^127", "infinity"]),
-    "value on an overflowing step": (
+    "returned loss if the gradients overflow": (
         "value",
         [
             "the true loss",
-            "the scaled loss, for you to divide",
-            "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss",
+            "the scaled loss, which you must divide",
+            "the true loss, or infinity if loss times scale overflows; on the first step, NaN if the loss is float16",
             "the true loss",
             "the true loss",
         ],
@@ -61,11 +61,11 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
             "unscaled in float32",
             "in float32, or float16 if the scale is weakly typed",
             "unscaled in float32",
-            "refused",
+            "rejected",
             "unscaled in float32",
         ],
     ),
-    "its gradient function takes keyword arguments, `has_aux`, `argnums`": (
+    "the gradient function accepts keyword arguments, `has_aux`, `argnums`": (
         "arguments",
         ["all three", "no such function", "`has_aux`, `argnums`", "no such function", "no such function"],
     ),
@@ -73,39 +73,42 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         "one_device",
         [
             "all skip (`axis_name`)",
-            "each decides alone",
+            "each device decides on its own",
             "all skip (`axis_name`, which averages gradients)",
-            "each process decides alone",
-            "each decides alone",
+            "each process decides on its own",
+            "each device decides on its own",
         ],
     ),
     "compilations over several steps": (
         "compilations",
-        ["1", "1, or 2 if the scale is weakly typed", "2", "none: Python decides, step by step", "1"],
+        ["1", "1, or 2 if the scale is weakly typed", "2", "none, because Python makes the decision in each step", "1"],
     ),
-    "to skip for another reason": (
+    "skipping a step for another reason": (
         "own_reasons",
         [
             "`skip_if`, `value`",
-            "by hand: `select_tree`",
-            "by hand: `jnp.where`",
-            "by hand: call neither `step` nor `update`",
-            "by hand: do not call it",
+            "manually: `select_tree`",
+            "manually: `jnp.where`",
+            "manually: call neither `step` nor `update`",
+            "manually: do not call it",
         ],
     ),
-    "which layer went bad, and how": (
+    "report of the non-finite layer": (
         "which_layer",
-        ["`record_bad_steps`, `explain`", "not told", "not told", "not told", "not told"],
+        ["`record_bad_steps`, `explain`", "none", "none", "none", "none"],
     ),
-    "hysteresis": ("hysteresis", ["until growth, or of bad steps in a row", "none", "none", "none", "none"]),
+    "hysteresis": (
+        "hysteresis",
+        ["refilled when the scale grows, or on each finite step", "none", "none", "none", "none"],
+    ),
     "schedule on a skipped step": (
         "schedule",
         [
-            "stands still",
+            "does not advance",
             "advances unless you select its state",
             "advances unless you select its state",
             "advances unless you check",
-            "stands still",
+            "does not advance",
         ],
     ),
 }
@@ -133,7 +136,7 @@ def cells(line):
 
 
 def test_the_table_of_the_page_is_this_one():
-    section = re.search(r"^# How it differs\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
+    section = re.search(r"^# How it differs from other libraries\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
     head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
     assert head == ["", *LIBRARIES]
     assert {row[0]: row[1:] for row in rows} == {question: answers for question, (_, answers) in TABLE.items()}

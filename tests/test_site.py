@@ -138,7 +138,7 @@ bfloat16 or float16                          why/#float16-or-bfloat16-which-one-
 memory saved                                 why/#memory-saved-time-saved
 softmax in float16                           why/#what-must-stay-float32-softmax-norm-layers-long-sums
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
-overhead                                     performance/#overhead-of-the-optimizers-step
+overhead                                     performance/#overhead-of-the-optimizer-step
 tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
 loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
 loss is nan                                  troubleshooting/
@@ -152,17 +152,17 @@ Fourier                                      guide/precision/#operations-that-ne
 timestep                                     guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 FFT                                          guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 dice                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
-strict                                       guide/precision/#is-it-float16-at-all
-flash attention                              guide/precision/#kernels-that-take-16-bits-only
-cast by hand                                 guide/precision/#casting-by-hand
+strict                                       guide/precision/#check-which-matmuls-are-in-float16
+flash attention                              guide/precision/#kernels-that-support-only-16-bits
+cast by hand                                 guide/precision/#manual-casts-casting-by-hand
 lora                                         guide/recipes/#fine-tune-with-lora
 eval mode                                    guide/recipes/#evaluation-disable-autocast-for-eval-or-keep-it
 resume training                              guide/recipes/#resume-training
 freeze parameters                            guide/recipes/#freeze-parameters
-multisteps                                   guide/accumulation/#micro-batches-call-by-call-optaxmultisteps
+multisteps                                   guide/accumulation/#one-micro-batch-per-call-optaxmultisteps
 gradient accumulation                        guide/accumulation/
 gradient clipping                            guide/clipping/
-grad norm                                    guide/clipping/#the-gradient-norm-for-the-log
+grad norm                                    guide/clipping/#log-the-gradient-norm
 multi gpu                                    guide/devices/
 shard_map                                    guide/devices/#jaxshard_map-and-jaxpmap-name-the-axes-with-axis_name
 batch norm                                   guide/skipped_steps/#batch-norm-statistics-moving-averages-random-keys
@@ -170,7 +170,7 @@ all steps are skipped                        guide/skipped_steps/
 learning rate schedule                       guide/skipped_steps/#learning-rate-schedules
 gan                                          guide/multiple_losses/
 lbfgs                                        guide/step/#line-searches-and-other-extra-arguments
-numpyro                                      guide/libraries/#or-let-the-optimizer-take-the-gradient-numpyro
+numpyro                                      guide/libraries/#or-let-the-optimizer-compute-the-gradient-numpyro
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#are-the-gradients-scaled

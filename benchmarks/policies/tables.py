@@ -22,6 +22,7 @@ _STEPS, _RUNS = 20_000, 2
 _QUICK_STEPS, _QUICK_RUNS = 2_000, 1
 _EVENT_STEPS = 4_000
 _HOSTILE, _HOSTILE_STEPS = 200, 1_000
+_HOSTILE_LENGTHS, _QUICK_HOSTILE_LENGTHS = (1_000, 3_000, 6_000, 20_000), (1_000,)
 
 # What `AutoLossScale` is held to.
 _STEPS_TO_ARRIVE = 16
@@ -78,9 +79,9 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
         for group, of_bits in zip(groups, marks, strict=True)
         for table in (summary(group, quick, _marks(group, of_bits)), details(group, quick))
     ]
-    random = [traces.hostile(np.random.default_rng([5, seed]), _HOSTILE_STEPS) for seed in range(_HOSTILE)]
+    random = _random(_HOSTILE_STEPS)
     group = replay(f"{_HOSTILE} random traces of {_HOSTILE_STEPS:,} steps", random, progress.part(4, 7, "random"))
-    tables += [summary(group, quick, marks_of_random(group)), evidence(steps, quick)]
+    tables += [summary(group, quick, marks_of_random(group)), random_by_length(quick), evidence(steps, quick)]
     tables += [inside.rare_kinds(quick), inside.mixed(quick)]
     tables += [trainings(quick, progress.part(5, 7, "trainings")), needs(quick, progress.part(6, 7, "constants"))]
     tables.append(Table("AutoLossScale: arriving", _SUMMARY_COLUMNS, (), [_arrival_mark(8), _arrival_mark(120)]))
@@ -139,6 +140,26 @@ def marks_of_random(group: Group) -> list[Mark]:
         Mark(f"{name} unused bits, on 9 of 10", float(np.nanpercentile(unused, 90)), _HOSTILE_BITS),
         Mark(f"{name} worse than `DynamicLossScale()`", float(np.mean(worse)), _HOSTILE_WORSE),
     ]
+
+
+def random_by_length(quick: bool) -> Table:
+    """A row for each length of the random traces: skipped steps and unused bits of the two default scales."""
+    rows = []
+    for steps in _QUICK_HOSTILE_LENGTHS if quick else _HOSTILE_LENGTHS:
+        cells: list[Cell] = [steps]
+        for loss_scale in jls.AutoLossScale(), jls.DynamicLossScale():
+            judged = judge(loss_scale, _random(steps))
+            for values in 1000 * judged.skipped / steps, judged.unused_bits:
+                cells += [float(np.nanmean(values)), float(np.nanpercentile(values, 90))]
+        rows.append(cells)
+    measured = [f"{who}: {what}" for who in ("auto", "dynamic") for what in ("skipped of 1,000", "unused bits")]
+    heads = columns(" | ".join(["steps", *(f"{name} {{:.1f}} | {name}, 90% {{:.1f}}" for name in measured)]))
+    note = f'Mean over {_HOSTILE} random traces. "90%" is the number that 9 of 10 traces do not exceed.'
+    return Table("Random traces of several lengths", heads, rows, (), (note,), quick)
+
+
+def _random(steps: int) -> list[Trace]:
+    return [traces.hostile(np.random.default_rng([5, seed]), steps) for seed in range(_HOSTILE)]
 
 
 def evidence(steps: int, quick: bool) -> Table:

@@ -1,4 +1,4 @@
-"""What of the docstrings and classes is written for Python's own tools, put as mkdocstrings has it."""
+"""Conversion of docstrings and dataclasses to the forms that mkdocstrings expects."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ RETURNS = re.compile(r"(?m)^(Returns:\n +)(?=\S)")
 
 
 class HouseStyle(griffe.Extension):
-    """Docstrings and fields as this package writes them."""
+    """Griffe extension for the conventions of this package in docstrings and dataclass fields."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite the docstring of whatever has one."""
+        """Convert the docstring of an object, if it has one."""
         del kwargs
         if obj.docstring is None:
             return
-        # A colon in front of indented code, where reStructuredText has two.
+        # reStructuredText marks indented code with a double colon, and Markdown needs a single colon.
         text = LITERAL_BLOCK.sub(lambda match: ":" if match[0] == "::" else "", obj.docstring.value)
         text = PRIVATE_ARGUMENT.sub("", text)
         if isinstance(obj, griffe.Function) and obj.returns is not None:
-            # Or whatever stands in front of the first colon of the text would be taken for the type.
+            # Without an explicit type, griffe would parse the text before the first colon as the type.
             text = RETURNS.sub(lambda match: f"{match[1]}{obj.returns}: ", text)
         obj.docstring.value = text
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Make the fields of the data classes those that griffe knows, before it makes signatures of them."""
+        """Convert the fields of dataclasses to `dataclasses.field` before griffe builds the signatures."""
         del kwargs
         for module in _modules(pkg):
             for cls in module.classes.values():
@@ -38,11 +38,11 @@ class HouseStyle(griffe.Extension):
 
 
 class _Field(griffe.ExprName):
-    """`dataclasses.field`, in a module that need not import it."""
+    """An expression for `dataclasses.field` in a module that does not import `dataclasses`."""
 
     @property
     def canonical_path(self) -> str:
-        """What the name stands for."""
+        """The full path of `dataclasses.field`."""
         return "dataclasses.field"
 
 

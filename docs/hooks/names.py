@@ -1,8 +1,9 @@
-"""Public names in backticks are links to the API reference.
+"""Links from public names in backticks to the API reference.
 
-On every page these are names as a user's program has them: `jls.metrics`, `jls.metrics(opt_state)`. In the reference
-itself, which is made of docstrings, also names by themselves: `metrics`. (Elsewhere a name by itself may be that of
-another library.) What is public is what the pages of the reference list.
+On every page, names with the prefix `jls.` become links, such as `jls.metrics` and `jls.metrics(opt_state)`. On the
+pages of the API reference, which are generated from docstrings, names without a prefix also become links, such as
+`metrics`. On other pages, a name without a prefix may belong to another library. The public names are the names that
+the pages of the API reference list.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEFT_ALONE = re.compile(r"(<pre\b.*?</pre>|<a\b.*?</a>|<autoref\b.*?</autoref>|<
 
 
 def targets() -> tuple[dict[str, str], dict[str, str]]:
-    """Names as written, and what they stand for: those of any page, and those of the reference only."""
+    """Return two mappings from names to their full paths: for all pages, and for the API reference."""
     listed = [
         path
         for page in sorted(REFERENCE.glob("*.md"))
@@ -42,7 +43,7 @@ EVERYWHERE, IN_REFERENCE = targets()
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links of the names in a page."""
+    """Replace the public names on a page with links."""
     del config, files
     known = IN_REFERENCE if page.file.src_uri.startswith("api/") else EVERYWHERE
 

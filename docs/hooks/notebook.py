@@ -1,4 +1,4 @@
-"""A notebook as a page: its text, its code, and the outputs that are stored in it. Nothing is run."""
+"""Conversion of notebooks to pages, with their text, code and stored outputs. No code is executed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def as_markdown(source: str, name: str) -> tuple[str, dict[str, bytes]]:
-    """The page, and its pictures by file name.
+    """Return the page in Markdown, and its images by file name.
 
     Args:
-      source: the notebook, as JSON.
-      name: what the pictures' names begin with.
+      source: the JSON text of the notebook.
+      name: the prefix of the file names of the images.
     """
     parts: list[str] = []
     pictures: dict[str, bytes] = {}
@@ -41,12 +41,12 @@ def _as_printed(text: str) -> list[str]:
 
 
 def _shown(data: dict[str, Any], name: str, alt: str, pictures: dict[str, bytes]) -> str:
-    """The richest form of an output that a page can have; a figure with `alt`, of its cell's metadata, as its text."""
+    """Return an output as an image, HTML or text, in this order of preference; ``alt`` describes an image."""
     if "image/png" in data:
         picture = f"{name}_{len(pictures)}.png"
         pictures[picture] = base64.b64decode("".join(data["image/png"]))
         if not alt:
-            raise ValueError(f"{picture} needs a text: say what it shows in its cell's metadata, as `alt`.")
+            raise ValueError(f"{picture} needs a description. Add it to the metadata of its cell, as `alt`.")
         return f"![{alt}]({picture})"
     if "text/html" in data:
         html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))

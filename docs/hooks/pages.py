@@ -1,9 +1,9 @@
-"""Pages of the site that live elsewhere in the repository, and links to them.
+"""Pages of the site that are created from files outside `docs`, and links to them.
 
-The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are written for the
-repository. Each is a page of the site, too; the README is its front page. In all pages links are written as the
-repository has them, so that they work there as well; here a link to one of these files becomes a link to its page. A
-link to a file that is no page is left as it is, and mkdocs, which finds no such page, fails the build.
+The README, the changelog, CONTRIBUTING, the benchmark results, the notebooks and the examples are files of the
+repository. Each of these files is also a page of the site, and the README is the front page. All links are written as
+relative paths in the repository, so that they also work there. This hook replaces each link to one of these files
+with a link to its page. A link to a file without a page is not changed, so that mkdocs reports it as an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
 }
-# What a reader who searches should see first: pages that explain, then the reference, then what is long and old.
+# Search results are ordered: first explanations, then the API reference, and then long pages and old results.
 SEARCH_BOOSTS = {
     "choosing.md": 3,
     "why.md": 2,
@@ -49,7 +49,7 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def pages_elsewhere() -> dict[str, str]:
-    """The files of the repository outside `docs` that are pages: where each is, and where its page."""
+    """Return a mapping from the files outside `docs` to the paths of their pages."""
     pages = dict(DOCUMENTS)
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         pages[f"benchmarks/results/{path.name}"] = f"results/{path.name}"
@@ -61,7 +61,7 @@ def pages_elsewhere() -> dict[str, str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of files elsewhere."""
+    """Add the pages that are created from files outside `docs`."""
     for source, page in pages_elsewhere().items():
         path = ROOT / source
         content, pictures, inclusion = path.read_text(), {}, InclusionLevel.INCLUDED
@@ -69,9 +69,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             content, pictures = notebook.as_markdown(content, path.stem)
         elif path.suffix == ".py":
             content = f"# {path.name}\n\n```python\n{content}```\n"
-            inclusion = InclusionLevel.NOT_IN_NAV  # the page of the examples leads to it
+            inclusion = InclusionLevel.NOT_IN_NAV  # The page of the examples links to the programs.
         if page.startswith("results"):
-            inclusion = InclusionLevel.NOT_IN_NAV  # the page on performance leads to them
+            inclusion = InclusionLevel.NOT_IN_NAV  # The page on performance links to the results.
         content = with_links_to_pages(content, source, page)
         files.append(File.generated(config, page, content=content, inclusion=inclusion))
         for name, picture in pictures.items():
@@ -80,24 +80,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Weigh a page for the search, and rewrite the links of one in `docs`."""
+    """Set the search boost of a page, and rewrite the links of a page in `docs`."""
     del config, files
     uri = page.file.src_uri
     for beginning, boost in SEARCH_BOOSTS.items():
         if uri.startswith(beginning):
             page.meta["search"] = {"boost": boost}
     if page.file.generated_by is not None:
-        return markdown  # rewritten when it was made
+        return markdown  # `on_files` has already rewritten the links.
     return with_links_to_pages(markdown, f"docs/{uri}", uri)
 
 
 def with_links_to_pages(markdown: str, source: str, page: str) -> str:
-    """The same text, in which links between files of the repository are links between pages.
+    """Return a text in which links between files of the repository are replaced with links between pages.
 
     Args:
       markdown: the text of a file.
-      source: where that file is in the repository.
-      page: where its page is in the site.
+      source: the path of the file in the repository.
+      page: the path of its page in the site.
     """
     pages = {**pages_elsewhere(), "examples": "examples.md", "notebooks": "notebooks/index.md"}
 

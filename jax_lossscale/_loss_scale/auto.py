@@ -27,7 +27,7 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # the same for the allowance, and for the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 30  # the normal numbers of float16 end 30 bits below its limit
+_LOG2_MOST_MARGIN = 30  # plus the allowance; the normal numbers of float16 end 30 bits below its limit
 _LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -65,25 +65,27 @@ class AutoLossScale(BoundedLossScale):
         overflow           the step is skipped
                            scale = min(scale, target) - 8
                            the following changes are made only if scale > target - 8
-        - below target     margin = min(margin + target - scale + 1, 30)
+        - below target     margin = min(margin + target - scale + 1, 30 - abs(allowance))
                            if 0 <= allowance <= 7: allowance = allowance + 1
         - at target        if 0 <= allowance <= 7: allowance = min(allowance + n, 8),
                                where n = 1 if margin + allowance <= 5, otherwise n = 2
-                           if allowance > 7 and margin <= 16: margin = margin + 8
-                           if allowance > 7 and margin > 16: margin = 1, allowance = -8
+                           if allowance > 7: margin = margin + 8
                            if allowance < 0: margin = 1
+        - either           if allowance > 7 and margin > 16, instead: margin = 1, allowance = -8
 
     The reasons for this rule are:
 
     - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
       overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
-      by 1 more bit. The allowance grows as well, so that the margin does not decay at once.
+      by 1 more bit. The allowance grows as well, so that the margin does not decay at once. The margin is limited to
+      30 bits minus the allowance, because gradients underflow in float16 at lower scales.
     - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
       overflow therefore adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are free already, because the
       overflows of a rare kind of batches would otherwise come more slowly than the allowance decays.
     - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
       bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
-      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test.
+      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test. After
+      both tests, an overflow below the target counts as well, because gradients that underflow keep the scale there.
     - **A gradient that exceeds the peak by more than 8 bits.** The peak was wrong. The margin and the allowance are
       relative to the peak, so they are discarded.
     - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
@@ -109,7 +111,7 @@ class AutoLossScale(BoundedLossScale):
       larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than
       1 of 10,000 is skipped.
     - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
-      bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 82 of 1,000 if the
+      bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 87 of 1,000 if the
       standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.
     - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
       the gradients, 1 of 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 of 1,000 are skipped.
@@ -258,21 +260,27 @@ class AutoLossScale(BoundedLossScale):
         can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
 
         # Below the target, the scale climbs back after an overflow. A second overflow proves that it is too high.
-        proved = jnp.minimum(margin + target - s + 1, jnp.maximum(margin, _LOG2_MOST_MARGIN))
+        proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
         # At the target, the cause can be the scale or the data. Overflows first use up the allowance. The next two then
-        # test lower scales. If these overflow, too, the scale is not the cause, and the margin is reset.
+        # test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
-        reset = jnp.float32(_LOG2_LEAST_MARGIN), jnp.where(is_used_up, -LOG2_MOVE, allowance)
-        at_target = _where(can_grow, grown, _where(is_used_up & (margin <= 2 * LOG2_MOVE), tested, reset))
+        reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
+        at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
+
+        # If the overflows do not stop, the scale is not the cause. Overflows below the target count, too, because
+        # gradients that underflow keep the scale there.
+        has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
+        failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
+        with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
         # Without a peak, the margin alone determines the target, which becomes lower than the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
-        after = _where(peak <= _LOG2_NOTHING, without_peak, _where(s < target, below_target, at_target))
+        after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
         has_climbed = s > target - LOG2_MOVE  # otherwise, this overflow directly follows another one
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance

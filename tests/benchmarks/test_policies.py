@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from unscaled import states
 
 import jax_lossscale as jls
@@ -45,24 +47,23 @@ def test_every_number_of_the_rule_has_a_trace_that_needs_it(need):
     assert need.measured() <= need.limit  # it is put back
 
 
-def test_on_nearly_all_random_traces_auto_stays_near_the_best_fixed_scale():
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 3999))
+@example(seed=164)  # needs a test of lower scales that can fail below the target
+@example(seed=1857)  # needs a limit of the margin plus the allowance
+def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
     """From 2,000 steps on; the best is the highest at which one in 500 real gradients overflows.
 
-    With the present rule, 3 of these 400 traces leave more than 32 bits unused in more than 5% of the steps.
+    Each of the 4,000 seeds was verified. Three of the seeds 0 to 19,999 fail: 4405, 9494 and 18367.
     """
-    traces = [hostile(np.random.default_rng(seed), 3000) for seed in range(400)]
-    unused, skipped = unused_bits(jls.AutoLossScale(), traces)
-    num_far = 0
-    for n, trace in enumerate(traces):
-        first = trace.log2_first
-        real = np.sort(first[np.isfinite(first)])[::-1]
-        applied = np.isfinite(unused[:, n]) & (np.arange(3000) >= 2000)
-        bits_below = first[applied] + unused[applied, n] - real[len(real) // 500]
-        if bits_below.size:
-            num_far += np.percentile(bits_below, 95) > 32
-            assert np.max(bits_below) <= 60
-        assert skipped[:, n].sum() <= 20 + 0.6 * len(real)
-    assert num_far <= 3
+    trace = hostile(np.random.default_rng(seed), 3000)
+    unused, skipped = unused_bits(jls.AutoLossScale(), [trace])
+    first = trace.log2_first
+    real = np.sort(first[np.isfinite(first)])[::-1]
+    applied = np.isfinite(unused[:, 0]) & (np.arange(3000) >= 2000)
+    bits_below = first[applied] + unused[applied, 0] - real[len(real) // 500]
+    assert bits_below.size == 0 or (np.percentile(bits_below, 95) <= 32 and np.max(bits_below) <= 50)
+    assert skipped.sum() <= 20 + 0.6 * len(real)
 
 
 @pytest.mark.slow  # four trainings

@@ -93,15 +93,15 @@ def oracle(config, state, finite, largest):
         if no_peak and s > target - 8:
             margin += max(target - (s - 24), 0)
         elif not no_peak and s > target - 8:
-            if s < target:
-                margin = max(margin, min(margin + target - s + 1, 30))
+            if allowance > 7 and margin > 16:
+                margin, allowance = 1, -8
+            elif s < target:
+                margin = min(margin + target - s + 1, 30 - abs(allowance))
                 allowance += 0 <= allowance <= 7
             elif 0 <= allowance <= 7:
                 allowance = min(allowance + (1 if margin + allowance <= 5 else 2), 8)
-            elif allowance > 7 and margin <= 16:
-                margin += 8
             elif allowance > 7:
-                margin, allowance = 1, -8
+                margin += 8
             else:
                 margin = 1
         new = after(min(s, math.floor(bits_of_target(peak, margin, allowance))) - 8, peak, margin, allowance)
@@ -240,6 +240,28 @@ def test_overflows_at_the_target_use_up_the_allowance_and_then_test_lower_scales
     assert bits(loss_scale)[1:] == (1, 0)
     assert loss_scale.log2_allowance < 0
     assert at_rest(loss_scale, 100, True, largest).log2_allowance == 0
+
+
+def overflow_below_the_target(margin, allowance):
+    """The margin and the allowance after an overflow 5 bits below the target."""
+    before = replace(at_rest(Auto(), 8, True, 2.0**-20.5), log2_margin=margin, log2_allowance=allowance)
+    climbing = replace(before, current_loss_scale=2.0 ** (36 - margin - abs(allowance) - 5))
+    return bits(adjust(climbing, False, largest=2.0**-20.5))[1:]
+
+
+def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
+    """At the scale of the second test, gradients may underflow, which keeps the scale below its target."""
+    assert overflow_below_the_target(17.0, 8.0) == (1, -8)
+    assert overflow_below_the_target(16.0, 8.0) == (22, 8)
+    assert overflow_below_the_target(17.0, 7.0) == (23, 8)
+
+
+@pytest.mark.parametrize("allowance", [-8.0, -4.0, 0.0, 4.0])
+def test_the_margin_plus_the_allowance_before_an_overflow_below_the_target_is_at_most_30(allowance):
+    most = 30 - abs(allowance)
+    assert overflow_below_the_target(most - 7, allowance)[0] == most - 1
+    assert overflow_below_the_target(most - 3, allowance)[0] == most
+    assert overflow_below_the_target(most, allowance)[0] == most
 
 
 def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():

@@ -53,7 +53,7 @@ def compilations(jit, step, state):
 
 def which_layer(states):
     """``states``: what is kept after a bad step, by the leaf that went bad."""
-    return "not told" if len({str(state) for state in states}) == 1 else "told"
+    return "none" if len({str(state) for state in states}) == 1 else "told"
 
 
 def hysteresis(scales):

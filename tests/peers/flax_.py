@@ -51,7 +51,7 @@ def value():
     assert second == 100
     large = DynamicScale(scale=jnp.float32(2.0**127)).value_and_grad(lambda p: 4 * p)(PARAMS)
     assert jnp.isinf(large.aux)
-    return "the true loss, or infinity where loss times scale is; on the first step, NaN of a float16 loss"
+    return "the true loss, or infinity if loss times scale overflows; on the first step, NaN if the loss is float16"
 
 
 def unscaling():
@@ -106,7 +106,7 @@ def compilations():
 def own_reasons():
     result = DynamicScale().value_and_grad(lambda p: p**2)(PARAMS)
     assert jnp.where(result.finite & False, PARAMS - result.grad, PARAMS) == PARAMS
-    return "by hand: `jnp.where`"
+    return "manually: `jnp.where`"
 
 
 def which_layer():

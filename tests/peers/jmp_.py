@@ -33,7 +33,7 @@ def floor():
     assert adjusted(lower, *[False] * 5)[-1] == 0.25
     jitted = jax.jit(lambda loss_scale, verdict: loss_scale.adjust(verdict))
     assert adjusted(lower, *[False] * 5, adjust=jitted)[-1] == 1.0
-    return "1; a floor of your own is lost under `jit`"
+    return "1; a custom minimum is lost under `jit`"
 
 
 def ceiling():
@@ -52,7 +52,7 @@ def value():
         assert not jmp.all_finite(grads)
         assert scaled == 100 * 2.0**16
         assert loss_scale.unscale(scaled) == 100
-    return "the scaled loss, for you to divide"
+    return "the scaled loss, which you must divide"
 
 
 def unscaling():
@@ -85,7 +85,7 @@ def one_device():
     applied, scales = jax.jit(step)(jnp.array([1.0, jnp.inf, 1.0, 1.0]))
     assert applied.tolist() == [1, 0, 1, 1]
     assert scales.tolist() == [2**15, 2**14, 2**15, 2**15]
-    return "each decides alone"
+    return "each device decides on its own"
 
 
 def compilations():
@@ -99,7 +99,7 @@ def compilations():
 
 def own_reasons():
     assert jmp.select_tree(jnp.array(False), jnp.float32(2.0), jnp.float32(1.0)) == 1.0
-    return "by hand: `select_tree`"
+    return "manually: `select_tree`"
 
 
 def which_layer():

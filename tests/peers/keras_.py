@@ -97,7 +97,7 @@ def one_device():
     params, scale = jax.jit(step)(jnp.zeros(4), trained.state, grads)
     assert params.tolist() == [-1, 0, -1, -1]
     assert scale.tolist() == [2**15, 2**14, 2**15, 2**15]
-    return "each decides alone"
+    return "each device decides on its own"
 
 
 def compilations():
@@ -113,7 +113,7 @@ def own_reasons():
     for function in "apply", "stateless_apply":
         parameters = inspect.signature(getattr(keras.optimizers.LossScaleOptimizer, function)).parameters
         assert set(parameters) <= {"self", "optimizer_variables", "grads", "trainable_variables"}
-    return "by hand: do not call it"
+    return "manually: do not call it"
 
 
 def which_layer():
@@ -142,4 +142,4 @@ def schedule():
     assert trained.params == [-1.0]
     trained.step(jnp.float32(1.0))
     assert trained.params == [-1.5]
-    return "stands still"
+    return "does not advance"

@@ -135,11 +135,11 @@ def hysteresis():
             scales.append(loss_scale())
         assert scales == expected
     assert {field.name for field in dataclasses.fields(jls.DynamicLossScale)} >= {"hysteresis", "hysteresis_refill"}
-    return "until growth, or of bad steps in a row"
+    return "refilled when the scale grows, or on each finite step"
 
 
 def schedule():
     inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5}))
     params, _ = after(jls.loss_scaled(inner, jls.DynamicLossScale(1.0)), jnp.float32(jnp.inf), jnp.float32(1.0))
     assert params == PARAMS - 1.0
-    return "stands still"
+    return "does not advance"

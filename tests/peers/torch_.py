@@ -66,7 +66,7 @@ def float16_gradients():
     scaler.scale(params)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.unscale_(torch.optim.SGD([params], lr=1.0))
-    return "refused"
+    return "rejected"
 
 
 def arguments():
@@ -87,7 +87,7 @@ def one_device():
         scales = torch.ones(2).share_memory_()
         torch.multiprocessing.spawn(_scale_of_a_process, (f"{folder}/file", scales), nprocs=2)
     assert scales.tolist() == [2**16, 2**15]
-    return "each process decides alone"
+    return "each process decides on its own"
 
 
 def compilations():
@@ -105,7 +105,7 @@ def compilations():
         scaler.step(optimizer)
         scaler.update()
     assert len(calls) == 2
-    return "none: Python decides, step by step"
+    return "none, because Python makes the decision in each step"
 
 
 def own_reasons():
@@ -113,7 +113,7 @@ def own_reasons():
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.update()
     assert scaler.get_scale() == 2.0**16
-    return "by hand: call neither `step` nor `update`"
+    return "manually: call neither `step` nor `update`"
 
 
 def which_layer():
