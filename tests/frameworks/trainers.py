@@ -59,7 +59,7 @@ class Skipped(Exception):  # noqa: N818 - it is not an error
 def settings_of(path: Path) -> dict[str, Any]:
     """Return the comment block ``# /// trainer`` at the beginning of a program, in TOML."""
     block = path.read_text().partition("# /// trainer\n")[2].partition("# ///\n")[0]
-    defaults = {"python": "3.11", "stubs": [], "tolerance": 0.02}
+    defaults = {"without_dependencies": [], "stubs": [], "tolerance": 0.02}
     return defaults | tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True)))
 
 
@@ -70,20 +70,16 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     python = environment / "bin" / "python"
     if done.exists():
         return python
-    wanted = [sources.get(name, text) if "git+" in text else text for text in settings["install"]]
-    interpreter = sys.executable if sys.version_info[:2] == (3, 11) else f"python{settings['python']}"
-    if settings["python"] != "3.11":
-        interpreter = f"python{settings['python']}"
+    unpackaged = [sources.get(text.split()[0], text) for text in settings["without_dependencies"]]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        run([interpreter, "-m", "venv", str(environment)])
-        for options in settings.get("before", []):
-            run([str(python), "-m", "pip", "install", "--quiet", *options])
-        no_deps = ["--no-deps"] if settings.get("no_deps") else []
-        run([str(python), "-m", "pip", "install", "--quiet", *no_deps, *wanted])
-        run([str(python), "-m", "pip", "install", "--quiet", "--editable", str(ROOT)])
-    except (OSError, subprocess.CalledProcessError) as error:
-        lines = str(getattr(error, "stdout", None) or error).strip().splitlines()
-        raise Skipped(next((line for line in lines if "ERROR" in line), lines[-1])[:200]) from error
+        run([sys.executable, "-m", "venv", "--clear", str(environment)])
+        run([*pip, "--editable", str(ROOT), *settings["install"]])
+        if unpackaged:
+            run([*pip, "--no-deps", *unpackaged])
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stdout.splitlines() if "ERROR" in line or "fatal" in line]
+        raise Skipped(f"not installed: {(lines or [str(error)])[-1][:200]}") from error
     done.touch()
     return python
 
@@ -92,7 +88,7 @@ def row_of(path: Path, settings: dict[str, Any], python: Path) -> tuple[list[str
     """Run one program in all modes. Return the cells of its row, and whether its results are right."""
     results = {}
     for mode in settings.get("modes", MODES):
-        environment = os.environ | settings.get("environ", {}) | {"PYTHONPATH": str(PROGRAMS)}
+        environment = os.environ | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
         try:
             output = run([str(python), str(path), mode], env=environment, cwd=tempfile.gettempdir())
         except subprocess.CalledProcessError as error:

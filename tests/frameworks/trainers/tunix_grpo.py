@@ -42,7 +42,7 @@ rl_cluster = rl.RLCluster(
             actor_optimizer=half.optimizer, eval_every_n_steps=1000, max_steps=100, mini_batch_size=4
         ),
         rollout_config=base_rollout.RolloutConfig(
-            max_tokens_to_generate=8, max_prompt_length=8, kv_cache_size=32, temperature=1.0, seed=jax.random.key(0)
+            max_tokens_to_generate=8, max_prompt_length=8, kv_cache_size=32, temperature=1.0, seed=0
         ),
     ),
 )
