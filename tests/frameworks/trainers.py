@@ -45,7 +45,7 @@ def main() -> int:
             except Skipped as reason:
                 print(f"| {path.stem} | skipped | {reason} |" + " |" * 5, flush=True)
                 continue
-            row, is_right = row_of(path, settings, python)
+            row, is_right = row_of(path, settings, python, arguments.source)
             print("| " + " | ".join([path.stem, *row]) + " |", flush=True)
             failed += [] if is_right else [path.stem]
     print(f"\nFailed: {', '.join(failed)}." if failed else "\nAll passed.")
@@ -70,7 +70,7 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     python = environment / "bin" / "python"
     if done.exists():
         return python
-    unpackaged = [sources.get(text.split()[0], text) for text in settings["without_dependencies"]]
+    unpackaged = [text for text in settings["without_dependencies"] if text.split()[0] not in sources]
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
         run([sys.executable, "-m", "venv", "--clear", str(environment)])
@@ -84,11 +84,13 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     return python
 
 
-def row_of(path: Path, settings: dict[str, Any], python: Path) -> tuple[list[str], bool]:
+def row_of(path: Path, settings: dict[str, Any], python: Path, sources: dict[str, str]) -> tuple[list[str], bool]:
     """Run one program in all modes. Return the cells of its row, and whether its results are right."""
     results = {}
     for mode in settings.get("modes", MODES):
-        environment = os.environ | {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        names = [text.split()[0] for text in settings["without_dependencies"]]
+        checkouts = os.pathsep.join(str(Path(sources[name]).resolve()) for name in names if name in sources)
+        environment = os.environ | {"PYTHONPATH": checkouts, "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
         try:
             output = run([str(python), str(path), mode], env=environment, cwd=tempfile.gettempdir())
         except subprocess.CalledProcessError as error:

@@ -2,7 +2,7 @@
 
 # /// trainer
 # environment = "t5x"
-# install = ["seqio-nightly", "cached_property", "clu", "fiddle", "gin-config", "flax", "orbax-checkpoint", "tensorflow-cpu", "tensorboard", "setuptools<81", "jaxtyping"]
+# install = ["seqio-nightly", "cached_property", "clu", "fiddle", "gin-config", "flax", "orbax-checkpoint", "tensorflow-cpu", "tensorboard", "setuptools<81", "jaxtyping", "grain"]
 # without_dependencies = ["t5x @ git+https://github.com/google-research/t5x", "airio @ git+https://github.com/google/airio", "jestimator @ git+https://github.com/google-research/jestimator"]
 # where = "`model.loss_fn = mp.loss(model.loss_fn)`, `OptaxWrapper(mp.optimizer)`; a partition rule for `LossScaledState`, `import jax_lossscale.interop.flax`"
 # ///
@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import seqio
 from _mode import Half, report
+from jax.sharding import PartitionSpec
 from t5x import models, optimizers, partitioning, trainer, utils
 from t5x.examples.t5 import network
 
@@ -20,7 +21,7 @@ import jax_lossscale.interop.flax  # registers the loss scales with `flax.serial
 
 half = Half(optax.adam(1e-3))
 rules = optimizers.OptaxStatePartitionRules
-rules._RULES[jls.LossScaledState] = lambda state, axes: jax.tree.map(lambda _: None, state)._replace(
+rules._RULES[jls.LossScaledState] = lambda state, axes: jax.tree.map(lambda _: PartitionSpec(), state)._replace(
     inner_state=rules.derive_optax_logical_axes(state.inner_state, axes)
 )
 
@@ -77,5 +78,5 @@ with trainer.Trainer(
     iterator = batches()
     for _ in range(30):
         metrics = t5x_trainer.train(iterator, 10).result()
-        losses.append(float(metrics["loss_per_nontarget_token"].value if False else metrics["loss"].value))
+        losses.append(float(metrics["loss"].value))
     report("t5x", losses, t5x_trainer.train_state._optimizer.state.param_states)
