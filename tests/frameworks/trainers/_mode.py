@@ -28,10 +28,13 @@ class Half:
             self.optimizer, self.step = optimizer, lambda fun: fun
 
 
-def report(package, losses, opt_state):
-    """Print the result of a program: the mean of its last losses, and the counters of the optimizer's state."""
+def report(package, losses, opt_state, last=0.1):
+    """Print the result of a program: the mean of its last losses, and the counters of the optimizer's state.
+
+    `last` is the fraction of the losses over which the mean is computed.
+    """
     losses = np.asarray(jax.device_get(losses), np.float64).ravel()
-    result = {"version": version(package), "loss": losses[-max(1, len(losses) // 10) :].mean()}
+    result = {"version": version(package), "loss": losses[-max(1, int(last * len(losses))) :].mean()}
     if MODE == "float16":
         numbers = {name: int(np.max(value)) for name, value in jls.metrics(opt_state).items() if "steps" in name}
         scale = float(np.max(jls.metrics(opt_state)["loss_scale"]))
