@@ -1,24 +1,24 @@
-"""Cost of loss scaling, compared with the bare optimizer and with other libraries, and its benefit.
+"""Benchmarks of the cost and the benefit of loss scaling, with the bare optimizer and other libraries for comparison.
 
-Run ``python -m benchmarks``, which needs the extra ``bench``. The folders are:
+To run them, use ``python -m benchmarks``, which needs the extra ``bench``. The folders are:
 
 - `harness`: processes, timing, tables and marks, which all benchmarks use;
-- `optimizer`, `gpu`, `autocast`, `policies`, `accuracy`: the benchmarks and what only they use;
+- `optimizer`, `gpu`, `autocast`, `policies`, `accuracy`: the benchmarks and their own modules;
 - `workloads`: small trainings;
-- `traces`: gradients recorded in these trainings;
-- `results`: what ``python -m benchmarks --results`` wrote.
+- `traces`: gradients that were recorded in these trainings;
+- `results`: the output of ``python -m benchmarks --results``.
 
-The module of a benchmark has a function ``run(quick, progress)`` that returns tables.
+The module of each benchmark contains a function ``run(quick, progress)`` that returns tables.
 """
 
 from typing import NamedTuple
 
 
 class Benchmark(NamedTuple):
-    """A benchmark, as it is listed and found.
+    """An entry in the list of benchmarks.
 
     Attributes:
-      module: its module, relative to this package.
+      module: the name of the benchmark's module, relative to this package.
       description: one line for ``python -m benchmarks --help``.
     """
 
@@ -27,30 +27,29 @@ class Benchmark(NamedTuple):
 
 
 BENCHMARKS = {
-    "optimizer": Benchmark("optimizer.step", "the optimizer's step: Adam over 33 M parameters"),
-    "finite": Benchmark("optimizer.finite", "`all_finite` alone, beside a plain sum and jmp"),
+    "optimizer": Benchmark("optimizer.step", "time of an optimizer step: Adam over 33 M parameters"),
+    "finite": Benchmark("optimizer.finite", "time of `all_finite`, compared with a plain sum and jmp"),
     "compile_time": Benchmark(
-        "optimizer.compile_time", "trace, lower and compile: the optimizer's step, and a whole training step"
+        "optimizer.compile_time", "time to trace, lower and compile an optimizer step and a whole training step"
     ),
-    "policies": Benchmark(
-        "policies", "loss scales replayed over recorded and synthetic traces: skipped steps, unused bits"
-    ),
+    "policies": Benchmark("policies", "skipped steps and unused bits of loss scales on recorded and synthetic traces"),
     "autocast": Benchmark(
-        "autocast", "`jls.autocast` beside casts by hand: steps for an H100 (group `bench-cuda`), bytes kept, errors"
+        "autocast",
+        "`jls.autocast` compared with manual casts: steps for an H100 (group `bench-cuda`), saved bytes, errors",
     ),
-    "cuda": Benchmark("gpu.cuda", "the program for an H100, compiled and not run (group `bench-cuda`)"),
+    "cuda": Benchmark("gpu.cuda", "the optimizer step, compiled for an H100 but not run (group `bench-cuda`)"),
 }
 
-# These run only where they are named.
+# Benchmarks that run only if they are named on the command line.
 ON_REQUEST = {
     "cudnn": Benchmark(
-        "gpu.cudnn", "cuDNN's attention by `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
+        "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
     ),
     "collectives": Benchmark(
-        "gpu.collectives", "what a training step on eight devices gathers and reduces, by layout and dtype (15 minutes)"
+        "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"
     ),
     "accuracy": Benchmark(
         "accuracy.trainings",
-        "ten small trainings in nine arms: does float16 give float32's result? (most of an hour)",
+        "final losses of ten small trainings in nine arms: float16 compared with float32 (most of an hour)",
     ),
 }

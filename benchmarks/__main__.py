@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the benchmarks, print a table for each and one of all marks."""
+"""``python -m benchmarks``: run the benchmarks, and print the table of each benchmark and a table of all marks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that complains in one line."""
+    """Argument parser that reports an error in a single line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for. The exit code tells whether it ran, not whether the marks were met."""
+    """Run the benchmarks that were named, or all of them.
+
+    The exit code is 0 if all benchmarks ran to the end, even if some marks were not met.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     if missing := [name for name in ("jmp", "flax") if importlib.util.find_spec(name) is None]:
-        needed = f"needs {' and '.join(missing)}, of the extra `bench`: pip install -e '.[bench]'"
-        print(f"python -m benchmarks {needed}", file=sys.stderr)
+        needed = f"{' and '.join(missing)} of the extra `bench`. Install it with: pip install -e '.[bench]'"
+        print(f"python -m benchmarks needs {needed}", file=sys.stderr)
         return 1
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
     tables, gpu, failed = [], "none", False
@@ -52,54 +55,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Exit with an error message if an option is invalid."""
     everything = BENCHMARKS | ON_REQUEST
     listed = [f"  {name:13} {benchmark.description}" for name, benchmark in everything.items()]
-    listed.insert(len(BENCHMARKS), "only if named:")
+    listed.insert(len(BENCHMARKS), "benchmarks that run only if they are named:")
     parser = _Parser(
         prog="python -m benchmarks",
-        description="What loss scaling costs, beside the bare optimizer and beside the peers.",
+        description="Measure the cost of loss scaling, compared with the bare optimizer and with other libraries.",
         epilog="\n".join(["benchmarks:", *listed]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("benchmarks", nargs="*", metavar="benchmark", help="which to run; all but those below, if none is named")
-    add("--quick", action="store_true", help="smaller sizes, fewer rounds: under two minutes")
-    add("--results", action="store_true", help="write benchmarks/results/NAME.md of each, and benchmarks/RESULTS.md")
-    only = "accuracy: only this one; may be repeated"
+    add(
+        "benchmarks",
+        nargs="*",
+        metavar="benchmark",
+        help="the benchmarks to run (default: all in the first list below)",
+    )
+    add("--quick", action="store_true", help="use smaller sizes and fewer rounds (less than two minutes)")
+    add("--results", action="store_true", help="write benchmarks/results/NAME.md and benchmarks/RESULTS.md")
+    only = "for accuracy: run only this workload; may be repeated"
     add("--workload", action="append", default=[], metavar="NAME", help=only)
-    pages = "accuracy: write table and figure of docs/accuracy.md; policies: its figure"
+    pages = "for accuracy: write the table and the plot of docs/accuracy.md; for policies: write docs/policies.png"
     add("--docs", action="store_true", help=pages)
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
         if name not in everything:
-            parser.error(f"there is no benchmark {name!r}; there are {', '.join(everything)}")
+            parser.error(f"there is no benchmark {name!r}. The benchmarks are: {', '.join(everything)}")
     options.benchmarks = list(dict.fromkeys(options.benchmarks)) or list(BENCHMARKS)
     _check_special(parser, options)
     return options
 
 
 def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
-    """Make ``options.for_accuracy`` and the like of the options that only these have."""
-    asked = set(options.benchmarks)
-    if (options.workload and "accuracy" not in asked) or (options.docs and not asked & {"accuracy", "policies"}):
-        parser.error("--workload and --docs belong to the benchmark accuracy, and --docs to policies as well")
+    """Check the options that only some benchmarks have, and store them for these benchmarks.
+
+    The options for each benchmark are stored as ``options.for_accuracy`` and ``options.for_policies``.
+    """
+    chosen = set(options.benchmarks)
+    if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & {"accuracy", "policies"}):
+        parser.error("--workload requires the benchmark accuracy, and --docs requires accuracy or policies")
     if options.docs and (options.workload or options.quick):
-        parser.error("--docs needs every workload in full: leave out --workload and --quick")
+        parser.error("--docs needs complete results of all workloads. Remove --workload and --quick.")
     if options.results and (options.quick or options.workload):
-        parser.error("--results needs whole benchmarks: leave out --quick and --workload")
+        parser.error("--results needs complete benchmarks. Remove --quick and --workload.")
     needed = [("matplotlib", "plot")] if options.docs else []
-    needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in asked else []
+    needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in chosen else []
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
-            parser.error(f"this needs {module}, of the extra `{extra}`: pip install -e '.[{extra}]'")
-    options.for_policies = {"docs": options.docs} if "policies" in asked else {}
+            parser.error(f"{module} is not installed. Install the extra `{extra}`: pip install -e '.[{extra}]'")
+    options.for_policies = {"docs": options.docs} if "policies" in chosen else {}
     options.for_accuracy = {}
-    if "accuracy" in asked:
+    if "accuracy" in chosen:
         from benchmarks.workloads import WORKLOADS
 
         for name in options.workload:
             if name not in WORKLOADS:
-                parser.error(f"there is no workload {name!r}; there are {', '.join(WORKLOADS)}")
+                parser.error(f"there is no workload {name!r}. The workloads are: {', '.join(WORKLOADS)}")
         options.for_accuracy = {"workloads": tuple(dict.fromkeys(options.workload)), "docs": options.docs}
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision for JAX and optax: computing in float16, and loss scaling."""
+"""Mixed-precision training for JAX and optax, with automatic float16 computation and loss scaling."""
 
 from jax_lossscale import diagnostics, plotting
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32

@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale``: see `jax_lossscale.demo`."""
+"""Entry point of ``python -m jax_lossscale``, which runs the demo in `jax_lossscale.demo`."""
 
 import sys
 

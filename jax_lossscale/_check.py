@@ -1,4 +1,4 @@
-"""Arguments that are not of their kind are refused in one form: the argument, the value, the cure."""
+"""Validation of arguments. Each error message contains the name of the argument, its value, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ import numpy as np
 Argnums = int | tuple[int, ...]
 
 _FLOAT32 = np.finfo(np.float32)
-# Characters of a value that an error shows.
+# Maximum number of characters of a value in an error message.
 _LONGEST = 200
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` is True or False."""
+    """Raise a `ValueError` that names the argument if ``value`` is not True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"`{name}` must be True or False, got {value!r}.")
 
 
 def check_function(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` can be called."""
+    """Raise a `ValueError` that names the argument if ``value`` is not callable."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {shown(value)}.")
 
 
 def shown(value: Any) -> str:
-    """Describe a value in an error: on one line, and without the numbers in its arrays, which may be gigabytes."""
+    """Return a description of a value on one line, for an error message.
+
+    An array is described by its dtype and shape, and a pytree with arrays by its structure.
+    """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         is_array = is_array_or_scalar(value)
         text = f"{value.dtype}[{','.join(map(str, value.shape))}]" if is_array else str(jax.tree.structure(value))
@@ -42,7 +45,11 @@ def shown(value: Any) -> str:
 
 
 def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
-    """Return ``value``, hashable; raise a `ValueError` unless it is an integer or a sequence of integers."""
+    """Return ``value`` as an integer or a tuple of integers, which are hashable.
+
+    Raises:
+      ValueError: if ``value`` is neither an integer nor a sequence of integers.
+    """
     try:
         return tuple(map(operator.index, value)) if isinstance(value, Sequence) else operator.index(value)
     except TypeError as error:
@@ -50,9 +57,14 @@ def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
 
 
 def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """Return ``dtype`` as a dtype; raise a `ValueError` that names the argument if it is none."""
+    """Return ``dtype`` as a dtype object.
+
+    Raises:
+      ValueError: if ``dtype`` cannot be converted to a dtype. The message contains the name of the argument.
+    """
     try:
-        if dtype is None or is_array_or_scalar(dtype):  # NumPy takes the first for float64, and has dtypes of others
+        # `None` and arrays are rejected because `jnp.dtype` would convert `None` to float64, and an array to its dtype.
+        if dtype is None or is_array_or_scalar(dtype):
             raise TypeError
         return jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -60,7 +72,11 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
 
 
 def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
-    """Do what `checked_dtype` does, and refuse a dtype that is not real and floating."""
+    """Return ``dtype`` as a dtype object.
+
+    Raises:
+      ValueError: if ``dtype`` is not a real floating dtype. The message contains the name of the argument.
+    """
     dtype = checked_dtype(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` must be a real floating dtype, got {dtype.name}.")
@@ -68,7 +84,7 @@ def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
 
 
 def check_bool_scalar(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument unless ``value`` is a ``bool[]``."""
+    """Raise a `ValueError` that names the argument if ``value`` is not a boolean scalar."""
     is_array = is_array_or_scalar(value)
     if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
         return
@@ -79,14 +95,14 @@ def check_bool_scalar(value: Any, name: str) -> None:
 
 
 def finite_number(value: Any, name: str) -> float:
-    """Return ``value`` as a Python float that float32 can hold.
+    """Return ``value`` as a Python float within the range of float32.
 
     Args:
-      value: a Python, NumPy or JAX real scalar.
-      name: what to call it in the error, such as ``"FixedLossScale(loss_scale_value=...)"``.
+      value: a real Python, NumPy or JAX scalar.
+      name: the name of the argument in the error message, such as ``"FixedLossScale(loss_scale_value=...)"``.
 
     Raises:
-      ValueError: if it is a bool, not a real scalar, NaN, infinite, or beyond the range of float32.
+      ValueError: if ``value`` is a bool, is traced, is not a real scalar, or is not finite in float32.
     """
     number = value
     if isinstance(value, jax.core.Tracer):
@@ -108,7 +124,11 @@ def finite_number(value: Any, name: str) -> float:
 
 
 def positive_normal_number(value: Any, name: str) -> float:
-    """Do what `finite_number` does, and refuse what XLA flushes to zero."""
+    """Return ``value`` as a Python float.
+
+    Raises:
+      ValueError: if ``value`` is not a positive normal float32 number. XLA can flush subnormal numbers to zero.
+    """
     number = finite_number(value, name)
     if number < _FLOAT32.tiny:
         raise ValueError(f"`{name}` must be a positive normal float32 (at least {_FLOAT32.tiny:.3g}), got {value!r}.")
@@ -116,15 +136,26 @@ def positive_normal_number(value: Any, name: str) -> float:
 
 
 def nonnegative_number(value: Any, name: str) -> float:
-    """Do what `finite_number` does, and refuse negative numbers."""
+    """Return ``value`` as a Python float.
+
+    Raises:
+      ValueError: if ``value`` is negative or not finite in float32.
+    """
     number = finite_number(value, name)
     if number < 0:
         raise ValueError(f"`{name}` must be at least 0, got {value!r}.")
     return number
 
 
-def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
-    """Return ``value`` as an int that a counter can hold, up to the largest int32; 2.0 is welcome, 2.5 is not."""
+def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int:
+    """Return ``value`` as a Python integer of at least ``at_least``, for a counter of dtype int32.
+
+    Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
+    with the last argument, a sentence that explains how to fix the value.
+
+    Raises:
+      ValueError: if ``value`` is not an integer, is less than ``at_least``, or is too large for int32.
+    """
     try:
         number = finite_number(value, name)
     except ValueError:
@@ -132,12 +163,14 @@ def count(value: Any, name: str, at_least: int = 0, cure: str = "") -> int:
     if not number.is_integer():
         raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
     if not at_least <= number <= np.iinfo(np.int32).max:
-        raise ValueError(f"`{name}` must be at least {at_least}, and fit int32, got {value!r}. {cure}".rstrip())
+        raise ValueError(
+            f"`{name}` must be at least {at_least} and fit into int32, got {value!r}. {suggestion}".rstrip()
+        )
     return int(number)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real Python, NumPy or JAX scalar, traced or not; a bool is none."""
+    """Return whether ``value`` is a real Python, NumPy or JAX scalar other than a bool. It can be traced."""
     if isinstance(value, (bool, np.bool_)):
         return False
     if is_array_or_scalar(value):
@@ -146,10 +179,13 @@ def is_number(value: Any) -> bool:
 
 
 def is_array_or_scalar(value: Any) -> bool:
-    """Whether ``value`` is an array or a scalar of NumPy or JAX; scalars of bfloat16 are no `numbers.Real`."""
+    """Return whether ``value`` is a NumPy or JAX array or scalar.
+
+    Scalars of dtype bfloat16 are included, although they are not instances of `numbers.Real`.
+    """
     return isinstance(value, (np.ndarray, np.generic, jax.Array))
 
 
 def is_real(array: Any) -> bool:
-    """Whether an array is of floating or integer numbers."""
+    """Return whether an array has a floating or an integer dtype."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer))

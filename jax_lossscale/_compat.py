@@ -1,7 +1,8 @@
-"""An older JAX lacks some names, or has others for them: all else is written for the newest.
+"""Functions whose implementation depends on the version of JAX.
 
-Each fallback, here and in `_program`, says before which version it is needed. Once `pyproject.toml` asks for that
-version a test fails until the fallback is gone; ``python tests/versions.py`` tests every minor version.
+All other modules except those in `_program` are written for the newest version of JAX. Each fallback for older versions
+has a comment with the version before which it is needed. Once `pyproject.toml` requires this version, a test fails
+until the fallback has been removed. ``python tests/versions.py`` runs the tests with each minor version of JAX.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ _JAX = jax.__version_info__
 
 
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark values as differing along these mesh axes, inside `jax.shard_map`."""
+    """Return the array marked as varying over the given mesh axes, for use inside `jax.shard_map`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, axes, to="varying")
     return jax.lax.pvary(array, axes)  # type: ignore[attr-defined]  # needed before jax 0.8.0
 
 
 def axes_varied_over(array_type: Any) -> frozenset[str]:
-    """Return the mesh axes along which an array of this type, `jax.typeof` or `jax.ShapeDtypeStruct`, differs."""
+    """Return the mesh axes over which an array varies, given its `jax.typeof` or a `jax.ShapeDtypeStruct`."""
     if _JAX >= (0, 10, 0):
         manual = array_type.manual_axis_type
         return frozenset() if manual is None else manual.varying

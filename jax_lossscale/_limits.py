@@ -1,4 +1,4 @@
-"""A floating dtype ends somewhere: it is said here, once."""
+"""Limits of the range of floating dtypes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 
 
 class Limits(NamedTuple):
-    """Magnitudes, under rounding to nearest, ties to even.
+    """The limits of a floating dtype, under rounding to nearest with ties to even.
 
     Attributes:
       largest: the largest finite number.
-      overflow: from here on, magnitudes round to infinity.
-      zero: up to here, magnitudes round to zero.
-      subnormal: below here, magnitudes lose digits or become zero.
+      overflow: the smallest magnitude that rounds to infinity.
+      zero: the largest magnitude that rounds to zero.
+      subnormal: the smallest magnitude that rounds to a normal number. Smaller magnitudes lose digits or round to zero.
     """
 
     largest: float

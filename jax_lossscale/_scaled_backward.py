@@ -1,6 +1,6 @@
-"""`scaled_backward`: a function whose backward pass runs at a loss scale, and whose gradients are not scaled.
+"""`scaled_backward`: a function with unscaled gradients whose backward pass runs at a loss scale.
 
-The function is traced, because its gradients must also be unscaled with respect to the arrays that it closes over.
+The function is traced to a jaxpr, so that the gradients with respect to closed-over arrays can be unscaled as well.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from jax_lossscale._program.jaxpr import Traced
 
 
 def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
-    """Return a function with the values and the true gradients of ``fun``, whose backward pass runs at a loss scale.
+    """Return a function with the values and the gradients of ``fun`` whose backward pass runs at a loss scale.
 
     ::
 
         forward:   y = fun(x)
-        backward:  cotangent(x) = fun's backward pass(loss_scale * cotangent(y)) / loss_scale
+        backward:  cotangent(x) = vjp of fun(loss_scale * cotangent(y)) / loss_scale
 
-    Give this function to a library that takes the gradient itself and has no place for a loss scale: inside, small
-    float16 gradients survive; what the library gets is true. All that goes into the function goes through
-    `unscale_gradient`: every array among the arguments, the parameters of a module that is the function or whose method
-    it is, and what the function closes over. Forward-mode derivatives (`jax.jvp`) are those of ``fun``, without a
-    scale. Derivatives of derivatives are those of ``fun``, too, and the scale does not keep them from underflow.
+    Use this function with a library that computes gradients itself and does not support loss scaling. Inside the
+    backward pass of ``fun``, the cotangents are scaled, so that small float16 cotangents do not underflow. The library
+    receives unscaled gradients.
 
     Args:
-      fun: a function, mostly ``jls.autocast(loss_fn)``, of float32 arrays, nnx modules, and anything else. Like
-        `autocast`, this function traces it. What it changes in a module, such as batch statistics, is changed; the
-        module must be an argument, or the function itself.
-      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale. It does not move.
+      fun: a function of float32 arrays, usually ``jls.autocast(loss_fn)``. Other arguments, including nnx modules, are
+        also supported. ``fun`` is traced to a jaxpr, as in `autocast`. If ``fun`` modifies an nnx module, for example
+        its batch statistics, this module must be an argument of ``fun``, or ``fun`` must be the module or a method of
+        the module.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale. It is not
+        updated.
 
     Returns:
-      A function that is called as ``fun`` is, and returns what ``fun`` returns.
+      A function with the same arguments and results as ``fun``.
 
     Raises:
-      ValueError: if ``fun`` is no function; if ``loss_scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
 
     Warns:
-      UserWarning: as `scale_gradient`.
+      UserWarning: in the same cases as `scale_gradient`.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -61,6 +61,12 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
       >>> grads = jax.grad(jls.scaled_backward(loss_fn, 2.0**20))(w, x)
       >>> jnp.allclose(grads, 4e-8, rtol=1e-3)
       Array(True, dtype=bool)
+
+    **Details.** `unscale_gradient` is applied to every array that ``fun`` uses: the arrays in its arguments, the arrays
+    that it closes over, and the parameters of a module if ``fun`` is the module or a method of the module.
+
+    Forward-mode derivatives (`jax.jvp`) and higher-order derivatives are the same as for ``fun`` itself. The scale does
+    not protect these derivatives from underflow.
     """
     check_function(fun, "scaled_backward(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "scaled_backward(loss_scale=...)")
@@ -82,5 +88,5 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
 
 
 def _is_traced(value: Any) -> bool:
-    """Whether there may be a gradient with respect to this value."""
+    """Return whether a gradient with respect to this value may be computed."""
     return isinstance(value, jax.core.Tracer)

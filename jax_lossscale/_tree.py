@@ -1,12 +1,11 @@
-"""One leaf rule says what is touched, and the tree functions follow from it.
+"""Functions to scale, unscale, cast and select the leaves of pytrees.
 
-A tree of gradients holds more than gradients: ``None`` for frozen parameters, integers and their float0
-cotangents, booleans, random keys, sometimes functions or strings. One rule decides about all of them, and
-`is_inexact` is that rule: inexact leaves (floating or complex, of any width) are scaled, unscaled, checked and
-cast; every other leaf passes through as the same object.
+A pytree of gradients can contain other leaves besides floating arrays: ``None`` for frozen parameters, integers and
+their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
+inexact leaves (floating or complex, see `is_inexact`), and return every other leaf as the same object.
 
-Everything here is compiled. Called eagerly, each function is one dispatch for a tree of any size. Called under a user's
-`jax.jit`, it leaves no trace of a call behind.
+The computations are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single dispatch for a
+pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
 """
 
 from __future__ import annotations
@@ -23,64 +22,67 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
 
-# Float32 numbers whose reciprocals are normal numbers too. XLA makes zero of what is not normal.
+# The smallest and the largest power of two whose reciprocal is also a normal float32 number. XLA can flush subnormal
+# numbers to zero.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
 
 _compiled = partial(jax.jit, inline=True)
 
-# The kinds of NumPy's dtypes that JAX lacks: objects, bytes, strings of either sort, times and differences of times.
-_KINDS_OF_NUMPY_ALONE = tuple("OSUTMm")
+# JAX does not support NumPy dtypes of these kinds: objects, bytes, strings, dates and time differences.
+_UNSUPPORTED_NUMPY_KINDS = tuple("OSUTMm")
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether the leaf rule touches ``leaf``: a Python, NumPy or JAX value of floating or complex dtype."""
+    """Return whether ``leaf`` is a Python, NumPy or JAX value of a floating or complex dtype."""
     return isinstance(leaf, (float, complex)) or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array of a dtype that JAX has: neither strings nor objects.
+    """Return whether ``leaf`` is an array of a dtype that JAX supports, unlike arrays of strings or objects.
 
-    A class of numbers such as ``jnp.float16`` has a dtype, too, but is no array. A model may hold one as a setting.
+    A scalar type such as ``jnp.float16``, which a model can contain as part of its configuration, has a ``dtype``
+    attribute but is not an array.
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
-    return getattr(leaf.dtype, "kind", None) not in _KINDS_OF_NUMPY_ALONE
+    return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
 
 
-def check_tree(tree: Any, name: str, cure: str = "") -> None:
-    """Raise a `ValueError` that names the argument if ``tree`` is a lone leaf, and no array or number.
+def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
+    """Raise a `ValueError` that names the argument if ``tree`` is a single leaf that is neither an array nor a number.
 
-    In a tree any leaf is welcome, since modules have functions and strings. Alone it is an argument in a wrong place.
+    Inside a larger pytree, leaves of all types are accepted, because modules can contain functions and strings. A
+    function or a string that is passed instead of a pytree usually means that the arguments are in the wrong order.
     """
     is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
     if jax.tree_util.all_leaves([tree]) and not is_number:
-        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {cure}".rstrip())
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {suggestion}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
-    """Return the leaves that the leaf rule touches, in the order of `jax.tree.leaves`."""
+    """Return the inexact leaves of a pytree, in the order of `jax.tree.leaves`."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
 def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
-    """Return the leaves, and ``None`` where something is missing, which `jax.tree.leaves` leaves out."""
+    """Return the leaves of a pytree, including each ``None``, which `jax.tree.leaves` omits."""
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Return the same tree with ``None`` for every leaf that the leaf rule does not touch."""
+    """Return the pytree with every leaf that is not inexact replaced by ``None``."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
 def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Replace the inexact leaves by ``function`` of their list; every other leaf stays the same object."""
+    """Return the pytree with its inexact leaves replaced by ``function(inexact_leaves)``."""
     return _replace(function, tree, list(map(is_inexact, jax.tree.leaves(tree))))
 
 
 def _replace(
     function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
 ) -> chex.ArrayTree:
-    """Replace the chosen leaves by ``function`` of their list."""
+    """Return the pytree with the leaves that are marked in ``chosen`` replaced by ``function(chosen_leaves)``."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     replacements = function([leaves[position] for position in positions])
@@ -90,14 +92,18 @@ def _replace(
 
 
 def device_of(leaf: Any) -> Any:
-    """Return the device, or the mesh of devices, that an array is committed to; ``None`` for what goes with any."""
+    """Return the mesh or the set of devices to which a leaf is committed, or ``None`` if it is not committed."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
         return None
     return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
 
 
 def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
-    """Call a function that takes leaves one by one: once for each device, or mesh of devices, that leaves lie on."""
+    """Return ``function(leaves)``, computed with a separate call for the leaves on each device or mesh.
+
+    A compiled function cannot process arrays that are committed to different devices. ``function`` must process each
+    leaf independently of all other leaves.
+    """
     devices = list(map(device_of, leaves))
     if len({device for device in devices if device is not None}) <= 1:
         return function(leaves)
@@ -109,34 +115,34 @@ def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: 
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
-    """Return the scale to multiply and divide by: a constant to differentiation, and from ``2**-126`` to ``2**126``.
+    """Return the loss scale, clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
 
-    Its reciprocal is then one normal number, exact for a power of two. Every scaling and every unscaling uses this
-    scale, so that the two cancel, also where a loss scale is larger or smaller.
+    The reciprocal of the clipped scale is a normal float32 number, which is exact if the scale is a power of two. All
+    functions that scale or unscale use the clipped value, so that unscaling always reverses scaling.
     """
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale, jnp.float32))
     return jax.lax.clamp(_SMALLEST_APPLIED, scale, _LARGEST_APPLIED)
 
 
 def scale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Multiply inexact leaves by the `applied` scale; each leaf keeps its dtype."""
+    """Return the pytree with its inexact leaves multiplied by the `applied` scale, in their own dtypes."""
     return map_inexact(lambda leaves: _scale(leaves, loss_scale), tree)
 
 
 def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Divide inexact leaves by the `applied` scale, in float32 or their own wider dtype."""
+    """Return the pytree with its inexact leaves divided by the `applied` scale, in at least float32."""
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
 def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Return inexact leaves as arrays of the same dtype, none of them weak."""
+    """Return the pytree with its inexact leaves converted to arrays that are not weakly typed."""
     return map_inexact(lambda leaves: [jnp.asarray(leaf, jnp.result_type(leaf)) for leaf in leaves], tree)
 
 
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
-    """Return the float32 view: floating leaves narrower than float32, of no dtype in ``keep``, become float32.
+    """Return the pytree with all floating leaves of less than 32 bits cast to float32, except dtypes in ``keep``.
 
-    Leaves may be `jax.ShapeDtypeStruct`, and stay such.
+    If a leaf is a `jax.ShapeDtypeStruct`, its dtype is changed accordingly.
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
@@ -151,25 +157,26 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
 def cast_floating(
     tree: chex.ArrayTree, dtype: DTypeLike, *, where: Callable[[tuple[Any, ...], Any], bool] | None = None
 ) -> chex.ArrayTree:
-    """Cast the floating arrays of a tree.
+    """Cast the floating arrays of a pytree to a dtype.
 
-    Use it to make the copy of float32 master weights that is computed with. If you differentiate through the cast, the
-    gradients of the master weights are float32.
+    For example, use this function to compute a float16 copy of float32 master weights. If you differentiate through the
+    cast, the gradients of the master weights are in float32.
 
     Args:
-      tree: any pytree. Complex, integer, boolean, float0 and random-key leaves, ``None``, and Python's own floats, such
-        as a dropout rate, stay as they are.
+      tree: any pytree. Leaves that are not floating arrays are not changed: complex, integer, boolean, float0 and
+        random-key arrays, ``None``, and Python floats such as a dropout rate.
       dtype: a real floating dtype, such as ``jnp.float16``.
-      where: which floating leaves to cast: ``where(path, leaf) -> bool`` is called for each of them; by default all are
-        cast. If it returns false, the leaf stays the same object, for example to keep norm layers in float32. ``path``
-        is that of `jax.tree_util.tree_map_with_path`: a tuple of keys from the root on, such as
-        ``(DictKey(key='norm'),)``, which `jax.tree_util.keystr` turns into a string.
+      where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
+        it, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
+        ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
+        a string. By default, all floating arrays are cast.
 
     Returns:
-      A tree of the same structure and shapes, its floating arrays of ``dtype``.
+      A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are returned as the same objects.
 
     Raises:
-      ValueError: if ``tree`` is no pytree of arrays, or ``dtype`` not a real floating dtype.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if ``dtype`` is not a real
+        floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -200,24 +207,25 @@ def cast_floating(
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
-    """Choose one of two trees, leaf by leaf, without a branch.
+    """Return one of two pytrees, selected by a boolean scalar.
 
-    Use it for whatever must be set back on a skipped step: batch statistics, moving averages, random keys.
+    Use this function to restore values that must not change in a skipped step, such as batch statistics, moving
+    averages and random keys.
 
     Args:
-      pred: ``bool[]``: whether the step was applied, which is ``opt_state.consecutive_skips == 0``, or the
+      pred: ``bool[]``, whether the step was applied. Pass ``opt_state.consecutive_skips == 0``, or the
         ``should_apply`` that `LossScale.update` returns.
-      on_true: any pytree. Leaves may be arrays of any dtype, float0 and random keys included.
-      on_false: a tree of the same structure and the same shapes and dtypes. Leaves that are not arrays
-        (strings, functions) must be equal in both.
+      on_true: any pytree, whose arrays can have any dtype, including float0 and random keys.
+      on_false: a pytree with the structure, shapes and dtypes of ``on_true``. Leaves that are not arrays, such as
+        strings and functions, must be equal in both pytrees.
 
     Returns:
-      ``on_true`` where ``pred`` is true, else ``on_false``; never a mixture. NaN in the tree that was not chosen
-      does not leak into the result.
+      ``on_true`` if ``pred`` is true, and ``on_false`` otherwise. Each leaf is selected with `jax.lax.select`, so a NaN
+      in one pytree does not affect the result if the other pytree is selected.
 
     Raises:
-      ValueError: if ``pred`` is not a boolean scalar; if two leaves differ in shape or dtype, or are not arrays and
-        differ.
+      ValueError: if ``pred`` is not a boolean scalar, if the structures differ, if two arrays differ in shape or dtype,
+        or if two leaves that are not arrays differ.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -231,7 +239,8 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:  # type: ignore[operator]
         raise ValueError(
-            f"`select_tree` needs trees of the same structure, got on_true: {structure}, on_false: {other_structure}."
+            f"`select_tree` needs pytrees with the same structure, got {structure} as on_true and {other_structure} as "
+            "on_false."
         )
     chosen = [_is_chosen_between(path, a, b) for (path, a), b in zip(with_paths, others, strict=True)]
     others = [leaf for leaf, is_chosen in zip(others, chosen, strict=True) if is_chosen]
@@ -239,15 +248,16 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 
 def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
-    """Whether two leaves hold something to choose; a `ValueError` if they do not go together."""
+    """Return whether `select_tree` must select between two leaves, or raise a `ValueError` if they are incompatible."""
     are_arrays = _is_selectable(a), _is_selectable(b)
     of_a, of_b = (jax.typeof(leaf) if is_array else leaf for leaf, is_array in zip((a, b), are_arrays, strict=True))
     if all(are_arrays) and (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):
-        return bool(of_a.dtype != jax.dtypes.float0)  # a float0 holds nothing to choose
+        return bool(of_a.dtype != jax.dtypes.float0)  # float0 arrays contain no data
     if any(are_arrays) or not (a is b or np.array_equal(a, b)):
         raise ValueError(
-            f"`select_tree` cannot choose between {of_a!r} in on_true and {of_b!r} in on_false at "
-            f"{jax.tree_util.keystr(path)!r}: shapes and dtypes of arrays must be equal, and leaves that are none."
+            f"`select_tree` cannot select between {of_a!r} in on_true and {of_b!r} in on_false at "
+            f"{jax.tree_util.keystr(path)!r}. Arrays must have the same shape and dtype, and all other leaves must be "
+            "equal."
         )
     return False
 
@@ -256,31 +266,34 @@ def _is_selectable(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _wide_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return float32 for narrower floats; complex and wider floats stay."""
+def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return float32 for floating dtypes of less than 32 bits, and any other inexact dtype unchanged."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
-    """Multiply by a real scalar, part by part where the leaf is complex: inf * (s + 0j) would make a NaN."""
+    """Return the product of a leaf and a real scalar.
+
+    The real and the imaginary part of a complex leaf are multiplied separately, because ``inf * (s + 0j)`` is NaN.
+    """
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(_multiply(leaf.real, factor), _multiply(leaf.imag, factor))
     return leaf * factor.astype(leaf.dtype)
 
 
 def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
-    """Widen an array, or a `jax.ShapeDtypeStruct`, unless its dtype is in ``keep``."""
+    """Cast an array or a `jax.ShapeDtypeStruct` to at least float32, unless its dtype is in ``keep``."""
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
         return leaf
-    dtype = _wide_dtype(leaf.dtype)
+    dtype = _widened_dtype(leaf.dtype)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
 @_compiled
 def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
-    # A float16 leaf cannot meet a scale of 2**16 in float16: 0 * inf would be NaN.
+    # The multiplication is done in float32 because a scale of 2**16 is infinite in float16, and 0 * inf is NaN.
     scale, arrays = applied(loss_scale), [jnp.asarray(leaf) for leaf in leaves]
     return [_multiply(_at_least_float32(array), scale).astype(array.dtype) for array in arrays]
 

@@ -1,3 +1,3 @@
-"""The version, written once: the package, its metadata and its wheel read it here."""
+"""Version of the package, which the build system reads from this file."""
 
 __version__ = "0.5.0"

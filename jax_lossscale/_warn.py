@@ -1,4 +1,4 @@
-"""Warnings point at the line of the user's code that they are about, not at a line of this library."""
+"""Warnings whose location is a line of the user's code instead of a line of this library."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from types import FrameType
 
 import jax
 
-# Frames of files in these folders lie between the user's line and the warning.
-_NOT_THE_USER = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
+# Stack frames of files in these folders, which contain JAX and this library, are not part of the user's code.
+_LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 
 def warn_user(message: str) -> None:
-    """Warn at the innermost frame that is neither ours nor JAX's.
+    """Emit a `UserWarning` whose location is the innermost stack frame outside this library and JAX.
 
-    Python shows a warning once for each line. At a line of this library it would be shown once for all calls.
+    By default, Python shows a warning only once for each location. If the location were a line of this library, the
+    warning would be shown only for the first of all calls.
     """
     level = 1
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)

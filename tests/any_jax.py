@@ -1,13 +1,14 @@
-"""Names of today's JAX that tests use, with every version of JAX and optax that `pyproject.toml` allows.
+"""Compatibility functions for tests, for every version of JAX and optax that `pyproject.toml` allows.
 
-The package has its own (`jax_lossscale/_compat.py`); tests have theirs, so that neither hides what the other lacks.
+The package has its own functions in `jax_lossscale/_compat.py`. The two files are separate, so that neither hides names
+that the other one lacks.
 """
 
 import jax
 import optax
 import pytest
 
-MORE_COLLECTIVES = "XLA does not join the all-reduces of the verdict, and may lay gradients out anew to read them"
+MORE_COLLECTIVES = "XLA does not combine the all-reduces of the finiteness check, and may reshard the gradients"
 FLOAT8S = (
     "float8_e3m4",
     "float8_e4m3",
@@ -29,18 +30,18 @@ def is_older_than(version):
 
 
 def needs_jax(version, reason):
-    """Skip a test, or a parameter of one, with an older JAX, of which the reason says what it does otherwise."""
+    """Return a mark that skips a test or parameter with older versions of JAX. The reason describes their behavior."""
     return pytest.mark.skipif(is_older_than(version), reason=f"before jax {version}: {reason}")
 
 
 def needs_optax(version, reason):
-    """`needs_jax`, for optax."""
+    """Return a mark that skips a test or parameter with older versions of optax."""
     is_older = as_numbers(optax.__version__) < as_numbers(version)
     return pytest.mark.skipif(is_older, reason=f"before optax {version}: {reason}")
 
 
 def skip_before(version, reason):
-    """`needs_jax`, for what is known inside a test only."""
+    """Skip the running test with older versions of JAX."""
     if is_older_than(version):
         pytest.skip(f"before jax {version}: {reason}")
 
@@ -61,5 +62,5 @@ def pcast(x, axis_name, *, to):
 
 
 def set_mesh(mesh):
-    """As a context."""
+    """Return a context manager that sets the mesh."""
     return jax.sharding.use_mesh(mesh) if is_older_than("0.7.1") else jax.set_mesh(mesh)

@@ -1,14 +1,14 @@
-"""The tests of the core once more, under some of JAX's strict settings.
+"""Run the tests of the core under strict settings of JAX.
 
-    python tests/configurations.py            all of them, one after another
-    python tests/configurations.py x64 ...    some
+    python tests/configurations.py            all settings, one after another
+    python tests/configurations.py x64 ...    some settings
 
-Of each it prints how many tests passed, and ends with 1 if one failed. A test that the setting forbids is left out: by
-name below, with the reason, or because the error was raised by the test's own code or by optax (Adam fails under strict
-promotion), which is then counted as skipped.
+The program prints the number of passed tests for each setting, and exits with status 1 if a test fails. Tests that a
+setting forbids are excluded in two ways. `CONFIGURATIONS` lists some of them by name, with the reason. Other tests
+count as skipped because their own code or optax raises the error; Adam, for example, fails under strict promotion.
 
-`jax.debug_nans` and `jax.transfer_guard` are not here: the tests make NaN and hand NumPy arrays over everywhere. A run
-under each is in `tests/hardening/test_configurations.py`. Rank promotion is "raise" in all tests.
+`jax.debug_nans` and `jax.transfer_guard` are missing here, because most tests create NaNs and pass NumPy arrays.
+`tests/hardening/test_configurations.py` contains a run with each of them. All tests set rank promotion to "raise".
 """
 
 import os
@@ -26,18 +26,19 @@ CORE = (
     "tests/measure/test_finite.py",
     "tests/gradients/test_gradients.py",
     "tests/wrapper/test_transform.py",
-    "tests/wrapper/test_told.py",
+    "tests/wrapper/test_step_inputs.py",
 )
-# Under the last two nothing is compiled once and run again: all of the core would take hours.
-WRAPPER = ("tests/wrapper/test_told.py",)
+# With leak checks, or without `jax.jit`, compiled programs are not reused, so testing the whole core would take hours.
+WRAPPER = ("tests/wrapper/test_step_inputs.py",)
 
-# Name: (what sets it, the tests, {part of a test's name: why it is left out})
+# Each entry contains the environment variable, the tests, and the excluded tests. Excluded tests are given by a part of
+# their name, with the reason.
 CONFIGURATIONS = {
-    "x64": ("JAX_ENABLE_X64=1", CORE, {"without_x64": "says what is so without it"}),
+    "x64": ("JAX_ENABLE_X64=1", CORE, {"without_x64": "the test requires that x64 is disabled"}),
     "strict_promotion": (
         "JAX_NUMPY_DTYPE_PROMOTION=strict",
         CORE,
-        {"bits_of_the_straightforward_one": "its program, a process of its own, runs Adam"},
+        {"bitwise_equal_to_a_simple_implementation": "the test runs Adam in a subprocess"},
     ),
     "leak_checks": ("JAX_CHECK_TRACER_LEAKS=1", WRAPPER, {}),
     "disable_jit": ("JAX_DISABLE_JIT=1", WRAPPER, {}),
@@ -46,17 +47,17 @@ CONFIGURATIONS = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call):
-    """Under strict promotion: a test fails only where this library mixes dtypes."""
+    """Report a promotion error as skipped unless this library mixed the dtypes."""
     report = yield
     if call.excinfo is not None and call.excinfo.typename == "TypePromotionError":
         path = next(str(entry.path) for entry in reversed(call.excinfo.traceback) if "/jax/" not in str(entry.path))
         if not path.startswith(str(ROOT / "jax_lossscale")):
-            report.outcome, report.longrepr = "skipped", (path, 0, f"mixes dtypes itself: {path}")
+            report.outcome, report.longrepr = "skipped", (path, 0, f"this file itself mixes dtypes: {path}")
     return report
 
 
 def run(name):
-    """The exit code of pytest, and its last line."""
+    """Run the tests of a configuration, print the last line of pytest, and return its exit code."""
     setting, tests, left_out = CONFIGURATIONS[name]
     variable, value = setting.split("=")
     deselect = " and ".join(f"not {part}" for part in left_out)
@@ -94,7 +95,7 @@ def main():
     names = sys.argv[1:] or list(CONFIGURATIONS)
     unknown = set(names) - set(CONFIGURATIONS)
     if unknown:
-        sys.exit(f"No such configuration: {', '.join(sorted(unknown))}. There are: {', '.join(CONFIGURATIONS)}.")
+        sys.exit(f"Unknown configuration: {', '.join(sorted(unknown))}. Choose from {', '.join(CONFIGURATIONS)}.")
     sys.exit(max(run(name) for name in names))
 
 

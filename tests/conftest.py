@@ -1,16 +1,17 @@
-"""Strict settings for the whole suite, and shared fixtures."""
+"""Strict settings for the whole test suite, and common fixtures."""
 
 import gc
 import os
 import re
 from pathlib import Path
 
-# What one run, worker or child process compiled, the others find: most of the time is spent compiling.
+# Most of the time is spent on compilation. The persistent cache shares compiled programs between runs, workers and
+# child processes.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# And nearly all of it runs once. Once a week CI sets this to 0.
+# Most programs run only once, so optimizations do not pay off. The weekly CI job sets this variable to 0.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-os.environ.setdefault("KERAS_BACKEND", "jax")  # which Keras reads when it is imported
+os.environ.setdefault("KERAS_BACKEND", "jax")  # Keras reads this variable when it is imported.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
@@ -18,28 +19,28 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# What is asked of all tests of a file, on one line at its top.
+# The variable `pytestmark` at the top of a file applies to all tests of the file.
 OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Import no file whose tests are all left out by their markers: that takes longer than to read its text."""
+    """Ignore a file whose tests are all excluded by their markers, which is faster than importing the file."""
     if not collection_path.match("test_*.py"):
         return None
-    text, asked = collection_path.read_text(), config.option.markexpr
+    text, expression = collection_path.read_text(), config.option.markexpr
     of_all = OF_ALL.search(text)
-    unwanted = [mark for mark in re.findall(r"not (\w+)", asked) if of_all and f"pytest.mark.{mark}" in of_all[1]]
-    return True if unwanted or (asked.startswith("ci and") and "mark.ci" not in text) else None
+    unwanted = [mark for mark in re.findall(r"not (\w+)", expression) if of_all and f"pytest.mark.{mark}" in of_all[1]]
+    return True if unwanted or (expression.startswith("ci and") and "mark.ci" not in text) else None
 
 
 def pytest_collection_finish():
-    """What was imported stays until the end: a quarter of the time went to looking through it for garbage."""
+    """Exclude all imported objects from garbage collection, which otherwise took a quarter of the time."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_programs(request):
-    """Forget what a module compiled: another seldom needs it, and kept for the whole run it takes gigabytes."""
+    """Set the optimization level for a module, and clear the caches of JAX afterwards to save memory."""
     unoptimized = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
     as_for_users = request.node.get_closest_marker("as_for_users")
     jax.config.update("jax_disable_most_optimizations", unoptimized and not as_for_users)
@@ -49,7 +50,7 @@ def compiled_programs(request):
 
 @pytest.fixture
 def compilations():
-    """A list that grows by one entry with every program compiled."""
+    """Return a list that receives one entry for each compiled program."""
     programs = []
 
     def listen(event, duration, **kwargs):

@@ -1,23 +1,23 @@
-"""Break the core in small ways, one at a time, and see whether a test notices.
+"""Mutation testing of the core: change one expression at a time, and check whether a test fails.
 
-    python tests/mutation.py                      every file of the core; goes on where it was stopped
-    python tests/mutation.py _tree.py --jobs 4    one file, or one folder, four mutants at a time
-    python tests/mutation.py --report             only what is known
-    python tests/mutation.py --save               writes the table to tests/mutation.md, too
+    python tests/mutation.py                      all files of the core; resumes an interrupted run
+    python tests/mutation.py _tree.py --jobs 4    one file or folder, four mutants in parallel
+    python tests/mutation.py --report             only print the known results
+    python tests/mutation.py --save               also write the table to tests/mutation.md
 
-A mutant is a copy of the package with one expression changed: a comparison, an operator, a number, the branches of a
-selection, a check left out. Of the tests of its folder (`CORE` in `source_map.py`) those that run its line run on it
-until one fails: first those that noticed other mutants of the same file, or folder, then files that are quick, or
-noticed many. If none fails, or none within `PATIENCE`, the mutant has survived: a test is missing, or the change makes
-no difference, and `tests/mutation_explained.json` says why. At the end there is a table, and below it the survivors
-without a reason.
+A mutant is a copy of the package with one changed expression, such as a comparison, an operator, a number, the branches
+of a selection, or a removed check. The tests of its folder (`CORE` in `source_map.py`) that execute the changed line
+run until one fails. Tests that detected other mutants of the same file or folder run first, followed by test files that
+are quick or that detected many mutants. If no test fails, or none within `PATIENCE`, the mutant survives. In this case,
+either a test is missing, or the change has no effect, and `tests/mutation_explained.json` contains the reason. At the
+end, the program prints a table and the surviving mutants without a reason.
 
-Which test runs which line is measured once, on the package as it is, in ``.mutation/lines.json``; so it is seen, too,
-that all of them pass there. Delete that file after a change of the package or of a test.
+``.mutation/lines.json`` contains the lines that each test executes. They are recorded once, with the unchanged package.
+This also checks that all tests pass without a mutation. Delete this file after a change of the package or of a test.
 
-What is known is kept in ``.mutation/results.json``, by the text of the line and of the change: what came of it, which
-test noticed, and the day. It serves until that line, or a test, is changed (``--afresh`` forgets it). A survivor
-without a reason is run again each time; one with a reason only ``--afresh``.
+``.mutation/results.json`` contains the result of each mutant, the test that detected it, and the date. The key is the
+text of the line and of the change. A result remains valid until that line or a test changes; ``--afresh`` ignores all
+results. Survivors without a reason run again each time, and survivors with a reason run again only with ``--afresh``.
 """
 
 import argparse
@@ -49,26 +49,34 @@ RESULTS = ROOT / ".mutation" / "results.json"
 LINES = ROOT / ".mutation" / "lines.json"
 EXPLAINED = ROOT / "tests" / "mutation_explained.json"
 SAVED = ROOT / "tests" / "mutation.md"
-HEAD = """# What tests notice of a broken core
+HEAD = """# Mutation testing of the core
 
-Each mutant is a copy of the package with one expression changed; `python tests/mutation.py --save` makes them, runs the
-tests on each, and writes this page. "In CI" are those that a test noticed first which the README's command leaves out;
-"explained", those that make no difference: `mutation_explained.json` says why; "not run", those not tried yet. A file
-that was not run again has the row of the day on which it was.
+Each mutant is a copy of the package with one changed expression. `python tests/mutation.py --save` creates the mutants,
+runs the tests on each of them, and writes this page. The columns count mutants:
+
+- killed: a test failed.
+- killed in CI: the first test that failed is one that only CI runs, not the README's test command.
+- timed out: the tests did not end.
+- explained: the change has no effect, for the reason in `mutation_explained.json`.
+- survived: no test failed, and there is no reason.
+- not run: the mutant has not been tested yet.
+
+The column "run on" contains the date of the last run of a file.
 """
-CPU_SECONDS = 1800  # after which a mutant counts as noticed: it does not end
-HOURS = 2  # likewise, where it waits instead; on a busy machine a mutant waits, too
-PATIENCE = 60  # CPU seconds of tests that pass, after which no further file is run: it has survived
-KILLED, KILLED_IN_CI = 1, 2  # exit status: by a test that README's command runs, or by one that only CI runs
-PASSED = (0, 5)  # what pytest says, the second where there was no test
+CPU_SECONDS = 1800  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
+HOURS = 2  # A mutant that waits is stopped after this time, for example if the machine is busy.
+PATIENCE = 60  # If tests pass for this number of CPU seconds, no further file is run, and the mutant survives.
+# The exit status is 1 if a test of the README's test command fails, and 2 if a test fails that only CI runs.
+KILLED, KILLED_IN_CI = 1, 2
+PASSED = (0, 5)  # pytest exits with 0 if all tests pass, and with 5 if there are no tests.
 IN_CI = "not slow and not peers"
 OPTIONS = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "hypothesispytest", "-o", "addopts=")
-FIRST = 12  # tests that noticed other mutants, which run before all others
-# What is imported before a mutant is: it takes longer than most tests.
+FIRST = 12  # At most 12 tests that detected other mutants run before all other tests.
+# Modules that are imported before the fork, because importing them takes longer than most tests.
 SHARED = ("jax", "optax", "chex", "flax.nnx", "equinox", "hypothesis", "jax.experimental.sparse")
 SHARED += ("flax.serialization", "jaxlib.mlir.dialects.mhlo")
 
-# Mutants.
+# --- Creation of mutants ---
 
 SWAPPED = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -82,7 +90,7 @@ SELECTIONS = ("where", "select")
 
 
 def mutants_of(source):
-    """``(line number, before, after, mutated source)`` for each way to break it."""
+    """Yield ``(line number, before, after, mutated source)`` for each mutant of a file."""
     for node in worth_breaking(ast.parse(source)):
         for broken in broken_nodes(node):
             start, end = (offset_of(source, node, which) for which in ("", "end_"))
@@ -92,7 +100,7 @@ def mutants_of(source):
 
 
 def worth_breaking(node):
-    """All expressions and statements that run and decide something: no annotation, no message, no decorator."""
+    """Yield all nodes that can influence the behavior. Annotations, error messages and decorators are excluded."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases") or isinstance(node, (ast.Raise, ast.JoinedStr)):
             continue
@@ -103,7 +111,7 @@ def worth_breaking(node):
 
 
 def is_strict(node):
-    """``strict=`` of `zip`, with which the code checks itself: both are of one length by construction."""
+    """Return whether a node is the argument ``strict`` of `zip`, which only checks that lengths are equal."""
     return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
@@ -117,6 +125,7 @@ def is_typing(node):
 
 
 def broken_nodes(node):
+    """Yield the replacements of a node. None means that the statement is removed."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in SWAPPED:
             yield changed(node, ops=[SWAPPED[type(op)]()])
@@ -148,9 +157,10 @@ def changed(node, **fields):
 
 
 def lines_of_statements(source):
-    """By line, the lines of the statement that it is part of; of a block only its head."""
+    """Map each line to the lines of its statement. For a block, these are the lines of its header."""
     found = {}
-    for node in ast.walk(ast.parse(source)):  # from the outermost on
+    # `ast.walk` visits outer statements first, so the lines of inner statements replace those of outer statements.
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt):
             end = node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno
             lines = range(node.lineno, max(node.lineno, end) + 1)
@@ -164,11 +174,11 @@ def offset_of(source, node, which):
     return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
 
 
-# Running them.
+# --- Execution of mutants ---
 
 
 class Workplace:
-    """A copy of the project, in which one file at a time is broken."""
+    """A copy of the project in which one file at a time is mutated."""
 
     def __init__(self):
         self.root = Path(tempfile.mkdtemp(prefix="mutation-"))
@@ -176,12 +186,12 @@ class Workplace:
         for name in ("jax_lossscale", "tests", "docs"):
             shutil.copytree(ROOT / name, self.root / name, ignore=leave_out)
         shutil.copy(ROOT / "pyproject.toml", self.root)
-        # By their contents: a mutant may be as long as another of the same second.
+        # Invalidation uses hashes, because two mutants may have the same size and modification time.
         compileall.compile_dir(self.root, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self.process = self.mutant = None
 
     def begin(self, mutant, noticed, running):
-        """Fork: what takes longest to import is there already."""
+        """Write the mutant and fork a process that runs the tests. The fork shares modules that take long to import."""
         self.mutant, self.started = mutant, time.monotonic()
         (self.root / "noticed").write_text("")
         broken = self.root / "jax_lossscale" / mutant["file"]
@@ -191,14 +201,14 @@ class Workplace:
         if self.process == 0:
             self.code = KILLED
             try:
-                os.setpgid(0, 0)  # so that what it starts ends with it
+                os.setpgid(0, 0)  # Child processes are killed with the process group.
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, resource.RLIM_INFINITY))
                 self.enter()
                 if self.all_pass(noticed, running):
                     self.code = 0
             except BaseException:
                 traceback.print_exc()
-            finally:  # never back into the loop of the parent
+            finally:  # The child must not return to the loop of the parent process.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(self.code)
@@ -212,12 +222,13 @@ class Workplace:
         sys.path.insert(0, str(self.root))
 
     def all_pass(self, noticed, running):
-        """Whether ``running``, the tests that run the line, pass; and all others of their files.
+        """Return whether all tests in ``running``, which execute the line, and all other tests of their files pass.
 
-        What one of these traced, JAX may have kept for the others. ``noticed``: the tests that noticed other mutants.
+        The other tests are included because JAX may reuse programs that were traced by a test in ``running``.
+        ``noticed`` contains the tests that detected other mutants.
         """
         self.running, self.others, self.done = running, False, set()
-        # Only a test that fails counts here: one that is not found any more fails below, if it has to.
+        # Only failed tests count here, because recorded tests may no longer exist.
         first = [test for test in dict.fromkeys(noticed) if test in running][:FIRST]
         if first and pytest.main([*OPTIONS, "-m", IN_CI, *first], plugins=[self]) == pytest.ExitCode.TESTS_FAILED:
             return False
@@ -244,7 +255,7 @@ class Workplace:
             self.code = KILLED_IN_CI if "ci" in report.keywords else KILLED
 
     def outcome(self):
-        """``None`` while it runs."""
+        """Return the result of the mutant, or None if its process is still running."""
         process, status = os.waitpid(self.process, os.WNOHANG)
         if process == 0 and time.monotonic() - self.started < 3600 * HOURS:
             return None
@@ -259,18 +270,21 @@ class Workplace:
 
 
 def prepare():
-    """Import what all processes share, with the settings of conftest.py, which comes too late here."""
+    """Import the modules that all processes share, with the settings of conftest.py, which is loaded too late here."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # but those that are named
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Plugins given on the command line are still loaded.
     for module in SHARED:
         __import__(module)
-    gc.freeze()  # a collector need not look at it in each mutant
+    gc.freeze()  # Garbage collection in the mutants skips the imported objects.
 
 
 def run(mutants, jobs, results, lines):
-    """Yield each mutant with its outcome, as they end; ``results`` are those of before."""
+    """Yield mutants with their outcomes in the order in which they end.
+
+    ``results`` are the results of previous runs.
+    """
     places, waiting = [Workplace() for _ in range(jobs)], list(mutants)
     try:
         while waiting or any(place.process for place in places):
@@ -289,7 +303,7 @@ def run(mutants, jobs, results, lines):
 
 
 def noticed_before(file, results):
-    """Return the tests that noticed other mutants of this file, and then of its folder, the last one first."""
+    """Return the tests that detected other mutants of this file, and then those of its folder, latest first."""
     return [
         test
         for where in (f"{file} | ", room_of(file))
@@ -299,7 +313,7 @@ def noticed_before(file, results):
 
 
 def all_mutants(files):
-    """Of each file, those that differ in line, change and how many of the same came before."""
+    """Yield the mutants of each file. The key contains the line, the change and a number for repeated changes."""
     for file in files:
         source = (ROOT / "jax_lossscale" / file).read_text()
         texts, seen, of_statements = source.splitlines(), Counter(), lines_of_statements(source)
@@ -313,7 +327,7 @@ def all_mutants(files):
 
 
 def files_of(names):
-    """The files of the core, or those that are named, or lie in a folder that is."""
+    """Return the files of the core, or only the given files and the files in the given folders."""
     package = ROOT / "jax_lossscale"
     known = [
         str(path.relative_to(package))
@@ -325,6 +339,7 @@ def files_of(names):
 
 
 def room_of(file):
+    """Return the file or folder of `CORE` that contains a file."""
     return next(name for name in CORE if file.startswith(name))
 
 
@@ -336,9 +351,9 @@ def files_of_tests(room):
 
 
 def running_it(mutant, lines):
-    """Return, of each test of a mutant's folder that runs its line, how long it takes.
+    """Return the tests of a mutant's folder that execute its line, with their durations.
 
-    What is run when a module is imported no single test runs: it is all of them.
+    If a line runs at import and not in a particular test, the result contains all tests of the folder.
     """
     of_room = files_of_tests(room_of(mutant["file"]))
     found = {test for line in mutant["lines"] for test in lines["run"][mutant["file"]].get(str(line), ())}
@@ -347,7 +362,7 @@ def running_it(mutant, lines):
 
 
 def measured_lines(jobs):
-    """Return which tests there are, how long they take, and of each line which of them run it; exit if one fails."""
+    """Return all tests, their durations and the tests that execute each line. Exit if a test fails."""
     if LINES.exists():
         return json.loads(LINES.read_text())
     files = sorted(
@@ -358,7 +373,7 @@ def measured_lines(jobs):
     found = {"tests": [], "run": {}}
     for child, place in zip(children, places, strict=True):
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"The tests fail without a change:\n{(place.root / 'output').read_text()}")
+            sys.exit(f"The tests fail without a mutation:\n{(place.root / 'output').read_text()}")
         part, before = json.loads((place.root / "lines").read_text()), len(found["tests"])
         found["tests"] += part["tests"]
         for file, run in part["run"].items():
@@ -371,7 +386,7 @@ def measured_lines(jobs):
 
 
 def measure_in(place, files):
-    """Begin to measure tests, in a process of their own."""
+    """Fork a process that records the lines executed by the tests. Return its process ID."""
     child = os.fork()
     if child:
         return child
@@ -387,7 +402,7 @@ def measure_in(place, files):
 
 
 class Recorder:
-    """A plugin of pytest that notes which test runs which lines, and how long it takes."""
+    """A pytest plugin that records the executed lines and the duration of each test."""
 
     def __init__(self, package):
         self.package, self.tests = package, {}
@@ -423,13 +438,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="files or folders below jax_lossscale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--save", action="store_true", help="write the table to tests/mutation.md, too")
-    parser.add_argument("--afresh", action="store_true", help="run again what is known, too")
+    parser.add_argument("--report", action="store_true", help="only print the known results")
+    parser.add_argument("--save", action="store_true", help="also write the table to tests/mutation.md")
+    parser.add_argument("--afresh", action="store_true", help="ignore all known results")
     given = parser.parse_args()
     files = files_of(given.names)
     if not files:
-        parser.error(f"tests are named for {', '.join(CORE)}")
+        parser.error(f"no file of the core has this name; choose from {', '.join(CORE)}")
     results = read(RESULTS)
     explained = read(EXPLAINED)
     known = {key for key, (outcome, *_) in results.items() if outcome != "survived"} | explained.keys()
@@ -446,7 +461,7 @@ def main():
 
 
 def report(files, results, save):
-    """Print what came of each file, and the survivors of which nobody has said why."""
+    """Print the results of each file, and the survivors without a reason."""
     explained, unexplained = read(EXPLAINED), []
     outcomes = ("killed", "killed in CI", "timed out", "explained", "survived", "not run")
     rows = [("file", "run on", *outcomes), ("---", "---", *["--:"] * len(outcomes))]
@@ -468,15 +483,15 @@ def report(files, results, save):
         total += counts
     rows.append(("all", "", *(str(total[outcome]) for outcome in outcomes)))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    print(table, *(unexplained or ["Of those that were run, no survivor is without a reason."]), sep="\n")
+    print(table, *(unexplained or ["All mutants that survived have a reason."]), sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
         SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")
 
 
 def saved_rows():
-    """The rows of the table as it was saved, by file."""
-    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if line.startswith("| _")]
+    """Return the rows of the saved table, by file."""
+    lines = [line.strip("| ").split(" | ") for line in SAVED.read_text().splitlines() if ".py |" in line]
     return {file: row for file, *row in lines}
 
 

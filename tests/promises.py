@@ -1,7 +1,7 @@
-"""How each promise of `docs/numerics.md` is broken on purpose, to see its tests fail.
+"""Changes of the package that break each promise of `docs/numerics.md`, so that its tests must fail.
 
-Of each promise, by its heading: for each test that the page names, in order, a file of the package, a piece of it that
-stands there once, and what is put in its place.
+The keys of `BREAKS` are the headings of the promises. Each value contains one entry per test that the page names, in
+the same order: a file of the package, a piece of code that occurs once in the file, and its replacement.
 """
 
 TREE, STEP, LARGEST = "_tree.py", "_optax/wrapper.py", "_measure/largest.py"
@@ -27,8 +27,8 @@ BREAKS = {
     "Gradients are divided by the scale with which they were computed": [
         (
             STEP,
-            "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
-            "_widened(state.loss_scale.adjust(True).unscale(scaled_grads), state.loss_scale),",
+            "return state.loss_scale.unscale(scaled_grads) if",
+            "return state.loss_scale.adjust(True).unscale(scaled_grads) if",
         )
     ],
     "The returned loss is the true loss": [
@@ -128,7 +128,7 @@ BREAKS = {
     "Every optimizer takes the same steps as without loss scaling": [
         (
             STEP,
-            "_widened(state.loss_scale.unscale(scaled_grads), state.loss_scale),",
+            "_widened(unscaled(), state.loss_scale),",
             "_widened(scaled_grads, state.loss_scale),",
         )
     ],
@@ -169,7 +169,7 @@ BREAKS = {
     "A resumed run is bitwise equal": [
         (
             "_loss_scale/base.py",
-            # Which checkpointers ask, and compiled programs do not.
+            # Checkpoint libraries call this function, but compiled programs do not.
             "return tuple(zip(keys, leaves, strict=True)), config",
             "return tuple((key, leaf * (leaf.dtype != np.int32)) for key, leaf in zip(keys, leaves)), config",
         ),

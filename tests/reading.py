@@ -1,4 +1,4 @@
-"""How tests read a program: its equations, and the dtypes of its products."""
+"""Helper functions that extract equations and matmul dtypes from a jaxpr."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gene
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, and of those inside it, in order."""
+    """Yield all equations of a jaxpr and of its sub-jaxprs, in order."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for parameter in eqn.params.values():
@@ -19,22 +19,22 @@ def equations(jaxpr):
 
 
 def is_multiplication(eqn):
-    """Return whether no terms are added up, as in an outer product."""
+    """Return whether the contracted dimensions have size 1, as in an outer product."""
     left, right = (np.array(atom.aval.shape, object) for atom in eqn.invars[:2])
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     numbers = numbers.dot_dimension_numbers if numbers else eqn.params["dimension_numbers"]
-    if hasattr(numbers, "rhs_spec"):  # of a convolution
+    if hasattr(numbers, "rhs_spec"):  # Only the dimension numbers of a convolution have this attribute.
         return all(right[list(numbers.rhs_spec[1:])] == 1)
     return all(left[list(numbers[0][0])] == 1)
 
 
 def matmul_dtypes(function, *args, **kwargs):
-    """The dtypes of the products of a function, in order: "float16", or those of both operands and of the result."""
+    """Return the dtype of each matmul of a function, or the dtypes of operands and result if they differ."""
     return matmul_dtypes_in(jax.make_jaxpr(function)(*args, **kwargs))
 
 
 def matmul_dtypes_in(jaxpr):
-    """The same of a jaxpr."""
+    """Return the dtype of each matmul of a jaxpr, or the dtypes of operands and result if they differ."""
     found = []
     for eqn in equations(jaxpr):
         if eqn.primitive.name in MATMULS and not is_multiplication(eqn):
@@ -53,6 +53,6 @@ def taken_by_segments(jaxpr):
 
 
 def distance(tree, other):
-    """The largest relative distance of two leaves."""
+    """Return the largest relative distance between corresponding leaves of two pytrees."""
     pairs = zip(*(map(np.asarray, jax.tree.leaves(each)) for each in (tree, other)), strict=True)
     return max(float(np.linalg.norm(a - b) / (np.linalg.norm(a) + 1e-12)) for a, b in pairs)

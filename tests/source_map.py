@@ -1,6 +1,6 @@
-"""Map from the source files to the tests that check them.
+"""Map from source files to the tests that check them.
 
-`python tests/source_map.py` writes the map into CONTRIBUTING.md. After a change, run it again.
+`python tests/source_map.py` writes the map to CONTRIBUTING.md. Run it again after a change of the map.
 """
 
 from pathlib import Path
@@ -9,13 +9,13 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- begin: written by `python tests/source_map.py` -->\n", "<!-- end -->\n"
 
-# Tests of all signatures and all error messages.
+# The following tests check all public signatures and all error messages.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 
-# The core: `tests/mutation.py` changes these files and folders of the package, and runs these tests in this order.
+# The core consists of these files and folders. `tests/mutation.py` changes them and runs these tests in this order.
 CORE = {
-    "_tree.py": ["test_tree.py", "wrapper/test_told.py"],
-    "_check.py": ["loss_scales", "wrapper/test_told.py"],
+    "_tree.py": ["test_tree.py", "wrapper/test_step_inputs.py"],
+    "_check.py": ["loss_scales", "wrapper/test_step_inputs.py"],
     "_measure": [
         "measure",
         "diagnostics/test_nonfinite.py",
@@ -40,10 +40,10 @@ CORE = {
         "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [
-        "wrapper/test_told.py",
+        "wrapper/test_step_inputs.py",
         "wrapper/test_measuring.py",
         "wrapper/test_transform.py",
-        "wrapper/test_what_a_kind_is_told.py",
+        "wrapper/test_loss_scale_inputs.py",
         "wrapper/test_monitoring.py",
         "wrapper/test_data_parallel.py",
         "diagnostics/test_recording.py",
@@ -84,7 +84,7 @@ CORE = {
     ],
 }
 
-# The other files and folders of the repository. A folder stands for all tests in it.
+# The values are the tests of all other files and folders. A test folder stands for all tests in it.
 OTHERS = {
     "jax_lossscale/_compat.py": ["test_versions.py"],
     "jax_lossscale/_limits.py": ["test_limits.py", "diagnostics/test_range.py"],
@@ -97,8 +97,8 @@ OTHERS = {
     "jax_lossscale/__main__.py": ["demo"],
     "jax_lossscale/__init__.py": ["test_architecture.py", "test_public_api.py", "hardening"],
     "README.md": ["test_readme.py"],
-    "benchmarks": ["benchmarks", "test_told_numbers.py"],
-    "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_told_numbers.py"],
+    "benchmarks": ["benchmarks", "test_stated_numbers.py"],
+    "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_stated_numbers.py"],
     "examples": ["test_examples.py"],
     "notebooks": ["test_notebooks.py"],
     "tests/source_map.py": ["test_source_map.py"],
@@ -108,12 +108,12 @@ MAP = {f"jax_lossscale/{name}": tests for name, tests in CORE.items()} | OTHERS
 
 
 def is_below(name, folder):
-    """Return whether a name is that of a folder or of anything in it."""
+    """Return whether a path is equal to a folder or lies inside it."""
     return name == folder or name.startswith(f"{folder}/")
 
 
 def rows():
-    """Return for each source its tests, without those that are in a folder which is listed, too."""
+    """Yield each source with its tests. Tests inside a listed folder are omitted."""
     for source, tests in MAP.items():
         yield source, [test for test in tests if not any(test != other and is_below(test, other) for other in tests)]
 

@@ -1,28 +1,28 @@
-"""Run the tests of another project with every program under `autocast`, too, and compare.
+"""Run the tests of another project, execute every program under `autocast` as well, and compare the results.
 
-    python tests/suites.py equinox CHECKOUT                      for ten minutes; goes on where it was stopped
+    python tests/suites.py equinox CHECKOUT                      for ten minutes; resumes an interrupted run
     python tests/suites.py jax CHECKOUT --minutes 60 --seed 1    other tests, in another order
     python tests/suites.py equinox CHECKOUT --test NODEID        one test, with the traceback of each crash
-    python tests/suites.py --report                              only what is known
-    python tests/suites.py --save                                writes the table to tests/suites.md, too
+    python tests/suites.py --report                              only print the known results
+    python tests/suites.py --save                                also write the table to tests/suites.md
 
-CHECKOUT is a checkout of the project, in the version that is installed. Its tests run as they are; a plugin of pytest
-(`suites_shim.py`) replaces `jax.jit`, `jax.grad` and similar functions. Programs are told apart by their jaxpr, and
-each counts once. Programs without float32 values, and those that fail without `autocast`, do not count. The checks:
+CHECKOUT is a checkout of the installed version of the project. Its tests run unchanged. A pytest plugin
+(`suites_shim.py`) replaces `jax.jit`, `jax.grad` and similar functions. Programs are identified by their jaxpr, and
+each program counts once. Programs without float32 values, and programs that fail without `autocast`, do not count. The
+plugin performs three checks:
 
-- *trace*: types, structure, weak types, varying axes and shardings of the results are those of the original program;
-  likewise of its gradient.
-- *exact*: the plan for float16, executed in float32, gives the results and the gradient of the original program. So it
-  does in the tests: if one fails with these results, it must fail without `autocast`, too.
-- *numbers*: in float16, results and gradients differ by at most 1% of the largest element. A program is *sensitive* if
-  it differs by more, but does so, too, if its arguments are changed by a rounding to float16. A larger error is
-  *rounding* if it is more than three times as large in bfloat16, and *overflow* if only the results in float16 are
-  infinite.
+- *trace*: Types, structure, weak types, varying axes and shardings of results and gradients equal those of the original
+  program.
+- *exact*: The plan for float16, executed in float32, gives the same results and gradients as the original program. The
+  test receives these results. If it fails with them, it must also fail without `autocast`.
+- *numbers*: In float16, results and gradients differ by at most 1% of the largest element. A program with a larger
+  difference is *sensitive* if rounding its arguments to float16 has the same effect. It counts as *rounding* if the
+  error in bfloat16 is more than three times as large, and as *overflow* if only the float16 results are infinite.
 
-A difference is *as with jit* if `jax.jit` makes it, too, in the place of `autocast`.
+A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well.
 
-What is known is kept in ``.suites/PROJECT.jsonl``: delete it to begin anew. `tests/suites_explained.json` explains
-differences, by a regular expression for each reason.
+``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tests/suites_explained.json` explains
+differences. The keys in this file are regular expressions, and the values are reasons.
 """
 
 import argparse
@@ -41,13 +41,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 EXPLAINED = ROOT / "tests" / "suites_explained.json"
 SAVED = ROOT / "tests" / "suites.md"
-HEAD = """# Test suites of other projects, under autocast
+HEAD = """# Test suites of other projects under autocast
 
-`python tests/suites.py` runs the tests of other projects with every program under `autocast`, too, and with `--save`
-writes this page. The module describes the checks. "Compared" are the programs whose values, or gradients, were compared
-with those of the original program, once with the plan executed in float32 and once in float16.
+`python tests/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
+`--save`, it writes this page. The docstring of `tests/suites.py` describes the checks. The columns "values" and
+"gradients" count the programs whose values or gradients were compared with those of the original program, once with
+the plan executed in float32 and once in float16.
 """
-# The files of each project that have tests, and the name of its distribution.
+# For each project, the name of its distribution and the patterns of its test files.
 PROJECTS = {
     "jax": (
         "jax",
@@ -69,7 +70,7 @@ PROJECTS = {
     "lineax": ("lineax", ["tests/test_*.py"]),
     "numpyro": ("numpyro", ["test/**/test_*.py"]),
     "distrax": ("distrax", ["distrax/**/*_test.py"]),
-    "planted": ("jax", ["test_*.py"]),  # of `test_suites.py`
+    "planted": ("jax", ["test_*.py"]),  # `test_suites.py` creates this project.
 }
 OPTIONS = ("-q", "--no-header", "--tb=short", "-p", "suites_shim", "-p", "no:cacheprovider", "-W", "ignore")
 OPTIONS += ("--continue-on-collection-errors", "-o", "addopts=")
@@ -81,24 +82,26 @@ def main():
     parser.add_argument("checkout", nargs="?", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fraction", type=float, default=1, help="of the programs whose numbers are compared")
-    parser.add_argument("--files", nargs="*", default=[""], help="only files whose path contains one of these")
+    parser.add_argument("--fraction", type=float, default=1, help="the fraction of programs whose values are compared")
+    parser.add_argument(
+        "--files", nargs="*", default=[""], help="run only files whose path contains one of these strings"
+    )
     parser.add_argument("--test", help="run only this test, and print the traceback of each crash")
-    parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of what is known")
-    parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--save", action="store_true", help="write the table to tests/suites.md, too")
+    parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of the known results")
+    parser.add_argument("--report", action="store_true", help="only print the known results")
+    parser.add_argument("--save", action="store_true", help="also write the table to tests/suites.md")
     given = parser.parse_args()
     given.results.mkdir(exist_ok=True)
     if given.test or (not given.report and given.project):
         if not given.checkout:
-            parser.error("CHECKOUT is missing")
+            parser.error("the argument CHECKOUT is missing")
         run(given) if not given.test else show(given)
     if not given.test:
         report(given.results, given.save)
 
 
 def run(given):
-    """Run the files of a project in several processes, one after another, in case that one of them dies."""
+    """Run the test files of a project in several processes, one after another, because a process may crash."""
     path, end = given.results / f"{given.project}.jsonl", time.time() + 60 * given.minutes
     command = ["git", "describe", "--always", "--tags"]
     commit = subprocess.run(command, cwd=given.checkout, capture_output=True, text=True)
@@ -117,12 +120,13 @@ def run(given):
         records = read(path)[before:]
         checked = {each["test"] for each in records if "program" in each}
         failed = {each["test"]: each for each in records if each.get("outcome") == "failed" and each["test"] in checked}
-        if failed:  # With the original results: is it because of `autocast`?
+        # Run failed tests again with the original results, to determine whether `autocast` caused the failure.
+        if failed:
             again = path.with_suffix(".again")
             again.unlink(missing_ok=True)
             pytest_of(given, [*failed], again, seconds / 4, returns_exact=False)
             outcomes = {(each["test"], each["outcome"]) for each in read(again) if "outcome" in each}
-            # A test may have several outcomes, of its parts.
+            # A test with subtests has several outcomes.
             passed = [t for t in failed if (t, "passed") in outcomes and (t, "failed") not in outcomes]
             with path.open("a") as results:
                 for test in passed:
@@ -131,7 +135,7 @@ def run(given):
 
 
 def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
-    """Run tests of a project in another process."""
+    """Run tests of a project in a subprocess."""
     about = {
         "file": str(path.resolve()),
         "seconds": seconds,
@@ -139,7 +143,7 @@ def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
         "verbose": verbose,
     }
     about |= {"fraction": given.fraction, "seed": given.seed}
-    # The project's own package is that of the checkout, because the tests of some projects are part of the package.
+    # The package is imported from the checkout, because the tests of some projects are part of the package.
     own = [] if given.project == "jax" else [str(given.checkout.resolve())]
     environment = {
         **os.environ,
@@ -149,7 +153,7 @@ def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
         "JAX_COMPILATION_CACHE_DIR": str(given.results.resolve() / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    # `-P`: or else `import jax` would import the checkout.
+    # Without `-P`, `import jax` would import the checkout.
     command = [sys.executable, "-P", "-m", "pytest", *OPTIONS, *(["-s"] if verbose else []), *tests]
     with path.with_suffix(".log").open("a") as log:
         output = None if verbose else log
@@ -162,7 +166,7 @@ def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
 
 
 def show(given):
-    """Run one test and print what is found."""
+    """Run one test and print its records."""
     path = given.results / f"{given.project}.one"
     path.unlink(missing_ok=True)
     pytest_of(given, [given.test], path, 600, verbose=True)
@@ -175,9 +179,9 @@ def read(path):
 
 
 def differences_in(records):
-    """Yield the kind of each difference, and a line that says what it is and where.
+    """Yield the kind of each difference, and a line that describes it and names the test.
 
-    Each kind counts once for a program, and a program that crashes counts as a crash only.
+    Each kind counts once for each program, and a program that crashes counts only as a crash.
     """
     for record in records:
         found = {}
@@ -193,14 +197,14 @@ def differences_in(records):
             yield "shim", f"error of the shim: {record['error of the shim'].splitlines()[-1][:300]} [{record['test']}]"
 
 
-MINUTES = 4  # of a process
+MINUTES = 4  # Each process runs for about this number of minutes.
 COUNTED = ("tests", "programs", "values", "gradients")
 OUTCOMES = ("as with jit", "sensitive", "rounding", "overflow")
 KINDS = ("crash", "trace", "exact", "assertion", "numbers", "shim")
 
 
 def report(results, save):
-    """Print the table, and the differences by reason; those without a reason one by one."""
+    """Print the table and the differences by reason. Differences without a reason are printed one by one."""
     reasons = json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
     head = ("project", "version", "commit", "run on", *COUNTED, *OUTCOMES, *KINDS)
     rows, total = [head, ("---",) * 4 + ("--:",) * (len(head) - 4)], Counter()
@@ -230,7 +234,7 @@ def report(results, save):
     lines = [("check", "number", "reason"), ("---", "--:", "---")]
     lines += [(kind, str(count), reason) for (kind, reason), count in explained.most_common()]
     table += "\n" + "".join(f"| {' | '.join(row)} |\n" for row in lines)
-    print(table, *grouped(unexplained), f"Without a reason: {len(unexplained)}.", sep="\n")
+    print(table, *grouped(unexplained), f"Differences without a reason: {len(unexplained)}.", sep="\n")
     if save:
         versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax"))
         rest = f"Versions: {versions}. Differences without a reason: {len(unexplained)}."
@@ -238,7 +242,7 @@ def report(results, save):
 
 
 def grouped(lines):
-    """Of lines that differ only in numbers and in where they were found, return the first, and how many there are."""
+    """Group lines that differ only in numbers and test names. Return the first line and the size of each group."""
     groups = {}
     for line in lines:
         groups.setdefault(re.sub(r"[0-9]+|\[[^][]*\]$", "", line), []).append(line)

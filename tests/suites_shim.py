@@ -1,11 +1,11 @@
-"""Pytest plugin that runs each program of another project's tests under `autocast`, too; see `suites.py`.
+"""Pytest plugin that executes each program of another project's tests under `autocast` as well (see `suites.py`).
 
-The plugin replaces `jax.jit`, `jax.grad` and similar functions. A call of a function that they return is a program,
-unless it happens inside of another program. `Comparison` compares each program with itself under `autocast`.
+The plugin replaces `jax.jit`, `jax.grad` and similar functions. Each outermost call of a function that they return is a
+program. `Comparison` compares each program with itself under `autocast`.
 
-So that half-precision values enter and leave programs that contain no matmul, each float32 argument and result `x` is
-replaced by the matmul `[x, 0] @ [1, 1]`. The original program, with which the result is compared, contains these
-matmuls, too. They change no value in float32. The arguments of the check `numbers` are rounded to float16 first.
+Programs without a matmul would contain no half-precision values. Therefore, each float32 argument and result `x` is
+replaced by the matmul `[x, 0] @ [1, 1]`, which does not change its value in float32. The original program contains
+these matmuls as well. For the check `numbers`, the arguments are first rounded to float16.
 """
 
 import contextlib
@@ -39,20 +39,21 @@ import jax_lossscale as jls
 from jax_lossscale._autocast import transform
 from jax_lossscale._autocast.rewrite import Rewriting
 
-SMALLEST = 1e-6  # Smaller differences do not count: float16 has an absolute error, too.
+SMALLEST = 1e-6  # Smaller differences are ignored, because float16 also has an absolute error.
 OF_FUNCTIONS = ("jit", "grad", "value_and_grad", "jacfwd", "jacrev", "jacobian", "hessian", "checkpoint", "remat")
-OF_PROGRAMS = ("vmap", "pmap", "shard_map")  # autocast outside, so that it meets the primitive
+# `autocast` is applied to the results of these functions, so that it has to handle their primitives.
+OF_PROGRAMS = ("vmap", "pmap", "shard_map")
 NUMBERS = (bool, int, float, complex)
 AT_ONCE = ("vjp", "jvp", "linearize")
 LOOPS = ("associative_scan", "cond", "custom_linear_solve", "custom_root", "fori_loop", "map", "scan", "switch")
 LOOPS += ("while_loop",)
 NUMBERS_CHECKS = ("numbers", "numbers of the gradient")
-SECONDS = 40  # after which a test is stopped
-LARGEST = 200_000  # characters of a jaxpr of which only the types are compared
+SECONDS = 40  # This is the time limit of a test in seconds.
+LARGEST = 200_000  # For jaxprs with more characters, only the types are compared.
 
 
 class InFloat32(Rewriting):
-    """Executes a plan for float16 in float32."""
+    """Interpreter that executes a plan for float16 in float32."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -72,7 +73,7 @@ def in_float32(fun):
 
 
 def in_jit(fun):
-    """Return the function with `jax.jit` on the arrays in the arguments, as `autocast` would trace it."""
+    """Return the function with `jax.jit` applied to the arrays in the arguments, which `autocast` traces as well."""
 
     @functools.wraps(fun)
     def jitted(*args, **kwargs):
@@ -95,7 +96,7 @@ def in_jit(fun):
 
 
 def through_matmuls(fun):
-    """Return the function with a matmul on each float32 argument and result."""
+    """Return the function with a matmul applied to each float32 argument and result."""
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -106,7 +107,7 @@ def through_matmuls(fun):
 
 
 def _map(function, tree):
-    # A copy of an nnx object would lose what the function changes.
+    # nnx objects are not copied, because changes that the function makes to a copy would be lost.
     return jax.tree.map(
         lambda leaf: leaf if _is_nnx(leaf) or not _is_array(leaf) else function(leaf), tree, is_leaf=_is_nnx
     )
@@ -132,15 +133,15 @@ def _is_array(leaf):
 
 @dataclasses.dataclass
 class Traced:
-    """A traced function: its jaxpr, from the arrays in the arguments to the arrays in the result."""
+    """The jaxpr of a function, from the arrays in the arguments to the arrays in the result."""
 
     jaxpr: Any
     structure: str
-    is_array: list  # of each result; others are Python numbers
+    is_array: list  # Each entry states whether a result is an array or a Python number.
     inputs: list
 
     def difference(self, other):
-        """Return how structure or types of another function's results differ, or an empty string."""
+        """Describe how the structure or types of another function's results differ, or return an empty string."""
         if self.structure != other.structure or len(self.jaxpr.out_avals) != len(other.jaxpr.out_avals):
             pairs = enumerate(zip(self.structure, other.structure, strict=False))
             start = next((n for n, (old, new) in pairs if old != new), 0)
@@ -150,7 +151,7 @@ class Traced:
                 return f"type {old} became {new}"
             if old != new and any("Explicit" in str(aval.sharding) for aval in (old, new)):
                 return f"sharding {old.sharding} became {new.sharding}"
-        # JAX returns a Python number as it is, if it is not traced: `autocast` may make an array of it.
+        # JAX returns Python numbers unchanged if they are not traced, but `autocast` may convert them to arrays.
         if any(was and not now for was, now in zip(self.is_array, other.is_array, strict=True)):
             return "an array became a Python number"
         return ""
@@ -160,7 +161,7 @@ class Traced:
 
 
 def traced(fun, args, kwargs, is_differentiated=False):
-    """Trace a function, or the function that returns its results and the gradient of a weighted sum of them."""
+    """Trace a function, or a function that also returns the gradient of a weighted sum of the results."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     positions = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
     structure, is_array = None, []
@@ -200,7 +201,7 @@ def _with_gradient(flat):
 
 
 def _weights(x):
-    """Return an array of numbers of both signs, so that gradients such as those of a softmax are not all zero."""
+    """Return weights of both signs, so that gradients such as those of a softmax are not all zero."""
     return ((np.arange(x.size).reshape(x.shape) * 5 % 8 - 2.5) / 4).astype(x.dtype)
 
 
@@ -214,11 +215,11 @@ def _without_addresses(text):
 
 
 class Comparison:
-    """Compares a program with itself under `autocast`.
+    """Comparison of a program with itself under `autocast`.
 
     Args:
-      kind: the function of JAX that made the program.
-      program: makes the program; its argument is what is done to the function of the test, such as `autocast`.
+      kind: the name of the JAX function that created the program.
+      program: a function that creates the program, given a transformation of the test's function, such as `autocast`.
     """
 
     def __init__(self, kind, program, args, kwargs):
@@ -228,7 +229,8 @@ class Comparison:
         self.before = through_matmuls
         try:
             self.plain = self.traced(lambda fun: fun)
-        except Exception:  # because of the matmuls, or because the program cannot be traced without them, either
+        # The program cannot be traced with the matmuls, or it cannot be traced at all.
+        except Exception:
             self.before = lambda fun: fun
             self.plain = self.traced(lambda fun: fun)
         self.text = _without_addresses(self.plain.jaxpr)
@@ -238,15 +240,16 @@ class Comparison:
         return traced(self.program(lambda fun: cast(self.before(fun))), self.args, self.kwargs, is_differentiated)
 
     def run(self):
-        """Do all checks."""
+        """Run all checks."""
         half = self.trace("trace", self.plain, is_differentiated=False)
         plain, has_gradient = self.plain, False
-        with contextlib.suppress(Exception):  # it cannot be differentiated without `autocast`, either
+        # Some programs are not differentiable even without `autocast`.
+        with contextlib.suppress(Exception):
             plain, has_gradient = self.traced(lambda fun: fun, is_differentiated=True), True
         if has_gradient:
             half = self.trace("trace of the gradient", plain, is_differentiated=True)
         are_known = not any(isinstance(x, (jax.ShapeDtypeStruct, jax.Ref)) for x in plain.inputs)
-        # What a program changes by an effect is another input of the next run.
+        # Programs with effects are not executed, because an effect can change the inputs of the next execution.
         if half is None or not are_known or plain.jaxpr.effects or len(self.text) > LARGEST or not self.is_sampled:
             return
         try:
@@ -274,11 +277,11 @@ class Comparison:
             error, in_bfloat16 = self.errors[name], self.errors[name.replace("numbers", "bfloat16")]
             if np.isinf(error) and np.isfinite(in_bfloat16):
                 self.outcomes[name] = "overflow"
-            elif in_bfloat16 > 3 * error:  # A rounding to bfloat16 is 8 times as large.
+            elif in_bfloat16 > 3 * error:  # Rounding errors in bfloat16 are 8 times as large.
                 self.outcomes[name] = "rounding"
 
     def is_of_jit(self, name):
-        """Whether types or structure of the results differ with `jax.jit` instead of `autocast`, too, or it crashes."""
+        """Return whether `jax.jit` in place of `autocast` also changes types or structure, or fails."""
         if not name.startswith("trace"):
             return False
         is_differentiated = name != "trace"
@@ -298,7 +301,7 @@ class Comparison:
             self.compare(f"{name} of the gradient", *(x[results:] for x in (expected, changed, found)))
 
     def tried(self, name, function):
-        """Return the result of a function, or `None` if it raises an error, which is noted."""
+        """Return the result of a function, or record the error and return None if it raises."""
         try:
             return function()
         except Exception as error:
@@ -323,10 +326,10 @@ class Comparison:
         return half
 
     def compare(self, name, expected, changed, found):
-        """Note whether the arrays are equal, up to an error that depends on the check.
+        """Record whether the arrays are equal, up to an error that depends on the check.
 
-        If a change of the arguments by 2^-11, which is half a unit in the last place of float16, changes the results of
-        the original program as much as `autocast` does, the program is sensitive.
+        The program is sensitive if changing the arguments by 2^-11, which is half a unit in the last place of float16,
+        changes the results of the original program as much as `autocast` does.
         """
         is_exact = name.startswith("exact")
         allowed, factor = (1e-4, 2**-8) if is_exact else (1e-2, 8)
@@ -336,14 +339,15 @@ class Comparison:
         for old, other, new in zip(expected, changed, found, strict=True):
             error, sensitivity = _error(old, new, is_exact), _error(old, other, is_exact)
             if error > allowed:
-                # A result that such a change makes another one is noise, such as a derivative that should be zero.
+                # If such a change leads to a completely different result, the result is noise, such as a derivative
+                # that should be zero.
                 is_sensitive = error <= factor * sensitivity or sensitivity > 0.5
                 outcome = "sensitive" if is_sensitive else "differs"
                 worst[outcome] = max(worst.get(outcome, (0.0, 0.0)), (error, sensitivity))
         outcome = next(outcome for outcome in ("differs", "sensitive", "same") if outcome in worst)
         self.outcomes[name], (self.errors[name], sensitivity) = outcome, worst[outcome]
         if outcome != "same":
-            text = f"error {self.errors[name]:.2g}, by a change of the arguments by 2^-11: {sensitivity:.2g}"
+            text = f"error {self.errors[name]:.2g}; changing the arguments by 2^-11 causes {sensitivity:.2g}"
             self.details[name] = text
 
     def as_dict(self):
@@ -355,7 +359,7 @@ class Comparison:
 
 
 def _rounded(x):
-    """Return an array whose elements float16 can represent."""
+    """Return the array with its elements rounded to float16."""
 
     def rounded(values):
         with np.errstate(over="ignore"):
@@ -365,7 +369,7 @@ def _rounded(x):
 
 
 def _changed(x):
-    """Return an array whose elements differ by 2^-11."""
+    """Return the array with its elements changed by a factor of 1 + 2^-11 or 1 - 2^-11."""
     signs = np.random.default_rng(0).choice(np.float32([-1, 1]), np.shape(x))
     return _mapped(lambda values: values * (1 + np.float32(2**-11) * signs), x)
 
@@ -379,7 +383,8 @@ def _mapped(function, x):
 def _error(old, new, is_exact):
     """Return the largest error, relative to the largest element.
 
-    Elements that are not finite without `autocast`, or beyond the range of float16, are compared exactly, or not.
+    Elements that are nonfinite without `autocast`, or beyond the range of float16, are ignored. In an exact comparison,
+    only nonfinite elements are ignored, and they must be nonfinite in both results.
     """
     if old.shape != new.shape:
         return np.inf
@@ -396,11 +401,11 @@ def _error(old, new, is_exact):
     return 0.0 if error < SMALLEST else float(error / np.max(abs(old), initial=SMALLEST))
 
 
-# What the tests call.
+# --- Replaced functions of JAX ---
 
 
 class State:
-    """What the plugin knows of the run: the test, the programs that were checked, where the records go."""
+    """State of the plugin: the current test, the checked programs and the file for the records."""
 
     def __init__(self):
         given = json.loads(os.environ["SUITES"])
@@ -414,7 +419,7 @@ class State:
         self.run_before = {record["test"] for record in known if "outcome" in record}
 
     def is_checking(self):
-        """Whether a call is a program: not inside of another one, and during a test."""
+        """Return whether a call is a program, which is an outermost call during a test."""
         is_main = threading.current_thread() is threading.main_thread()
         return is_main and bool(self.test) and not self.is_busy and core.trace_state_clean()
 
@@ -424,11 +429,12 @@ class State:
 
 
 class Wrapped:
-    """A function that JAX made; a call of it is a program."""
+    """A function that JAX created. Each call of it is a program."""
 
     def __init__(self, kind, original, program):
         with contextlib.suppress(Exception):
-            functools.update_wrapper(self, original)  # which copies attributes, those of other wrappers, too
+            # `update_wrapper` copies all attributes, including those of other wrappers.
+            functools.update_wrapper(self, original)
         self._kind, self._original, self._program, self._known = kind, original, program, set()
 
     def __call__(self, *args, **kwargs):
@@ -446,7 +452,7 @@ class Wrapped:
 
 
 def called(kind, original, program, args, kwargs, is_returned=True):
-    """Call the original function, check the program, and return the result that the test is to have."""
+    """Call the original function, check the program, and return the result for the test."""
     if not STATE.is_checking():
         return original(*args, **kwargs)
     STATE.is_busy = True
@@ -460,7 +466,7 @@ def called(kind, original, program, args, kwargs, is_returned=True):
 
 
 def _signature(tree):
-    """Return what is equal for calls that are traced to the same program."""
+    """Return a value that is equal for calls that lead to the same jaxpr."""
     leaves, structure = jax.tree.flatten(tree)
     codes = (getattr(leaf, "__code__", leaf) for leaf in leaves)
     kinds = (str(jax.typeof(x)) if _is_array(x) else id(x) if callable(x) else repr(x)[:100] for x in codes)
@@ -468,15 +474,15 @@ def _signature(tree):
 
 
 def _copied(tree):
-    """Copy all arrays, which may be donated."""
+    """Copy all arrays, because the call may donate them."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) and not isinstance(x, jax.Ref) else x, tree)
 
 
 def checked(kind, program, args, kwargs, is_returned):
-    """Check a program. Return its result, with the plan executed in float32, if the test is to have it."""
+    """Check a program. Return the result of the plan executed in float32 if the test must receive it."""
     try:
         comparison = Comparison(kind, program, args, kwargs)
-    except Exception:  # It fails without `autocast`.
+    except Exception:  # The program fails even without `autocast`.
         return None
     if "f32[" not in comparison.text or comparison.digest in STATE.seen:
         return None
@@ -485,7 +491,7 @@ def checked(kind, program, args, kwargs, is_returned):
     try:
         comparison.run()
         if comparison.outcomes["trace"] == "as with jit":
-            # Equinox finds out whether its functions are differentiated. So `autocast` has to be outside.
+            # Equinox functions detect whether they are differentiated, so `autocast` must be applied outside.
             comparison = Comparison(kind, functools.partial(_outside, program(lambda fun: fun)), args, kwargs)
             comparison.run()
             is_returned = False
@@ -499,21 +505,21 @@ def checked(kind, program, args, kwargs, is_returned):
 
 
 def replace_functions():
-    """Replace the functions of JAX that make programs, or run them at once."""
+    """Replace the JAX functions that create programs or run them immediately."""
     for name in OF_FUNCTIONS + OF_PROGRAMS:
         setattr(jax, name, _maker(name, getattr(jax, name), is_outside=name in OF_PROGRAMS))
     for name in AT_ONCE:
         setattr(jax, name, _at_once(name, getattr(jax, name)))
     for name in LOOPS:
         setattr(lax, name, Wrapped(name, getattr(lax, name), functools.partial(_outside, getattr(lax, name))))
-    # JAX's own tests compare functions with numpy, and gradients with finite differences. This takes long, and here the
-    # original program is compared with.
+    # The tests of JAX compare functions with NumPy and gradients with finite differences, which is slow. A comparison
+    # with the original program replaces these checks.
     test_case = jax_test_util.JaxTestCase
     test_case._CheckAgainstNumpy = lambda *args, **kwargs: None
     test_case._CompileAndCheck = lambda self, fun, args_maker, **_: _checked_only("compiled", fun, args_maker())
     for module in (jax_test_util, public_test_util, jax.test_util):
         module.check_grads = lambda fun, args, *_, **__: _checked_only("check_grads", fun, args)
-    update = jax.config.update  # In float64, there is nothing to cast.
+    update = jax.config.update  # float64 is disabled, because `autocast` casts only float32.
     jax.config.update = lambda name, value: None if name == "jax_enable_x64" else update(name, value)
 
 
@@ -567,11 +573,11 @@ def _applied(results, name, args):
     return out, function(given) if name == "vjp" else function(*given), others
 
 
-# The plugin.
+# --- Hooks of the plugin ---
 
 
 class OutOfTime(BaseException):
-    """A test takes too long."""
+    """Raised if a test takes too long."""
 
 
 def _stop(*_):

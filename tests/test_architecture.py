@@ -1,4 +1,4 @@
-"""What imports what, what importing costs, and what the public names are and say."""
+"""Imports between modules, side effects of importing the package, and documentation of public names."""
 
 import ast
 import dataclasses
@@ -22,8 +22,9 @@ import jax_lossscale as jls
 PACKAGE = Path(jls.__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
-# Each layer, and what it may import of the package and of optax. Only what is further up may know what is further down.
-# Loss scaling, up to the optax wrapper, does not depend on programs as data (`_program`) or on what is built on them.
+# The keys are layers, and the values are the layers that they may import, including optax. A layer may import only
+# lower layers. Loss scaling, up to the optimizer wrapper, does not depend on jaxpr tools (`_program`) or on modules
+# that use them.
 CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale"}
 MIDDLE = CORE | {"_gradients", "_optax", "optax", "_program", "_autocast", "_version"}
 LAYERS = {
@@ -46,14 +47,14 @@ LAYERS = {
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
-    "": (MIDDLE - {"optax"})
-    | {"_mixed_precision", "_scaled_backward", "diagnostics", "plotting"},  # the package's own __init__
+    # The empty name stands for `__init__.py` of the package.
+    "": (MIDDLE - {"optax"}) | {"_mixed_precision", "_scaled_backward", "diagnostics", "plotting"},
 }
-# What every policy, each in a file of its own, may import of its siblings.
+# Modules in `_loss_scale` that the modules with the loss-scale classes may import.
 POLICY_BASE = {"base", "bounded", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
-# The modules of the diagnostics in order: each may import only modules before it.
+# Each module of the diagnostics may import only the modules before it in this list.
 DIAGNOSTICS = (
     "_report _bits _exponents _nonfinite _in_precision _operations _matmuls _lost_constants _loss_call "
     "_traced_gradients _sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
@@ -62,13 +63,16 @@ DIAGNOSTICS = (
 
 
 def layer_of(module):
-    """The part after the package's name: "" for the package, "_tree" for `jax_lossscale._tree`."""
+    """Return the first name after that of the package: "_tree" for `jax_lossscale._tree`, and "" for the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
 
 
 def imported_names(path):
-    """The absolute dotted names that a file imports, anywhere in it; ``from a import b`` gives ``a`` and ``a.b``."""
+    """Yield the absolute names that a file imports.
+
+    ``from a import b`` gives ``a.b`` if this is a module, otherwise ``a``.
+    """
     package = list(path.relative_to(PACKAGE.parent).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -88,7 +92,7 @@ def is_module(name):
 
 
 def known_layers(path):
-    """The layers, and optax, that a file imports."""
+    """Yield the layers that a file imports, and "optax" if it imports optax."""
     for name in imported_names(path):
         if name.split(".")[0] == PACKAGE.name:
             yield layer_of(name)
@@ -97,12 +101,12 @@ def known_layers(path):
 
 
 @pytest.mark.parametrize("path", sorted(MODULES), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path):
+def test_layers_import_only_lower_layers(path):
     layer = layer_of(MODULES[path])
     assert set(known_layers(path)) <= LAYERS[layer] | ({layer} - {""})
 
 
-def test_modules_of_the_diagnostics_import_only_modules_before_them():
+def test_diagnostics_modules_import_only_preceding_modules():
     directory = PACKAGE / "diagnostics"
     assert {path.stem for path in directory.rglob("*.py")} == {"__init__", *DIAGNOSTICS}
     for index, module in enumerate(DIAGNOSTICS):
@@ -111,15 +115,15 @@ def test_modules_of_the_diagnostics_import_only_modules_before_them():
         assert modules <= {*DIAGNOSTICS[:index]}, module
 
 
-def test_no_imports_run_in_a_circle():
-    """Those that are for type checkers only are counted, too."""
+def test_imports_have_no_cycles():
+    """Imports that are only used by type checkers count as well."""
     names = {path: module.removesuffix(".__init__") for path, module in MODULES.items()}
     imported = {name: {n for n in imported_names(path) if is_module(n)} - {name} for path, name in names.items()}
-    graphlib.TopologicalSorter(imported).prepare()  # raises if there is one
+    graphlib.TopologicalSorter(imported).prepare()  # `prepare` raises if there is a cycle.
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "_loss_scale").glob("*.py")), ids=lambda path: path.name)
-def test_policies_do_not_know_one_another(path):
+def test_loss_scale_modules_do_not_import_each_other(path):
     siblings = {name.split(".")[2] for name in imported_names(path) if name.startswith("jax_lossscale._loss_scale.")}
     if path.stem in POLICY_BASE:
         assert siblings <= POLICY_BASE - {path.stem}
@@ -127,7 +131,7 @@ def test_policies_do_not_know_one_another(path):
         assert siblings <= POLICY_BASE
 
 
-# In a fresh interpreter.
+# --- Tests in a new interpreter ---
 
 EXTRAS = ("flax", "jmp", "matplotlib", "orbax", "rich", "sklearn", "torch", "tqdm")
 DESCRIBE = """
@@ -137,7 +141,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if sys.m
 
 
 def run_python(code, *options, **environment):
-    """The standard output of a fresh interpreter, from whose path the package can be imported."""
+    """Run code in a new interpreter that can import the package, and return the standard output."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     completed = subprocess.run(
         [sys.executable, *options, "-c", "import sys\n" + code],
@@ -150,24 +154,24 @@ def run_python(code, *options, **environment):
     return completed.stdout
 
 
-def test_importing_brings_nothing_but_the_dependencies_and_what_they_bring():
+def test_import_loads_only_the_dependencies():
     dependencies = "import jax, jaxlib, optax, chex, numpy\n"
     before, after = (set(json.loads(run_python(code + DESCRIBE))) for code in (dependencies, "import jax_lossscale\n"))
     assert after - before - sys.stdlib_module_names == {"jax_lossscale"}
 
 
-def test_what_the_core_imports_is_named_among_the_dependencies():
+def test_imports_of_the_core_are_declared_dependencies():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     named = {re.match(r"\w+", dependency)[0] for dependency in project["dependencies"]}
     core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
     imported = {name.partition(".")[0] for path in core for name in imported_names(path)}
-    assert "scipy" in imported  # in the middle of a function
+    assert "scipy" in imported  # The package imports scipy inside a function.
     assert imported - sys.stdlib_module_names - {PACKAGE.name} <= named
 
 
-def test_importing_without_the_extras_is_silent_and_touches_no_device():
+def test_import_without_extras_gives_no_warning_and_uses_no_device():
     without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
-    # A platform that does not exist: whatever looks for a device fails, as the last lines make sure of.
+    # The platform does not exist, so any access to a device fails. The probe checks that it does.
     probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
     code = without_extras + "import jax, jax_lossscale\n" + probe
     assert run_python(code, "-W", "error", JAX_PLATFORMS="no_such_platform") == "no device\n"
@@ -188,18 +192,18 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
     assert run_python(code, JAX_PLATFORMS="cpu") == "1 256.0\n"
 
 
-# The public names.
+# --- Documentation of public names ---
 
 
 def public_modules():
-    """All but the files of the demo: it is a program, which is run and read, and nobody imports it."""
+    """Yield all public modules except the files of the demo, which is a program."""
     for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
         if not any(part.startswith("_") for part in info.name.split(".")[1:]) and ".demo." not in info.name:
             yield info.name
 
 
-def test_no_error_tells_to_install_this_package_by_name():
-    """It is on no index: an extra can be installed from a checkout only."""
+def test_no_message_recommends_installing_this_package_from_an_index():
+    """The package is not in a package index, so extras can only be installed from a checkout."""
     for path in MODULES:
         assert re.findall(r"pip install [^`\n]*jax_lossscale", path.read_text()) == []
 
@@ -212,7 +216,7 @@ def import_or_skip(name):
 
 
 def documented(module):
-    """The functions and classes that a module makes public, and the public methods of those classes."""
+    """Yield the public functions and classes of a module, and the public methods of these classes."""
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     for name in names:
         thing = getattr(module, name)
@@ -230,7 +234,7 @@ def documented(module):
 
 
 def parameters(thing):
-    """What a docstring must explain: parameters of a function, fields of a data class or a named tuple."""
+    """Return the names that a docstring must explain, which are parameters or fields."""
     if dataclasses.is_dataclass(thing):
         return [field.name for field in dataclasses.fields(thing)]
     if inspect.isclass(thing):
@@ -239,37 +243,39 @@ def parameters(thing):
 
 
 def section(docstring, *headings):
-    """The text of the sections of a docstring under any of the headings."""
+    """Return the text of the docstring sections with any of these headings."""
     sections = re.split(r"^(\w+):\n", inspect.cleandoc(docstring), flags=re.MULTILINE)
     return "\n".join(text for heading, text in zip(sections[1::2], sections[2::2], strict=True) if heading in headings)
 
 
 @pytest.mark.parametrize("module", ["jax_lossscale", *public_modules()])
-def test_everything_public_is_documented(module):
+def test_public_names_and_parameters_are_documented(module):
     flaws = []
     for name, thing in documented(import_or_skip(module)):
         docstring = thing.__doc__ or ""
         if not docstring.strip():
             flaws.append(f"{name}: no docstring")
         if "." in name and "\n" not in docstring.strip():
-            continue  # a method that one line describes
+            continue  # A one-line docstring is sufficient for a method.
         explained = re.findall(r"^  (?:``)?\*{0,2}(\w+)", section(docstring, "Args", "Attributes"), re.MULTILINE)
-        flaws += [f"{name}: {parameter} unexplained" for parameter in parameters(thing) if parameter not in explained]
+        flaws += [
+            f"{name}: {parameter} is not documented" for parameter in parameters(thing) if parameter not in explained
+        ]
         if inspect.isfunction(thing):
             returns = inspect.signature(thing).return_annotation not in (None, "None", inspect.Signature.empty)
             if returns and not section(docstring, "Returns", "Yields"):
-                flaws.append(f"{name}: no Returns")
+                flaws.append(f"{name}: no section Returns")
     assert flaws == []
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("path", [path for path in sorted(MODULES) if path.stem != "__main__"], ids=MODULES.get)
-def test_the_examples_run(path):
+def test_docstring_examples_run(path):
     module = import_or_skip(MODULES[path].removesuffix(".__init__"))
     assert doctest.testmod(module).failed == 0
 
 
-def test_every_public_function_and_loss_scale_has_an_example():
+def test_public_functions_and_loss_scales_have_examples():
     names = [name for name, thing in documented(jls) if inspect.isfunction(thing) or issubclass(thing, jls.LossScale)]
     without = [name for name in names if "." not in name and ">>>" not in getattr(jls, name).__doc__]
-    assert without == ["LossScale"]  # abstract
+    assert without == ["LossScale"]  # The abstract class needs no example.

@@ -1,8 +1,8 @@
-"""The pages in `docs` run: every python block, top to bottom, in one namespace, and print what stands below them.
+"""The code blocks of each page in `docs` run in order, in one namespace, and print the output shown below them.
 
-A block below ``<!-- needs: torch -->`` runs where that package is installed, after the blocks above it; one below
-``<!-- not run: why -->`` is only compiled. A page that begins with ``<!-- this page needs: flax -->`` runs where all of
-these packages are installed.
+A block below ``<!-- needs: torch -->`` only runs if that package is installed. A block below ``<!-- not run: why -->``
+is compiled but not executed. A page that starts with ``<!-- this page needs: flax -->`` only runs if all listed
+packages are installed.
 """
 
 import ast
@@ -23,25 +23,25 @@ BLOCK = re.compile(
     r"^(?:<!-- (needs|not run): ([^\n]+) -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
 )
 API = DOCS / "api"
-# Their blocks take seconds, and `tests/frameworks` holds what they show.
+# The blocks of these pages take seconds, and `tests/frameworks` tests the same programs.
 WEEKLY = ("frameworks/equinox", "frameworks/haiku", "frameworks/linen", "frameworks/optax")
-WIDEST_CODE = 88  # what the site shows at 1280 pixels without a scroll bar
+WIDEST_CODE = 88  # The site shows this number of columns at a width of 1280 pixels without a scroll bar.
 
 
 def blocks(page):
-    """Each python block's code, the package that it needs (or ``None``), whether it runs at all, and what it prints."""
+    """Yield the code of each Python block, the required package or None, whether the block runs, and its output."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
         kind, argument, source, printed = match.groups()
         first_line = text.count("\n", 0, match.start(3))
         code = compile(
             "\n" * first_line + source, str(page.relative_to(DOCS.parent)), "exec"
-        )  # errors give the page's line
+        )  # The empty lines make tracebacks show the line number of the page.
         yield code, argument if kind == "needs" else None, kind != "not run", printed
 
 
 def import_or_skip(package):
-    with warnings.catch_warnings():  # what a peer's own import warns of
+    with warnings.catch_warnings():  # Importing other libraries can cause warnings.
         warnings.simplefilter("ignore")
         pytest.importorskip(package)
 
@@ -59,7 +59,7 @@ def packages(page):
         for package in packages(page)
     ],
 )
-def test_the_blocks_of_a_page_run(page, package, capsys):
+def test_code_blocks_run_and_print_the_shown_output(page, package, capsys):
     needs = PAGE_NEEDS.match(page.read_text())
     for needed in [*(needs[1].split(", ") if needs else []), *([package] if package else [])]:
         import_or_skip(needed)
@@ -82,7 +82,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md", DOCS.parent / "CONTRIBUTING.md"], ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -92,8 +92,8 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_tests_that_a_page_names_exist(page):
-    """``tests/file.py::test_name``, in backticks."""
+def test_tests_named_on_pages_exist(page):
+    """Pages refer to tests as ``tests/file.py::test_name`` in backticks."""
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         source = (DOCS.parent / path).read_text()
         assert not name or f"def {name}(" in source, (path, name)
@@ -106,7 +106,7 @@ def listed_in_the_reference():
 
 
 def public_names():
-    """What a user may import: of the package, of its public modules, and of those in `interop`."""
+    """Yield the names that a user may import from the package, its public modules and the modules in `interop`."""
     folder = Path(jls.__file__).parent / "interop"
     for name in jls.__all__:
         if name not in ("__version__", "diagnostics", "plotting"):
@@ -115,7 +115,7 @@ def public_names():
         yield from (f"{module.__name__}.{name}" for name in module.__all__)
     for path in [*folder.glob("[!_]*.py"), *folder.glob("[!_]*/__init__.py")]:
         module = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts).removesuffix(".__init__")
-        # Read, not imported: the other library need not be there.
+        # The file is parsed instead of imported, because the other library may not be installed.
         top = ast.parse(path.read_text()).body
         listed = [
             node.value for node in top if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
@@ -129,17 +129,17 @@ def public_names():
 @pytest.mark.parametrize(
     "page", [*PAGES, *DOCS.parent.glob("*.md"), DOCS.parent / "examples" / "README.md"], ids=name_of
 )
-def test_every_fence_is_closed(page):
+def test_code_fences_are_closed(page):
     fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
     assert len(fences) % 2 == 0
-    assert set(fences[1::2]) <= {""}  # the second of each pair says no language
+    assert set(fences[1::2]) <= {""}  # Closing fences have no language.
 
 
-def test_the_reference_lists_every_public_name_once():
+def test_api_reference_lists_every_public_name_once():
     assert sorted(listed_in_the_reference()) == sorted(public_names())
 
 
-def test_the_overview_of_the_reference_names_what_a_user_calls():
+def test_api_overview_names_every_public_function():
     overview = (API / "index.md").read_text()
     functions = {
         name.removeprefix("jax_lossscale.")
@@ -150,6 +150,6 @@ def test_the_overview_of_the_reference_names_what_a_user_calls():
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS.parent / "README.md"], ids=name_of)
-def test_code_is_not_wider_than_a_page_of_the_site(page):
+def test_code_blocks_fit_the_width_of_the_site(page):
     lines = [line for match in BLOCK.finditer(page.read_text()) for line in match[3].splitlines()]
     assert [line for line in lines if len(line) > WIDEST_CODE] == []

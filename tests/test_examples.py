@@ -1,6 +1,6 @@
-"""The programs of `examples` run, and say what came of it.
+"""The programs in `examples` run and print their results.
 
-The quick tests take two steps in this process; the slow ones run the commands of ``examples/README.md``.
+The quick tests run two steps in this process. The slow tests run the commands of ``examples/README.md``.
 """
 
 import functools
@@ -21,12 +21,12 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (
 PACKAGES = ["equinox", "flax", "haiku", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
 NOT_IN_THE_TESTS_EXTRA = {"diffrax_neural_ode": "diffrax", "numpyro_vae": "numpyro"}
 DTYPES = ["float32", "bfloat16", "float16"]
-sys.path.append(str(EXAMPLES))  # where a program that runs finds the modules beside it
+sys.path.append(str(EXAMPLES))  # An example imports the modules next to it.
 
 
 @functools.cache
 def load(name):
-    """An example as a module."""
+    """Import an example as a module."""
     for package in [*PACKAGES, NOT_IN_THE_TESTS_EXTRA.get(name, "jax")]:
         pytest.importorskip(package)
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -36,9 +36,9 @@ def load(name):
 
 
 def run_here(name, *arguments):
-    """Run an example in this process; that of two processes does one's part, on the eight devices of this one."""
+    """Run an example in this process. The example with two processes runs as one process with eight devices."""
     module = load(name)
-    with jax.numpy_rank_promotion("allow"):  # which numpyro relies on
+    with jax.numpy_rank_promotion("allow"):  # numpyro uses rank promotion.
         if name == "sharded_training":
             module.train(module.parse(list(map(str, arguments))))
         else:
@@ -46,13 +46,13 @@ def run_here(name, *arguments):
 
 
 def numbers(text):
-    """What the last lines say, by name."""
+    """Return the numbers in the last lines of the output, by name."""
     printed = re.findall(r"^([a-z][\w -]*): (\S+)(?: of (\d+))?$", text, re.MULTILINE)
     return {name: float(number) for name, number, _ in printed if name != "checksum"}
 
 
 def run_command(*command, code=0):
-    """Run a command in a process of its own, with the devices of an ordinary one; what it prints."""
+    """Run a command in a subprocess without the XLA flags of the tests, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
@@ -68,13 +68,14 @@ def run_command(*command, code=0):
     return done.stdout
 
 
-QUICK = ("sharded_training",)  # the others take as long to compile, and say no more of the harness
+# All other examples take longer to compile and test nothing else of this file.
+QUICK = ("sharded_training",)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
-def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
+def test_example_trains_draws_a_figure_and_prints_results(name, tmp_path, capsys):
     run_here(name, "--steps", 2, "--figure", tmp_path / "figure.png")
     printed = numbers(capsys.readouterr().out)
     measures = load("compare").MEASURES[name]
@@ -85,13 +86,14 @@ def test_an_example_trains_draws_and_reports(name, tmp_path, capsys):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-def test_the_readme_and_the_comparison_know_every_example():
+def test_readme_and_comparison_contain_every_example():
     page = (EXAMPLES / "README.md").read_text()
     assert set(re.findall(r"^python examples/(\w+)\.py", page, re.MULTILINE)) == {*NAMES, "compare"}
     assert sorted(load("compare").MEASURES) == NAMES
 
 
-# What each must reach in float16, by its own number of steps. All are far from what an untrained network gives.
+# The range of a result of each example in float16 with its default number of steps. An untrained network is far outside
+# of this range.
 REACHED = {
     "linen_classifier": ("test accuracy", 0.93, 1.0),
     "linen_ppo": ("points of an episode", 400, 500),
@@ -111,7 +113,7 @@ REACHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_learns(name, tmp_path):
+def test_example_reaches_the_expected_result(name, tmp_path):
     load(name)
     printed = numbers(run_command(EXAMPLES / f"{name}.py", "--figure", tmp_path / "figure.png"))
     measure, lowest, highest = REACHED[name]
@@ -119,7 +121,7 @@ def test_an_example_learns(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
+def test_killed_classifier_resumes_bitwise_equal(tmp_path):
     program = (EXAMPLES / "linen_classifier.py", "--steps", 40, "--checkpoint-every", 10)
     never_killed = run_command(*program)
     run_command(*program, "--checkpoints", tmp_path, "--kill-at", 35, code=-9)
@@ -129,10 +131,11 @@ def test_the_classifier_goes_on_to_the_bit_after_it_was_killed(tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_makes_two_policies_of_one_and_float16_nearly_does_not(capsys):
+def test_float16_has_a_smaller_log_probability_mismatch_than_bfloat16(capsys):
     mismatch = {}
     for dtype in DTYPES:
         run_here("rl_float16", "--steps", 3, "--dtype", dtype)
         mismatch[dtype] = numbers(capsys.readouterr().out)["mismatch of log-probabilities"]
-    assert 4 < mismatch["bfloat16"] / mismatch["float16"] < 16  # three bits: 8
+    # float16 has 3 more mantissa bits, so a ratio of 8 is expected.
+    assert 4 < mismatch["bfloat16"] / mismatch["float16"] < 16
     assert mismatch["float16"] > 100 * mismatch["float32"]

@@ -1,8 +1,8 @@
-"""`DynamicLossScale` does, step by step, what TensorFlow, torch, Keras and Megatron-LM were recorded to do.
+"""`DynamicLossScale` reproduces recorded steps of TensorFlow, torch, Keras and Megatron-LM.
 
-`golden/README.md` says where the records come from. Where multiplier and backoff are powers of two, the scale is
-equal to the last bit; elsewhere a change of the scale may round differently (TensorFlow divides by the multiplier, we
-multiply by its reciprocal), so after n changes it is within n units in the last place.
+`golden/README.md` describes the source of the records. If multiplier and backoff factor are powers of two, the scale is
+bitwise equal. Otherwise, each change of the scale may round differently, because TensorFlow divides by the multiplier
+and `DynamicLossScale` multiplies by its reciprocal. After n changes, the scale is within n units in the last place.
 """
 
 import json
@@ -15,8 +15,9 @@ import pytest
 
 import jax_lossscale as jls
 
-NO_FLOOR = 2.0**-126  # the smallest scale that can be a floor
-ULP = 2.0**-23  # a unit in the last place of a float32, at most, relative to it
+NO_FLOOR = 2.0**-126  # This is the smallest valid `min_loss_scale`.
+# A unit in the last place of a float32 is at most this fraction of the number.
+ULP = 2.0**-23
 
 
 def from_tf1(config):
@@ -73,7 +74,7 @@ def is_power_of_two(value):
 @pytest.mark.parametrize(
     ("file", "case"), [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in range(len(RECORDS[file]))]
 )
-def test_record_is_reproduced(file, case):
+def test_dynamic_scale_reproduces_the_record(file, case):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record["config"])
     grads = np.where(record["finite"], np.float32(0.5), np.float32(np.nan))
@@ -93,7 +94,7 @@ def test_record_is_reproduced(file, case):
         assert hysteresis_left is None
 
 
-def test_records_are_complete():
+def test_number_and_length_of_the_records():
     assert {name: len(cases) for name, cases in RECORDS.items()} == {
         "tf1_dynamic_loss_scale": 20,
         "torch_grad_scaler": 20,

@@ -1,4 +1,4 @@
-"""`limits_of`: the limits of a dtype, compared with casts of the neighboring numbers of a wider dtype."""
+"""Comparison of `limits_of` with casts of neighboring numbers from a wider dtype."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from jax_lossscale._limits import limits_of
     [(jnp.float16, np.float32), (jnp.bfloat16, np.float32), (jnp.float32, np.float64)],
     ids=["float16", "bfloat16", "float32"],
 )
-def test_numbers_on_both_sides_of_a_limit_round_differently(dtype, wider):
+def test_limits_separate_numbers_that_round_differently(dtype, wider):
     def rounded(number):
         with np.errstate(over="ignore"):
             return np.asarray(number, wider).astype(dtype).astype(wider)

@@ -1,4 +1,4 @@
-"""The notebooks as they are committed; ``notebooks/execute.py --check`` runs them."""
+"""The committed outputs of the notebooks. ``notebooks/execute.py --check`` runs the notebooks."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-LARGEST_BYTES = 500_000  # with figures at 150 dpi
+LARGEST_BYTES = 500_000  # The figures have 150 dpi.
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_as_it_ran(path):
-    """Every cell was executed, once and in order, without an error or a warning, and the file is small."""
+def test_notebook_contains_the_outputs_of_a_clean_run(path):
+    """Every cell was executed once, in order, without an error or a warning, and the file is small."""
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]

@@ -1,4 +1,4 @@
-"""The page of promises, `docs/numerics.md`: each names its tests, and these fail when the promise is broken."""
+"""Each promise on the page `docs/numerics.md` names tests, which fail if the promise is broken."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "numerics.md").read_text()
 
 
 def promises():
-    """The tests that the page names, by the heading that they stand below."""
+    """Return the tests that the page names below each heading."""
     sections = re.split(r"^### (.+)$", PAGE, flags=re.MULTILINE)
     texts = dict(zip(sections[1::2], sections[2::2], strict=True))
     return {heading: re.findall(r"`(tests/[\w/]+\.py::\w+)`", text) for heading, text in texts.items()}
@@ -24,7 +24,7 @@ def promises():
 PROMISES = promises()
 
 
-def test_every_promise_has_limits_and_a_test_that_exists():
+def test_every_promise_has_limits_and_existing_tests():
     assert len(PROMISES) > 20
     for text in re.split(r"^### .+$", PAGE, flags=re.MULTILINE)[1:]:
         assert text.count("**Limits.** ") == text.count("**Test.** ") == 1
@@ -34,13 +34,13 @@ def test_every_promise_has_limits_and_a_test_that_exists():
             assert f"def {name}(" in (ROOT / path).read_text(), heading
 
 
-def test_there_is_a_way_to_break_each_promise_for_each_of_its_tests():
+def test_every_test_of_a_promise_has_a_change_that_breaks_it():
     assert {heading: len(breaks) for heading, breaks in BREAKS.items()} == {
         heading: len(tests) for heading, tests in PROMISES.items()
     }
     for file, piece, _ in (broken for breaks in BREAKS.values() for broken in breaks):
         found = (ROOT / "jax_lossscale" / file).read_text().count(piece)
-        assert found == 1, f"{piece!r} is {found} times in {file}: say in tests/promises.py how it is broken now"
+        assert found == 1, f"{piece!r} occurs {found} times in {file}; update the change in tests/promises.py"
 
 
 CASES = [
@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
-def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piece, broken, tmp_path):
+def test_promise_test_fails_if_the_promise_is_broken(test, file, piece, broken, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     for folder in "jax_lossscale", "tests", "benchmarks":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
@@ -73,5 +73,6 @@ def test_the_test_of_a_promise_fails_when_the_promise_is_broken(test, file, piec
         check=False,
     )
     name = test.partition("::")[2]
-    assert run.returncode == 1, run.stdout  # 1: tests failed; whatever else went wrong has another status
+    # Exit status 1 means that tests failed. Other errors have another status.
+    assert run.returncode == 1, run.stdout
     assert re.search(rf"^FAILED tests/[\w/]+\.py::{name}\b", run.stdout, re.MULTILINE), run.stdout

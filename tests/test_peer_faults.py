@@ -1,19 +1,19 @@
-"""What other libraries get wrong, and this one must not. Each test names who fails it.
+"""Faults of other libraries that jax_lossscale must not have. The name of each test names libraries with the fault.
 
  1. A growth step returns the exact gradient.
- 2. Every field survives flatten and unflatten.
- 3. 160 NaN steps, then a healthy one: parameters finite, gradient not zero.
+ 2. Every field survives flattening and unflattening.
+ 3. After 160 NaN steps, the parameters are finite, and a step with finite gradients works.
  4. Unscaling is exact at every scale up to the largest finite float32.
- 5. Float16 gradients with float32 parameters under Adam.
+ 5. Adam works with float16 gradients and float32 parameters.
  6. The first step with a float16 loss is not skipped by default.
- 7. The true loss is returned on an overflow step.
- 8. One shard overflows: all shards skip, with one scale.
- 9. Trees with float0, integers, None, random keys and complex numbers.
-10. One compilation over many steps from the default constructor.
-11. Growth exactly at N.
-12. Zero float16 gradients through Adam never become NaN updates.
-13. `optax.MultiSteps` inside and outside: one bad micro-batch never poisons the window.
-14. A fresh state can be donated: no two leaves share a buffer.
+ 7. An overflow step returns the unscaled loss.
+ 8. If one shard overflows, all shards skip the step and have the same scale.
+ 9. Pytrees may contain float0, integers, None, random keys and complex numbers.
+10. Many steps need one compilation if the loss scale comes from the default constructor.
+11. The scale grows after exactly N steps.
+12. Zero float16 gradients never become NaN updates in Adam.
+13. With `optax.MultiSteps` inside or outside, one nonfinite micro-batch does not affect the window.
+14. An initial state can be donated, because no two leaves share a buffer.
 """
 
 import warnings
@@ -65,7 +65,7 @@ def test_02_every_field_survives_flatten_and_unflatten__jmp_loses_its_floor():
 
 
 @pytest.mark.parametrize("scale", ["dynamic", jls.DynamicLossScale(min_loss_scale=2.0**-126)], ids=["default", "low"])
-def test_03_after_160_nan_steps_a_healthy_one_works__keras_flax_and_apply_if_finite(scale):
+def test_03_finite_step_after_160_nan_steps_works__keras_flax_and_apply_if_finite(scale):
     tx = jls.loss_scaled(optax.sgd(1.0), scale)
     step = jax.jit(tx.update_and_apply)
     params = jnp.float32(1.0)
@@ -80,14 +80,14 @@ def test_03_after_160_nan_steps_a_healthy_one_works__keras_flax_and_apply_if_fin
 
 
 @pytest.mark.parametrize("log2_scale", [0, 64, 100, 126, 127])
-def test_04_unscale_is_exact_at_every_scale__jmp_and_keras_give_zeros(log2_scale):
+def test_04_unscale_is_exact_at_every_scale__jmp_and_keras_return_zeros(log2_scale):
     loss_scale = jls.FixedLossScale(2.0**log2_scale)
     grads = jnp.float32([1.0, -1.5, 1.1754944e-38])
     scaled = jax.jit(jls.FixedLossScale.scale)(loss_scale, grads)
     chex.assert_trees_all_equal(jax.jit(jls.FixedLossScale.unscale)(loss_scale, scaled), grads)
 
 
-def test_05_float16_gradients_with_float32_parameters_under_adam__apply_if_finite_is_a_type_error():
+def test_05_adam_accepts_float16_gradients_of_float32_parameters__apply_if_finite_raises():
     params = {"kernel": jnp.ones(3)}
     grads = {"kernel": jnp.full(3, 4.0, jnp.float16)}
     for skip in "cond", "select":
@@ -98,7 +98,7 @@ def test_05_float16_gradients_with_float32_parameters_under_adam__apply_if_finit
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-def test_06_the_first_step_with_a_float16_loss_is_not_skipped__flax():
+def test_06_first_step_with_a_float16_loss_is_not_skipped__flax():
     tx = jls.loss_scaled(optax.sgd(1.0))
     params = jnp.float16(1.0)
     state = tx.init(params)
@@ -110,18 +110,18 @@ def test_06_the_first_step_with_a_float16_loss_is_not_skipped__flax():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_07_the_true_loss_is_returned_on_an_overflow_step__flax_makes_nan_of_a_float16_one(dtype):
+def test_07_overflow_step_returns_the_unscaled_loss__flax_returns_nan_for_float16(dtype):
     def loss_fn(params):
         return jnp.sum(params.astype(jnp.float16) * 100).astype(dtype)
 
-    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # more, float16 cannot carry
+    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # float16 cannot represent a larger scale.
     value, grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(jnp.ones(2))
     assert not jls.all_finite(grads)
     assert value == 200.0
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_08_one_shard_overflows_and_all_skip_with_one_scale__jmp_and_apply_if_finite(check_vma):
+def test_08_all_shards_skip_if_one_shard_overflows__jmp_and_apply_if_finite(check_vma):
     tx = jls.loss_scaled(optax.adam(0.1), "dynamic", axis_name="shard")
     params = jnp.arange(8.0)
     state = tx.init(params)
@@ -145,7 +145,7 @@ def test_08_one_shard_overflows_and_all_skip_with_one_scale__jmp_and_apply_if_fi
     assert state.skipped_steps == 1
 
 
-def test_09_trees_of_every_leaf__jmp():
+def test_09_pytrees_may_contain_all_leaf_types__jmp():
     key = jax.random.key(0)
     float0 = np.zeros((), jax.dtypes.float0)
     tree = {"f": jnp.float32(8), "z": jnp.complex64(8 + 8j), "i": 8, "none": None, "key": key, "float0": float0}
@@ -160,7 +160,7 @@ def test_09_trees_of_every_leaf__jmp():
     assert jls.select_tree(True, tree, tree)["i"] == 8
 
 
-def test_10_one_compilation_over_many_steps__flax_compiles_twice():
+def test_10_many_steps_need_one_compilation__flax_compiles_twice():
     tx = jls.loss_scaled(optax.adam(0.1))
 
     @jax.jit
@@ -176,7 +176,7 @@ def test_10_one_compilation_over_many_steps__flax_compiles_twice():
 
 
 @pytest.mark.parametrize("period", [1, 2, 5])
-def test_11_growth_comes_exactly_at_n__flax_and_deepspeed_take_one_more(period):
+def test_11_scale_grows_after_exactly_n_steps__flax_and_deepspeed_need_one_more(period):
     loss_scale = jls.DynamicLossScale(1.0, period)
     for step in range(1, 4 * period):
         loss_scale = loss_scale.adjust(True)
@@ -193,17 +193,18 @@ def test_12_zero_float16_gradients_never_become_nan__apply_if_finite(optimizer, 
         assert jls.all_finite(updates)
 
 
-def test_13_one_bad_micro_batch_inside_multi_steps_is_dropped_alone__multi_steps():
+def test_13_nonfinite_microbatch_inside_multi_steps_is_dropped__multi_steps():
     tx = jls.loss_scaled(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2), jls.DynamicLossScale(8.0))
     params = jnp.float32(0.0)
     state = tx.init(params)
-    for scaled in 8.0, jnp.inf, 12.0:  # of scale 8, the bad one lowers it to 4
+    # The gradients are scaled by 8 until the nonfinite gradient lowers the scale to 4.
+    for scaled in 8.0, jnp.inf, 12.0:
         params, state = tx.update_and_apply(jnp.float32(scaled), state, params)
     assert params == -(8.0 / 8 + 12.0 / 4) / 2
     assert jls.get_loss_scale(state)() == 4.0
 
 
-def test_13_one_bad_micro_batch_outside_does_not_poison_the_window__multi_steps():
+def test_13_nonfinite_microbatch_outside_is_dropped__multi_steps():
     wrapped = jls.loss_scaled(optax.sgd(1.0), 8.0)
     tx = optax.MultiSteps(wrapped, every_k_schedule=2, should_skip_update_fn=optax.skip_not_finite)
     params = jnp.float32(0.0)
@@ -216,10 +217,10 @@ def test_13_one_bad_micro_batch_outside_does_not_poison_the_window__multi_steps(
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, jls.DynamicLossScale(hysteresis=2)], ids=["dyn", "fix", "hyst"])
-def test_14_a_fresh_state_can_be_donated__optax_once_shared_buffers(loss_scale):
+def test_14_initial_state_can_be_donated__optax_once_shared_buffers(loss_scale):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     params = {"kernel": jnp.ones((128, 128))}
-    for _ in range(2):  # the transformation keeps nothing that was donated
+    for _ in range(2):  # In the second iteration, the transformation must not use donated buffers.
         state = tx.init(params)
         pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
         assert len(set(pointers)) == len(pointers)

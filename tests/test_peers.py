@@ -1,9 +1,8 @@
-"""The table of `docs/differences.md`: what every cell says is what the library in its column does when it is run.
+"""Each cell in the table of `docs/differences.md` describes the actual behavior of the library in its column.
 
-`peers` has a module a library with a function a question, each of which returns what came of it in the table's words.
-What needs a package that is not installed here is skipped, and says so. To run all of it:
-``pip install torch==2.15.0 keras==3.15.1 tensorflow-cpu==2.21.0``, and
-``python -m pytest -m peers tests/test_peers.py``.
+`peers` contains one module per library, with one function per row. Each function runs the library and returns the words
+of the table. Tests of packages that are not installed are skipped. To run all tests, use ``pip install torch==2.15.0
+keras==3.15.1 tensorflow-cpu==2.21.0`` and ``python -m pytest -m peers tests/test_peers.py``.
 """
 
 import importlib
@@ -21,14 +20,14 @@ PAGE = (ROOT / "docs" / "differences.md").read_text()
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-LIBRARIES = {  # head of the column: the module of `peers`; the package and its version
+LIBRARIES = {  # The keys are the column headings. The values are the module in `peers`, the package and its version.
     "jax_lossscale": ("ours", "jax_lossscale", ""),
     "jmp 0.0.4": ("jmp_", "jmp", "0.0.4"),
     "flax 0.12 `DynamicScale`": ("flax_", "flax", "0.12"),
     "torch 2.15 `GradScaler`": ("torch_", "torch", "2.15"),
     "Keras 3.15 `LossScaleOptimizer`, on jax": ("keras_", "keras", "3.15"),
 }
-TABLE = {  # what is asked: the function that asks it; the answers, in the order of the columns
+TABLE = {  # The keys are the first cells of the rows. The values are the function and the cells of all columns.
     "grows after (N requested)": ("growth", ["N", "N", "N + 1", "N", "N"]),
     "never lower than": (
         "floor",
@@ -112,30 +111,30 @@ TABLE = {  # what is asked: the function that asks it; the answers, in the order
         ],
     ),
 }
-RECORDS = {  # of `golden`: the package and its version
+RECORDS = {  # The keys are files in `golden`. The values are the package and its version.
     "tf1_dynamic_loss_scale": ("tensorflow", "2.21"),
     "torch_grad_scaler": ("torch", "2.15"),
     "keras3_loss_scale_optimizer": ("keras", "3.15"),
 }
 
-# The packages' own warnings at import are not ours.
+# Importing other packages can cause warnings.
 pytestmark = [pytest.mark.ci, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def require(package, version):
-    """Skip, unless this version of the package is installed."""
+    """Skip the test unless this version of the package is installed."""
     pytest.importorskip(package, reason=f"{package} {version} is not installed", exc_type=ImportError)
     if package != "jax_lossscale":
         installed = importlib.metadata.version("tensorflow_cpu" if package == "tensorflow" else package)
         if not installed.startswith(version):
-            pytest.skip(f"the table speaks of {package} {version}; installed is {installed}")
+            pytest.skip(f"the table describes {package} {version}, but {installed} is installed")
 
 
 def cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def test_the_table_of_the_page_is_this_one():
+def test_table_on_the_page_equals_the_table_here():
     section = re.search(r"^# How it differs from other libraries\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
     head, _, *rows = [cells(line) for line in section.splitlines() if line.startswith("|")]
     assert head == ["", *LIBRARIES]
@@ -145,7 +144,7 @@ def test_the_table_of_the_page_is_this_one():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("question", TABLE)
-def test_the_library_does_what_the_cell_says(question, library):
+def test_library_behaves_as_the_table_states(question, library):
     module, package, version = LIBRARIES[library]
     require(package, version)
     function, answers = TABLE[question]
@@ -154,7 +153,7 @@ def test_the_library_does_what_the_cell_says(question, library):
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_records_are_what_the_packages_still_do(record):
+def test_records_agree_with_the_installed_packages(record):
     require(*RECORDS[record])
     from peers import recorded
 

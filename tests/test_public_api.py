@@ -1,7 +1,7 @@
-"""The public names and their signatures are those of `public_api.txt`: whoever changes one does so on purpose.
+"""The public names and signatures equal those in `public_api.txt`, so that changes are deliberate.
 
-After a change that is meant, ``python tests/test_public_api.py`` writes the file anew, for which every extra that
-``interop`` knows must be installed.
+After an intended change, run ``python tests/test_public_api.py`` to update the file. All libraries that ``interop``
+supports must be installed.
 """
 
 import importlib
@@ -25,11 +25,12 @@ def public_modules():
 
 
 def described(module):
-    """The lines about one module."""
+    """Return the lines of one module."""
     thing = importlib.import_module(module)
     names = getattr(thing, "__all__", None) or [name for name in vars(thing) if is_made_in(thing, name)]
     lines = [line for name in sorted(names) for line in description(name, getattr(thing, name))]
-    if module == "jax_lossscale":  # the functions that a transformation holds
+    # The file also contains the functions of the transformation that `loss_scaled` returns.
+    if module == "jax_lossscale":
         functions = thing.loss_scaled(optax.identity())
         lines += [f"loss_scaled().{name}{signature(getattr(functions, name))}" for name in TRANSFORMATION]
     return lines
@@ -51,7 +52,7 @@ def description(name, thing):
 
 
 def members(name, owner):
-    """What the class itself defines and its constructor does not name; what it inherits stands with another class."""
+    """Yield the public attributes that the class defines and that are not constructor parameters."""
     for attribute, member in sorted(vars(owner).items()):
         function = getattr(member, "__func__", member)
         if inspect.isfunction(function):
@@ -63,7 +64,7 @@ def members(name, owner):
 
 
 def signature(thing):
-    """As it stands in the code, whatever the versions of Python and JAX; without private parameters."""
+    """Return the signature as written in the code, independent of the versions of Python and JAX."""
     found = inspect.signature(thing)
     parameters = [
         parameter.replace(annotation=as_written(parameter.annotation, str), default=as_written(parameter.default, repr))
@@ -80,6 +81,8 @@ def as_written(thing, text):
 
 
 class AsItIs:
+    """An object whose `repr` is the given text."""
+
     def __init__(self, text):
         self.text = text
 
@@ -88,7 +91,7 @@ class AsItIs:
 
 
 def written():
-    """The lines of the file by module."""
+    """Return the lines of the file, by module."""
     by_module = {}
     for line in FILE.read_text().splitlines():
         if line.startswith("["):
@@ -100,20 +103,20 @@ def written():
 
 def write():
     sections = ["\n".join([f"[{module}]", *described(module)]) for module in public_modules()]
-    header = "# Written by `python tests/test_public_api.py`. Where a line changes, a user's program may break."
+    header = "# Written by `python tests/test_public_api.py`. A changed line can break programs of users."
     FILE.write_text("\n\n".join([header, *sections]) + "\n")
 
 
 @pytest.mark.parametrize("module", public_modules())
-def test_a_change_of_the_public_names_is_deliberate(module):
+def test_public_names_and_signatures_equal_the_file(module):
     try:
         now = described(module)
     except ImportError as error:
         pytest.skip(str(error))
-    assert now == written()[module], "if this is meant, run `python tests/test_public_api.py`"
+    assert now == written()[module], "if the change is intended, run `python tests/test_public_api.py`"
 
 
-def test_no_public_module_is_gone():
+def test_public_modules_equal_those_in_the_file():
     assert list(written()) == public_modules()
 
 
@@ -121,7 +124,7 @@ def test_no_public_module_is_gone():
 def test_every_name_without_underscore_is_exported(package):
     module = importlib.import_module(package)
     names = {name for name in dir(module) if not name.startswith("_")}
-    assert names - {"interop", "demo"} <= set(module.__all__)  # public subpackages, which must be imported explicitly
+    assert names - {"interop", "demo"} <= set(module.__all__)  # Users must import these public subpackages explicitly.
 
 
 def test_interop_contains_only_public_modules():

@@ -1,4 +1,4 @@
-"""The README's snippets run, top to bottom, in one namespace, as a reader would try them."""
+"""The code blocks of the README run in order, in one namespace."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_every_python_snippet_runs_and_prints_what_stands_below_it(capsys):
+def test_python_blocks_run_and_print_the_shown_output(capsys):
     namespace = {"__name__": "readme"}
     printed = {}
     for number, source in enumerate(blocks("python"), start=1):
@@ -20,14 +20,14 @@ def test_every_python_snippet_runs_and_prints_what_stands_below_it(capsys):
         printed[source] = capsys.readouterr().out
     assert namespace["loss"] > 0
     shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    # From the last snippet's opening fence on: the expression above starts at the first one.
+    # The regular expression starts at the first opening fence, so the source is the text after the last one.
     shown = [(source.rpartition("```python\n")[2], output) for source, output in shown]
     assert shown
     for source, output in shown:
         assert printed[source] == output
 
 
-def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
+def test_first_two_command_blocks_run_the_demo_and_the_tests():
     main_job, tests = blocks("bash")[:2]
     for block in main_job, tests:
         assert block.startswith("python3 -m venv .venv && . .venv/bin/activate\n")
@@ -35,13 +35,13 @@ def test_the_first_two_command_blocks_are_the_main_job_and_the_tests():
     assert tests.splitlines()[-1].startswith("python -m pytest")
 
 
-def test_its_table_is_part_of_the_table_to_choose_by():
+def test_table_is_part_of_the_table_on_the_page_choosing():
     rows = re.findall(r"^\| float16 \| ([^|]*) \|", README, re.MULTILINE)
     assert rows
     assert set(rows) <= set(re.findall(r"^\| float16 \| ([^|]*) \|", CHOOSING, re.MULTILINE))
 
 
-def test_links_and_pictures_exist():
+def test_links_and_figures_exist():
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert targets
     assert [target for target in targets if not (ROOT / target).exists()] == []

@@ -1,4 +1,4 @@
-"""What a release says of itself in several places is the same in all of them."""
+"""Version numbers, dates and names of extras are consistent in all files."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_version_and_date_are_those_of_the_changelog():
+def test_version_and_date_equal_those_of_the_changelog():
     version, date = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
     assert version == jls.__version__
     citation = (ROOT / "CITATION.cff").read_text()
@@ -18,14 +18,14 @@ def test_version_and_date_are_those_of_the_changelog():
     assert re.search(r'^date-released: "(.*)"$', citation, re.MULTILINE)[1] == date
 
 
-def test_the_hosted_ci_runs_what_a_contributor_runs():
+def test_hosted_ci_runs_the_same_scripts_as_contributors():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "run: bash .ci/run" in workflow
     assert "run: python tests/versions.py" in workflow
 
 
-def test_what_texts_and_errors_tell_to_install_exists():
-    """Extras as `.[name]` and "extra `name`", groups as `--group name` and "group `name`"."""
+def test_extras_and_groups_named_in_texts_and_errors_exist():
+    """Extras are written `.[name]` or "extra `name`", and groups are written `--group name` or "group `name`"."""
     folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "jax_lossscale", "notebooks", "tests")]
     paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
     paths += [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "ci.yml", ROOT / "mkdocs.yml"]

@@ -1,6 +1,6 @@
-"""The documentation site: it builds with warnings as errors, needs no network, links lead somewhere, search finds.
+"""The documentation site builds without warnings, has valid links and search results, and works offline.
 
-Needs ``pip install -e ".[test]" --group docs``. Run ``python -m pytest -m ci tests/test_site.py``.
+Install ``pip install -e ".[test]" --group docs`` and run ``python -m pytest -m ci tests/test_site.py``.
 """
 
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built site."""
+    """Return the folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -35,7 +35,7 @@ def site(tmp_path_factory):
 
 
 class References(HTMLParser):
-    """What a page loads by itself: scripts, styles, pictures, fonts."""
+    """Parser that collects the links of a page and the files that it loads: scripts, styles, images and fonts."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def read(page):
     return references
 
 
-def test_no_page_loads_anything_from_elsewhere(site):
+def test_pages_load_nothing_from_other_hosts(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -68,22 +68,22 @@ def test_no_page_loads_anything_from_elsewhere(site):
         assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style
 
 
-def test_every_fence_became_a_block_of_code(site):
-    """One that is not closed turns the rest of its page inside out, and stands in it as it was written."""
+def test_all_code_fences_are_rendered(site):
+    """A fence that is not closed appears as text and turns the rest of the page into code."""
     for page in site.rglob("*.html"):
         assert "```" not in page.read_text(), page
 
 
-def test_every_figure_says_what_it_shows(site):
+def test_figures_have_alternative_texts(site):
     for page in site.rglob("*.html"):
         for picture in re.findall(r"<img\b[^>]*>", page.read_text()):
-            told = re.search(r'alt="([^"]*)"', picture)
-            assert told, (page, picture)
-            assert len(told[1]) > 25, (page, picture)
+            alt = re.search(r'alt="([^"]*)"', picture)
+            assert alt, (page, picture)
+            assert len(alt[1]) > 25, (page, picture)
 
 
-def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
-    """Also those that were made of names in backticks, and those in the notebooks."""
+def test_links_lead_to_existing_pages_and_anchors(site):
+    """Links from names in backticks and links in notebooks are included."""
     pages = {page: read(page) for page in site.rglob("*.html") if page.name != "404.html"}
     for page, references in pages.items():
         for link in filter(None, references.links):
@@ -97,14 +97,14 @@ def test_every_link_leads_to_a_page_and_to_a_place_in_it(site):
                 assert anchor in pages[target].ids, (page, link)
 
 
-def test_names_in_backticks_lead_to_the_reference(site):
+def test_names_in_backticks_link_to_the_reference(site):
     text = (site / "guide" / "step" / "index.html").read_text()
     assert re.search(r'href="../../api/gradients/#jax_lossscale.value_and_scaled_grad"[^>]*><code>jls\.value', text)
     text = (site / "api" / "optimizer" / "index.html").read_text()
     assert re.search(r'href="../loss_scales/#jax_lossscale.NoOpLossScale"[^>]*><code>NoOpLossScale</code>', text)
 
 
-# What readers type, and the page or the section that must be among the first three hits.
+# Each line contains a search query, and the page or section that must be among the first three results.
 SEARCHES = """
 tensorboard                                  guide/logging/#every-n-steps-tensorboard-wandb-csv
 wandb                                        guide/logging/#every-n-steps-tensorboard-wandb-csv
@@ -142,7 +142,7 @@ overhead                                     performance/#overhead-of-the-optimi
 tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
 loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
 loss is nan                                  troubleshooting/
-gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-nothing-is-skipped-gradients-are-zero
+gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-no-step-is-skipped-gradients-are-zero
 which layer overflows                        troubleshooting/#which-layer-is-nan
 mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
 rotary                                       guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
@@ -173,12 +173,12 @@ lbfgs                                        guide/step/#line-searches-and-other
 numpyro                                      guide/libraries/#or-let-the-optimizer-compute-the-gradient-numpyro
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
-gradients are not scaled                     troubleshooting/#are-the-gradients-scaled
+gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
-# The site's own worker, which a browser runs, given the index; its answer is a list of pages, each of
-# which is a list of the parts that match, the best first.
+# The script runs the search worker of the site, as a browser does. The result for each query is a list of pages. Each
+# page is a list of matching sections, the best one first.
 ASK = """
 const [worker, index, queries] = process.argv.slice(1), answers = [], read = require("fs").readFileSync
 let ask
@@ -197,15 +197,15 @@ run()
 """
 
 
-def test_the_search_answers_what_readers_type(site):
+def test_search_finds_the_expected_page(site):
     node = shutil.which("node")
     if node is None:
-        pytest.skip("There is no node, which the group `docs` brings.")
+        pytest.skip("node is not installed; it is part of the group `docs`")
     expected = dict(re.split(r"  +", line) for line in SEARCHES.strip().splitlines())
     [worker] = site.glob("assets/javascripts/workers/search.*.min.js")
     command = [node, "-e", ASK, str(worker), str(site / "search" / "search_index.json"), json.dumps([*expected])]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert asked.returncode == 0, asked.stderr
-    for (query, place), pages in zip(expected.items(), json.loads(asked.stdout), strict=True):
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    for (query, place), pages in zip(expected.items(), json.loads(completed.stdout), strict=True):
         hits = [parts[0] for parts in pages[:3]]
         assert place in [*hits, *(hit.partition("#")[0] for hit in hits)], (query, hits)

@@ -1,4 +1,4 @@
-"""The tool that runs other projects' tests under `autocast` finds planted bugs of `autocast`, and nothing else."""
+"""The tool that runs other projects' tests under `autocast` finds exactly the planted bugs."""
 
 import subprocess
 import sys

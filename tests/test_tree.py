@@ -1,4 +1,4 @@
-"""The leaf rule, and the tree functions that follow from it."""
+"""The leaves that scaling, unscaling, casting and selection of pytrees change, and the results."""
 
 import dataclasses
 from fractions import Fraction
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.as_for_users
 FLOAT32_TINY, FLOAT32_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 LARGEST_APPLIED = 2.0**126
 
-# A leaf, made with x64 enabled; and the dtype in which it is unscaled, None where it is left untouched.
+# Each entry contains a function that creates a leaf with x64 enabled, and the dtype of the unscaled leaf. The dtype is
+# None if the leaf is not changed.
 LEAVES = {
     "python float": (lambda: 1.0, "float64"),
     "python complex": (lambda: 1 + 0j, "complex128"),
@@ -59,7 +60,7 @@ UNTOUCHED = [name for name in LEAVES if name not in TOUCHED]
 
 @pytest.mark.parametrize("name", UNTOUCHED)
 @pytest.mark.parametrize("function", ["scale", "unscale", "cast_floating", "widen"])
-def test_untouched_leaves_are_the_same_objects(name, function):
+def test_other_leaves_are_returned_as_the_same_objects(name, function):
     functions = {
         "scale": jls.FixedLossScale(2).scale,
         "unscale": jls.FixedLossScale(2).unscale,
@@ -73,29 +74,29 @@ def test_untouched_leaves_are_the_same_objects(name, function):
     assert not _tree.is_inexact(leaf)
 
 
-def test_widen_takes_abstract_and_concrete_leaves_side_by_side():
+def test_widen_accepts_abstract_and_concrete_leaves():
     half = jnp.ones(2, jnp.float16)
     abstract, concrete = _tree.widen([jax.ShapeDtypeStruct((3,), jnp.bfloat16), half])
     assert (abstract.shape, abstract.dtype) == ((3,), jnp.float32)
     assert (concrete.tolist(), concrete.dtype) == ([1, 1], jnp.float32)
-    kept = _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))
-    assert [leaf.dtype for leaf in kept] == ["float32", "float16"]
+    partly_widened = _tree.widen([abstract, half], keep=(jnp.dtype("float16"),))
+    assert [leaf.dtype for leaf in partly_widened] == ["float32", "float16"]
 
 
-def test_leaves_and_nones():
+def test_leaves_and_nones_contains_none():
     assert _tree.leaves_and_nones({"a": None, "b": [1, (None, 2)]}) == [None, 1, None, 2]
 
 
 @pytest.mark.parametrize("name", TOUCHED)
-def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(name):
-    make, wide_dtype = LEAVES[name]
+def test_scale_keeps_dtypes_and_unscale_returns_at_least_float32(name):
+    make, widened_dtype = LEAVES[name]
     with enable_x64(True):
         leaf = make()
         scaled, unscaled = jls.FixedLossScale(2).scale([leaf])[0], jls.FixedLossScale(2).unscale([leaf])[0]
         widened = _tree.widen([leaf])[0]
         assert _tree.is_inexact(leaf)
         assert scaled.dtype == jnp.asarray(leaf).dtype
-        assert unscaled.dtype == widened.dtype == wide_dtype
+        assert unscaled.dtype == widened.dtype == widened_dtype
         assert scaled.shape == unscaled.shape == widened.shape == jnp.shape(leaf)
         for result, expected in ((scaled, 2.0), (unscaled, 0.5), (widened, 1.0)):
             assert np.all(np.asarray(result).astype(np.complex128) == expected)
@@ -106,11 +107,11 @@ def test_touched_leaves_keep_their_dtype_when_scaled_and_are_wide_when_unscaled(
     [(1.0, "float32"), (np.float64(1), "float32"), (np.ones(2), "float32"), (1j, "complex64")],
     ids=["python float", "numpy float64 scalar", "numpy float64", "python complex"],
 )
-def test_without_x64_double_precision_becomes_single(leaf, dtype):
+def test_float64_leaves_become_float32_without_x64(leaf, dtype):
     assert jls.FixedLossScale(2).unscale(leaf).dtype == dtype
 
 
-def test_of_a_sparse_matrix_only_the_data_are_touched():
+def test_unscale_of_a_sparse_matrix_changes_only_its_data():
     matrix = sparse.BCOO((jnp.ones(2, jnp.float16), jnp.array([[0, 1], [2, 0]])), shape=(3, 3))
     unscaled = jls.FixedLossScale(4).unscale({"embedding": matrix})["embedding"]
     assert unscaled.indices is matrix.indices
@@ -120,7 +121,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
 @pytest.mark.parametrize(
     ("dtype", "leaf", "scale", "expected"),
     [
-        ("float16", 0.0, 2.0**16, 0.0),  # a float16 scale of 2**16 would be inf, and 0 * inf NaN
+        ("float16", 0.0, 2.0**16, 0.0),  # 2**16 is infinite in float16, so 0 * 2**16 would be NaN.
         ("float16", -0.0, 2.0**16, -0.0),
         ("float16", 2.0**-10, 2.0**16, 2.0**6),
         ("float16", 2.0**-24, 2.0**24, 1.0),
@@ -128,7 +129,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
         ("float16", -np.inf, 2.0, -np.inf),
         ("float16", np.nan, 2.0, np.nan),
         ("bfloat16", 1.0, 2.0**126, 2.0**126),
-        ("bfloat16", 1.0, 2.0**127, 2.0**126),  # no scale beyond is applied
+        ("bfloat16", 1.0, 2.0**127, 2.0**126),  # 2**126 is the largest applied scale.
         ("float8_e5m2", 1.0, 2.0**16, np.inf),
         ("float8_e5m2", 0.0, 2.0**127, 0.0),
         ("float8_e4m3fn", 0.0, 2.0**127, 0.0),
@@ -138,7 +139,7 @@ def test_of_a_sparse_matrix_only_the_data_are_touched():
         ("complex64", complex(np.nan, 1), 4.0, complex(np.nan, 4)),
     ],
 )
-def test_scale(dtype, leaf, scale, expected):
+def test_scale_of_special_values(dtype, leaf, scale, expected):
     result = np.asarray(jls.FixedLossScale(scale).scale(jnp.array(leaf, dtype)))
     assert result.dtype == dtype
     np.testing.assert_array_equal(result.astype(np.complex128), np.complex128(expected))
@@ -155,23 +156,23 @@ def test_scale(dtype, leaf, scale, expected):
         (np.nan, np.nan),
     ],
 )
-def test_unscale_keeps_what_is_not_finite_and_nothing_more(leaf, expected):
+def test_unscale_of_complex_and_nonfinite_values(leaf, expected):
     np.testing.assert_array_equal(jls.FixedLossScale(4).unscale(leaf), expected)
 
 
 def unscale_eagerly(leaf, scale):
-    """Through the public interface, at any positive scale, with one compilation for all of them."""
+    """Unscale with the public interface. The scale is a leaf, so all scales share one compiled program."""
     anywhere = jls.DynamicLossScale(min_loss_scale=2.0**-126)
     return dataclasses.replace(anywhere, current_loss_scale=jnp.float32(scale)).unscale(leaf)
 
 
 def unscale_by_a_constant(leaf, scale):
-    """The scale is known to the compiler, which may fold it."""
+    """Unscale under `jax.jit` with a constant scale, which the compiler may fold."""
     return jax.jit(lambda leaf: unscale_eagerly(leaf, scale))(leaf)
 
 
 def unscale_by_a_constant_argument(leaf, scale):
-    """Likewise, in a function of the user's own that is compiled within another."""
+    """Unscale in a nested `jax.jit` function whose scale is a constant of the outer function."""
     return jax.jit(lambda leaf: jax.jit(unscale_eagerly)(leaf, jnp.float32(scale)))(leaf)
 
 
@@ -185,11 +186,11 @@ MODES = pytest.mark.parametrize("unscale", UNSCALE.values(), ids=UNSCALE)
 
 
 def assert_quotient(unscale, leaf, scale, max_ulp=0):
-    """``leaf / scale`` as NumPy has it, wherever that is zero or normal: subnormals are flushed by XLA on the CPU."""
+    """Compare ``leaf / scale`` with NumPy for zero or normal results. XLA flushes subnormals to zero on CPUs."""
     leaf, given, scale = np.asarray(leaf), scale, np.float32(np.clip(scale, FLOAT32_TINY, LARGEST_APPLIED))
     magnitude = np.abs(leaf.astype(np.float64)) / np.float64(scale)
     comparable = (magnitude == 0) | (magnitude >= FLOAT32_TINY)
-    if max_ulp:  # a distance from infinity is none
+    if max_ulp:  # The distance from infinity in units in the last place is undefined.
         comparable &= magnitude <= FLOAT32_MAX / 2
     with np.errstate(over="ignore", under="ignore"):
         expected = (leaf.astype(np.float32) / scale)[comparable]
@@ -201,8 +202,9 @@ def assert_quotient(unscale, leaf, scale, max_ulp=0):
         np.testing.assert_array_equal(actual, expected)
 
 
-EXPONENTS = np.arange(-126, 128)  # of every power of two that a loss scale can be set to
-GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()  # normal, over all of float32
+EXPONENTS = np.arange(-126, 128)  # These are the exponents of all power-of-two loss scales.
+# The grid covers the range of normal float32 numbers.
+GRID = np.ldexp(np.float32([[1], [-1.5], [2 - 2**-23]]), np.arange(-126, 128, 7)).ravel()
 
 
 @pytest.mark.parametrize("mode", ["eager", "jit"])
@@ -213,18 +215,18 @@ def test_unscale_is_exact_at_every_power_of_two(mode):
 
 @pytest.mark.parametrize("exponent", [-149, -127, -126, -1, 0, 1, 15, 64, 100, 125, 126, 127])
 @pytest.mark.parametrize("mode", ["constant", "constant argument"])
-def test_unscale_is_exact_where_the_compiler_knows_the_scale(mode, exponent):
+def test_unscale_is_exact_for_constant_scales(mode, exponent):
     assert_quotient(UNSCALE[mode], GRID, 2.0**exponent)
 
 
 @MODES
 @pytest.mark.parametrize("scale", [FLOAT32_MAX, 3e38, 1e20, 3.0, 65504.0, 1.1])
-def test_unscale_is_within_two_ulp_elsewhere_up_to_the_largest_float32(unscale, scale):
+def test_unscale_by_other_scales_is_within_two_ulp(unscale, scale):
     assert_quotient(unscale, GRID, scale, max_ulp=2)
 
 
 @MODES
-def test_unscale_of_every_subnormal_float16(unscale):
+def test_unscale_is_exact_for_every_subnormal_float16(unscale):
     subnormals = np.arange(1, 2**10, dtype=np.uint16).view(np.float16)
     for scale in (1.0, 2.0**15, 2.0**100):
         assert_quotient(unscale, subnormals, scale)
@@ -250,7 +252,7 @@ def test_unscale_of_complex_values_is_exact(unscale, exponent):
 
 
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**126, 2.0**127, FLOAT32_MAX])
-def test_what_is_scaled_is_unscaled_with_the_same_scale_wherever_it_stands(scale):
+def test_scaling_and_unscaling_functions_apply_the_same_scale(scale):
     loss_scale = dataclasses.replace(jls.DynamicLossScale(), current_loss_scale=scale)
     leaf = np.float32([1.0, -1.25]) if scale > 1 else np.float32([2.0**100, -(2.0**100)])
     assert loss_scale() == np.float32(scale)
@@ -262,7 +264,7 @@ def test_what_is_scaled_is_unscaled_with_the_same_scale_wherever_it_stands(scale
     np.testing.assert_array_equal(loss_scale.unscale(grads), leaf)
 
 
-# What is compiled: a function of a tree, with the scale and the predicate already on the device.
+# Each function is compiled. The scale and the predicate are already on the device.
 COMPILED = {
     "scale": jls.FixedLossScale(2).scale,
     "unscale": jls.FixedLossScale(2).unscale,
@@ -274,10 +276,11 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_an_eager_call_is_one_program_compiled_once(name, compilations):
-    # Shapes that occur nowhere else, so that anything run on its own would have to be compiled.
+def test_eager_call_compiles_one_program_once(name, compilations):
+    # These shapes occur nowhere else, so a separate operation would cause a compilation.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
-    COMPILED[name](np.float32(1))  # the constants, which under x64 JAX compiles once for each dtype
+    # The call compiles constants, which JAX compiles once per dtype under x64.
+    COMPILED[name](np.float32(1))
     before = len(compilations)
     for _ in range(2):
         COMPILED[name](tree)
@@ -285,13 +288,13 @@ def test_an_eager_call_is_one_program_compiled_once(name, compilations):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_within_a_users_jit_everything_is_inlined(name):
+def test_calls_are_inlined_under_jit(name):
     tree = [jnp.ones(3), jnp.ones((2, 2), jnp.float16), jnp.ones(2, jnp.complex64), jnp.arange(3)]
     equations = jax.make_jaxpr(COMPILED[name])(tree).jaxpr.eqns
     calls = [
         equation for equation in equations if str(equation.primitive) in {"jit", "pjit", "closed_call", "core_call"}
     ]
-    assert {call.params["name"] for call in calls} <= {"_where"}  # of `jnp.where` itself
+    assert {call.params["name"] for call in calls} <= {"_where"}  # `jnp.where` contains a nested call.
 
 
 FLOAT0 = np.zeros(2, jax.dtypes.float0)
@@ -329,7 +332,7 @@ def assert_same_leaf(actual, expected):
 
 @pytest.mark.parametrize("pred", [True, np.False_, jnp.array(True), jnp.array(False)], ids=repr)
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_select_tree(name, pred):
+def test_select_tree_for_each_leaf_type(name, pred):
     on_true, on_false = SELECTIONS[name]
     selected = jls.select_tree(pred, {"leaf": [on_true]}, {"leaf": [on_false]})
     assert_same_leaf(selected["leaf"][0], on_true if pred else on_false)
@@ -342,11 +345,11 @@ class NeverEqual:
         return False
 
 
-def test_select_tree_takes_leaves_that_are_equal_or_the_same():
+def test_select_tree_accepts_equal_or_identical_leaves():
     name, its_copy, odd = "adam", "".join(["ad", "am"]), NeverEqual()
     assert name is not its_copy
     assert jls.select_tree(True, [name, odd], [its_copy, odd]) == [name, odd]
-    with pytest.raises(ValueError, match="cannot choose"):
+    with pytest.raises(ValueError, match="cannot select"):
         jls.select_tree(True, odd, NeverEqual())
 
 
@@ -380,18 +383,18 @@ def test_select_tree_under_jit_and_vmap():
     ],
     ids=lambda leaf: repr(leaf)[:20],
 )
-def test_select_tree_names_the_path_of_leaves_it_cannot_choose_between(on_true, on_false):
+def test_select_tree_error_names_the_path_of_different_leaves(on_true, on_false):
     with pytest.raises(ValueError, match=r"\['stats'\]\[1\]"):
         jls.select_tree(True, {"stats": [0.0, on_true]}, {"stats": [0.0, on_false]})
 
 
 @pytest.mark.parametrize("pred", [1, "yes", None, jnp.array([True, False])], ids=repr)
-def test_select_tree_refuses_what_is_no_boolean_scalar(pred):
+def test_select_tree_rejects_other_predicates(pred):
     with pytest.raises(ValueError, match=r"`select_tree\(pred=...\)` must be a boolean scalar"):
         jls.select_tree(pred, 1.0, 2.0)
 
 
-def test_select_tree_takes_equal_arrays_of_strings():
+def test_select_tree_accepts_equal_arrays_of_strings():
     names = np.array(["a", "b"])
     assert jls.select_tree(False, {"names": names}, {"names": names.copy()})["names"] is names
 
@@ -400,22 +403,22 @@ def test_select_tree_takes_equal_arrays_of_strings():
     ("on_true", "on_false"),
     [({"mean": 1.0}, {"var": 1.0}), ([1.0], (1.0,)), ([1.0], [1.0, 2.0]), ([None], [1.0])],
 )
-def test_select_tree_refuses_two_structures(on_true, on_false):
+def test_select_tree_rejects_different_structures(on_true, on_false):
     with pytest.raises(ValueError, match="same structure"):
         jls.select_tree(True, on_true, on_false)
 
 
-def test_cast_floating_leaves_the_floats_of_python_alone():
-    """Such as a dropout rate, on which code of the user's own may branch."""
+def test_cast_floating_does_not_cast_python_floats():
+    """A Python float may be a dropout rate, for example, on which user code may branch."""
     model = {"weights": jnp.ones(2), "rate": 0.5, "numpy": np.float64(0.5)}
     cast = jls.cast_floating(model, jnp.float16)
     assert cast["rate"] is model["rate"]
-    assert cast["weights"].dtype == cast["numpy"].dtype == jnp.float16  # a scalar of NumPy has a dtype to be cast
+    assert cast["weights"].dtype == cast["numpy"].dtype == jnp.float16  # NumPy scalars have a dtype and are cast.
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16", np.float32, np.dtype(np.float16), jnp.float8_e4m3fn])
 @pytest.mark.parametrize("name", TOUCHED)
-def test_cast_floating(name, dtype):
+def test_cast_floating_changes_the_dtype(name, dtype):
     with enable_x64(True):
         leaf = jnp.asarray(LEAVES[name][0]())
         cast = jls.cast_floating({"leaf": leaf}, dtype)["leaf"]
@@ -424,7 +427,7 @@ def test_cast_floating(name, dtype):
         np.testing.assert_array_equal(np.asarray(cast).astype(np.complex128), np.ones(leaf.shape))
 
 
-def test_the_gradient_of_a_cast_is_that_of_the_master_weights():
+def test_gradient_of_a_cast_has_the_dtype_of_the_argument():
     grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3, jnp.float32))
     np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
 
@@ -451,7 +454,7 @@ WHERE = {
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", WHERE)
-def test_cast_floating_where(name, compiled):
+def test_cast_floating_with_where(name, compiled):
     where, expected = WHERE[name]
     cast = jls.cast_floating(MIXED, jnp.bfloat16, where=where)
     if compiled:
@@ -467,17 +470,17 @@ def test_cast_floating_where(name, compiled):
     assert found == expected
 
 
-def test_cast_floating_asks_of_floating_leaves_only():
-    asked = []
-    jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: asked.append(jax.tree_util.keystr(path)) or True)
-    assert sorted(asked) == sorted(FLOATING)
+def test_cast_floating_calls_where_only_for_floating_leaves():
+    paths = []
+    jls.cast_floating(MIXED, jnp.float16, where=lambda path, leaf: paths.append(jax.tree_util.keystr(path)) or True)
+    assert sorted(paths) == sorted(FLOATING)
 
 
-# Leaves on several devices, as the stages of a pipeline are.
+# --- Leaves on different devices, as in pipeline parallelism ---
 
 
 def across_devices():
-    """Four leaves on each of two devices and on a mesh of three others, one of NumPy, and one that goes anywhere."""
+    """Return leaves on two devices, on a mesh of three other devices, in NumPy, and on the default device."""
     mesh = jax.sharding.Mesh(jax.devices()[2:5], "x")
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     places = {"first": jax.devices()[0], "second": jax.devices()[1], "mesh": replicated}
@@ -486,7 +489,7 @@ def across_devices():
     return {"b": np.float16(2), **tree, "a": jnp.float16(3), "static": "relu", "frozen": None}
 
 
-def test_leaves_stay_on_their_devices_one_dispatch_a_device(monkeypatch):
+def test_leaves_stay_on_their_devices_with_one_dispatch_per_device(monkeypatch):
     calls = []
     for name in "_widen", "_cast":
         compiled = getattr(_tree, name)

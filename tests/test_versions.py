@@ -1,6 +1,6 @@
-"""The package asks of JAX only what the JAX at hand has, and keeps no fallback that nobody needs.
+"""The package only uses names that the installed version of JAX has, and contains no unnecessary fallback.
 
-``python tests/versions.py`` runs this, and the tests of the core, with every minor version of JAX.
+``python tests/versions.py`` runs this file and the tests of the core with every minor version of JAX.
 """
 
 import ast
@@ -13,7 +13,7 @@ from versions import OLDEST, PROJECT, ROOT
 
 PACKAGE = ROOT / "jax_lossscale"
 COMPAT = PACKAGE / "_compat.py"
-# These are for JAX as it is installed with their extras, or say in which version the name is there.
+# These modules require the version of JAX that is installed with their extras, or document the required version.
 WITH_EXTRAS = ("demo", "interop", "plotting")
 PATHS = [path for path in sorted(PACKAGE.rglob("*.py")) if path != COMPAT and path.parts[-2] not in WITH_EXTRAS]
 
@@ -23,7 +23,7 @@ def as_numbers(version):
 
 
 def dotted_names(path):
-    """``jax.numpy.ones`` for `jnp.ones`, for everything of JAX that a file names."""
+    """Yield the full name of everything that a file uses from JAX, such as ``jax.numpy.ones`` for `jnp.ones`."""
     tree = ast.parse(path.read_text())
     aliases = {}
     for node in ast.walk(tree):
@@ -54,7 +54,7 @@ def is_there(name):
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_package_uses_only_names_that_this_jax_has(path):
+def test_package_uses_only_names_of_the_installed_jax(path):
     assert [name for name in dict.fromkeys(dotted_names(path)) if not is_there(name)] == []
 
 
@@ -65,7 +65,7 @@ def test_each_fallback_is_still_needed():
     assert [version for version in needed_before if as_numbers(version) <= as_numbers(OLDEST["jax"])] == []
 
 
-def test_the_readme_and_the_classifiers_say_the_same_versions():
+def test_readme_and_classifiers_state_the_same_versions():
     readme = (ROOT / "README.md").read_text()
     assert f"jax {OLDEST['jax'].removesuffix('.0')} or newer" in " ".join(readme.split())
     assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in " ".join(readme.split())

@@ -1,4 +1,4 @@
-"""Runs of an `AutoLossScale` over recorded gradients that are scaled correctly, or not at all."""
+"""Runs of `AutoLossScale` on recorded gradient magnitudes, with correctly scaled or with unscaled gradients."""
 
 from functools import partial
 
@@ -11,16 +11,16 @@ import jax_lossscale as jls
 
 @partial(jax.jit, static_argnums=2)
 def states(log2_largest, log2_first, is_scaled=True, loss_scale=None):
-    """Return the optimizer states after each step, as one batch of shape ``[steps, traces]``.
+    """Return the optimizer states after each step, batched with shape ``[steps, traces]``.
 
     Args:
-      log2_largest: ``[steps, traces]``: log2 of the largest true gradient; -inf if all gradients are zero.
-      log2_first: ``[steps, traces]``: log2 of the value that overflows first; +inf if it is never finite.
-      is_scaled: whether the gradients are scaled. If not, they overflow only if they are never finite.
-      loss_scale: the loss scale at the beginning.
+      log2_largest: ``[steps, traces]``, log2 of the largest unscaled gradient, or -inf if all gradients are zero.
+      log2_first: ``[steps, traces]``, log2 of the value that overflows first, or +inf if it is always infinite.
+      is_scaled: whether the gradients are scaled. Unscaled gradients overflow only if ``log2_first`` is +inf.
+      loss_scale: the initial loss scale.
     """
     tx = jls.loss_scaled(optax.identity(), jls.AutoLossScale() if loss_scale is None else loss_scale)
-    # A gradient of its own that overflows first, and is otherwise too small to be the largest.
+    # A separate gradient overflows first. Its value is zero otherwise, so it never determines the largest magnitude.
     params = {"largest": jnp.float32(0), "first": jnp.float32(0)}
 
     def step(state, true):

@@ -1,13 +1,13 @@
-"""Run the core's tests with every minor version of JAX, from the oldest that `pyproject.toml` allows to the newest.
+"""Run the tests of the core with every minor version of JAX, from the oldest supported version to the newest.
 
 ::
 
-    python tests/versions.py                        # all of them: half an hour on two cores
-    python tests/versions.py --only 0.7 --only 0.9  # some of them
-    python tests/versions.py --only oldest --quick  # what CI does beside `.ci/run`
+    python tests/versions.py                        # all versions: half an hour on two cores
+    python tests/versions.py --only 0.7 --only 0.9  # some versions
+    python tests/versions.py --only oldest --quick  # the quick check of CI, in addition to `.ci/run`
 
-The first is the oldest, with exactly the lower bounds of all dependencies. Of each minor version comes the last patch,
-with the newest optax, chex and numpy that go with it. Each has a virtual environment of its own.
+``oldest`` installs exactly the lower bounds of all dependencies. For each minor version, the latest patch release is
+installed with the newest compatible versions of optax, chex and numpy. Each version has its own virtual environment.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DEPENDENCIES = PROJECT["dependencies"]
 OLDEST = dict(re.findall(r"(\w+)>=([\d.]+)", "\n".join(DEPENDENCIES)))
 
-# What the tests of the core need beside the dependencies, in whatever version goes with an old JAX.
+# The tests of the core need these packages in addition to the dependencies, in any version that works with an old JAX.
 QUICK_TOOLS = ["flatbuffers", "hypothesis", "pytest", "pytest-xdist"]
 TOOLS = [*QUICK_TOOLS, "cloudpickle", "equinox", "flax", "orbax-checkpoint"]
 CORE = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py"),
     *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/autocast", "tests/wrapper", "tests/diagnostics"),
 ]
-# Of these the ones that say most in a minute.
+# The quick subset contains the tests that find most incompatibilities within a minute.
 QUICK = [
     *("tests/test_golden.py", "tests/test_versions.py", "tests/loss_scales", "tests/gradients/test_gradients.py"),
-    *("tests/measure/test_primitive.py", "tests/autocast/test_structures.py", "tests/wrapper/test_told.py"),
+    *("tests/measure/test_primitive.py", "tests/autocast/test_structures.py", "tests/wrapper/test_step_inputs.py"),
     "tests/wrapper/test_lowering.py",
 ]
 
@@ -49,29 +49,35 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments.folder or scratch)
-        for number, asked in enumerate(wanted, start=1):
-            print(f"[{number}/{len(wanted)}] jax {asked}", flush=True)
+        for number, requested in enumerate(wanted, start=1):
+            print(f"[{number}/{len(wanted)}] jax {requested}", flush=True)
             start = time.monotonic()
-            passed, summary = tested(asked, arguments, folder)
+            passed, summary = tested(requested, arguments, folder)
             print(f"    {'' if passed else 'FAILED: '}{summary}, {time.monotonic() - start:.0f} s", flush=True)
-            failed += [] if passed else [asked]
+            failed += [] if passed else [requested]
     print(f"Failed: {', '.join(failed)}." if failed else "All passed.")
     return int(bool(failed))
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", metavar="VERSION", help="oldest, a minor version, or a patch")
-    parser.add_argument("--quick", action="store_true", help="the tests that say most in a minute")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter to test with")
-    parser.add_argument("--folder", help="where the environments are kept, to be used again; by default they are not")
-    parser.add_argument("--processes", default="2", help="how many tests run at a time")
-    parser.add_argument("tests", nargs="*", help="files or folders, in place of the core's")
+    parser.add_argument(
+        "--only", action="append", metavar="VERSION", help="oldest, a minor version, or a patch release"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run only the tests that find most incompatibilities within a minute"
+    )
+    parser.add_argument("--python", default=sys.executable, help="the Python interpreter")
+    parser.add_argument(
+        "--folder", help="a folder that keeps the environments for the next run (default: a temporary folder)"
+    )
+    parser.add_argument("--processes", default="2", help="the number of tests that run in parallel")
+    parser.add_argument("tests", nargs="*", help="test files or folders (default: those of the core)")
     return parser.parse_args()
 
 
 def minor_versions() -> list[str]:
-    """From the oldest on, as the package index knows them."""
+    """Return the minor versions in the package index, from the oldest supported version on."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", "jax"], capture_output=True, text=True, check=True
     ).stdout
@@ -80,29 +86,32 @@ def minor_versions() -> list[str]:
     return [f"{major}.{minor}" for major, minor in sorted(minors) if (major, minor) >= oldest]
 
 
-def requirements(asked: str) -> list[str]:
-    if asked == "oldest":
+def requirements(requested: str) -> list[str]:
+    if requested == "oldest":
         return [need.replace(">=", "==", 1) for need in DEPENDENCIES]
-    is_patch = asked.count(".") == 2
-    return [f"jax=={asked}" if is_patch else f"jax=={asked}.*"]
+    is_patch = requested.count(".") == 2
+    return [f"jax=={requested}" if is_patch else f"jax=={requested}.*"]
 
 
-def tested(asked: str, arguments: argparse.Namespace, folder: Path) -> tuple[bool, str]:
-    """Whether the tests pass with a version, and the last line of what ran."""
-    python = folder / asked / "bin" / "python"
+def tested(requested: str, arguments: argparse.Namespace, folder: Path) -> tuple[bool, str]:
+    """Install a version and run the tests. Return whether they pass, and the last line of the output."""
+    python = folder / requested / "bin" / "python"
     if not python.exists():
         run([arguments.python, "-m", "venv", python.parent.parent])
     tests, tools = (QUICK, QUICK_TOOLS) if arguments.quick else (CORE, TOOLS)
-    installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(asked), *tools])
+    installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(requested), *tools])
     if installed.returncode:
         return False, last_line(installed.stderr)
     names = ["python", *OLDEST]
     versions = dict(zip(names, run([python, "-c", SHOW, *OLDEST]).stdout.split(), strict=True))
     print("    " + ", ".join(f"{name} {versions[name]}" for name in names), flush=True)
     options = ["-q", "-p", "no:cacheprovider", "-n", arguments.processes, "--dist", "loadfile"]
-    options += ["-W", "ignore:jax.core.:DeprecationWarning"]  # as equinox is imported with jax 0.8
-    options += ["-m", "not slow"] if arguments.quick else []  # with those that the README's command leaves to CI
-    unoptimized = str(int(arguments.quick))  # compiles faster; what speaks of bits is optimized all the same
+    # Importing equinox with jax 0.8 causes a deprecation warning.
+    options += ["-W", "ignore:jax.core.:DeprecationWarning"]
+    # The option replaces the default of `-m`, so tests marked as `ci` run as well.
+    options += ["-m", "not slow"] if arguments.quick else []
+    # Compilation is faster without optimizations. Tests marked as `as_for_users` enable them again.
+    unoptimized = str(int(arguments.quick))
     environment = os.environ | {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": unoptimized}
     finished = run([python, "-m", "pytest", *options, *(arguments.tests or tests)], cwd=ROOT, env=environment)
     if finished.returncode:

@@ -1,6 +1,7 @@
-"""Write what `benchmarks.accuracy` found into ``docs``: a table in ``accuracy.md``, and ``accuracy.png``.
+"""Output of the accuracy benchmark for the documentation: a table in ``docs/accuracy.md``, and ``docs/accuracy.png``.
 
-The page shows the settings that a reader chooses among. With ``--results``, all go into ``results/accuracy.md``.
+The page shows only the settings that a user can choose between. With ``--results``, the file ``results/accuracy.md``
+contains all settings.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _FOLDER = Path(__file__).parents[2] / "docs"
 _BEGIN, _END = "<!-- begin: written by `python -m benchmarks accuracy --docs` -->", "<!-- end -->"
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart.
+# The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish.
 _STYLES = {
     "bfloat16": ("#d55e00", "s"),
     "float16": ("#6e6e6e", "x"),
@@ -25,9 +26,9 @@ _STYLES = {
     "float16, auto": ("#009e73", "D"),
     "autocast, auto": ("#e69f00", "v"),
 }
-_LINEAR_UP_TO = 0.1  # percent; logarithmic beyond
+_LINEAR_UP_TO = 0.1  # In percent. The axis is linear up to this value, and logarithmic beyond it.
 
-# The columns of the page, in their order: as the benchmark calls them, and as the page does.
+# The columns of the page in their order: the heading in the benchmark, and the heading on the page.
 _COLUMNS = {
     "workload": "workload",
     "noise floor": "noise floor",
@@ -40,25 +41,30 @@ _COLUMNS = {
 
 
 def write(summary: Table, details: Table) -> None:
-    """Replace the table between the marks of ``accuracy.md``, and the figure."""
+    """Replace the table between the two markers in ``accuracy.md``, and the plot."""
     path = _FOLDER / "accuracy.md"
     before, _, rest = path.read_text().partition(_BEGIN)
     _, found, after = rest.partition(_END)
     if not found:
-        raise ValueError(f"{path} must hold the lines {_BEGIN!r} and {_END!r}, between which the table goes.")
+        raise ValueError(f"{path} must contain the lines {_BEGIN!r} and {_END!r}, which enclose the table.")
     table = "\n".join(_for_the_page(summary).as_markdown())
     path.write_text(f"{before}{_BEGIN}\n\n{table}\n{_END}{after}")
     draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)
 
 
 def draw(summary: Table, details: Table) -> Figure:
-    """Percent above float32's final loss: rows are workloads, marks are seeds, and shades the noise floors."""
+    """Return a plot of the final losses relative to float32 in percent.
+
+    Each row is a workload, each marker is a seed, and the shaded areas are the noise floors.
+    """
     from matplotlib.figure import Figure
 
     names = [str(row[0]) for row in summary.rows]
     percents = _percents(details)
-    arms = [arm for arm in _COLUMNS if (names[0], arm) in percents]  # those of the table
-    figure = Figure(figsize=(5, 1.6 + 0.62 * len(names)), layout="constrained")  # legible on a phone, too
+    # The arms in the table.
+    arms = [arm for arm in _COLUMNS if (names[0], arm) in percents]
+    # At this size, the plot is legible on a phone.
+    figure = Figure(figsize=(5, 1.6 + 0.62 * len(names)), layout="constrained")
     ax = figure.subplots()
     for place, row in enumerate(summary.rows):
         floor = cast(float, row[1])
@@ -88,7 +94,7 @@ def draw(summary: Table, details: Table) -> Figure:
 
 
 def _for_the_page(summary: Table) -> Table:
-    """The columns of `_COLUMNS`, those that there are."""
+    """Return the table with only the columns in `_COLUMNS`."""
     headings = [heading for heading, _ in summary.columns]
     places = [headings.index(heading) for heading in _COLUMNS if heading in headings]
     columns = [(_COLUMNS[headings[n]], summary.columns[n][1]) for n in places]
@@ -97,7 +103,10 @@ def _for_the_page(summary: Table) -> Table:
 
 
 def _percents(details: Table) -> dict[tuple[str, str], list[float]]:
-    """Percent above float32 of every seed, by workload and arm; what ended as NaN, or was not run, is left out."""
+    """Return the differences from float32 in percent for all seeds, by workload and arm.
+
+    Trainings that ended with NaN, or were not run, are omitted.
+    """
     seeds = [n for n, (heading, _) in enumerate(details.columns) if heading.startswith("seed")]
     return {
         (str(row[0]), str(row[1])): [cell for n in seeds if isinstance(cell := row[n], float)] for row in details.rows

@@ -1,7 +1,8 @@
-"""Does float16 give float32's result? Small real trainings in nine arms, each from several seeds.
+"""Comparison of float16 with float32: small real trainings in nine arms, each from several seeds.
 
-Not part of ``python -m benchmarks``: it takes most of an hour. ``python -m benchmarks accuracy`` runs it, with
-``--workload`` for one workload, and with ``--docs`` it writes table and figure of ``docs/accuracy.md``.
+The comparison takes most of an hour, so ``python -m benchmarks`` does not include it. To run the comparison, use
+``python -m benchmarks accuracy``, with ``--workload`` to run a single workload. With ``--docs``, it writes the table
+and the plot of ``docs/accuracy.md``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from benchmarks.workloads import WORKLOADS, Workload
 from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, batch_of, begin, compile_training
 
 SEEDS = (0, 1, 2)
-MORE_SEEDS = {"wgan_gp": (3,)}  # where chance decides most
-# Trainings in float32 from weights rounded to float16, of each seed: to the nearest, and at random up or down.
+MORE_SEEDS = {"wgan_gp": (3,)}  # Chance has the largest effect on this workload.
+# The float32 trainings for each seed start from weights that are rounded to float16: to the nearest number (0), or up
+# or down at random.
 _ROUNDINGS = (0, 1, 2)
 _QUICK_STEPS = 30
 
@@ -39,11 +41,12 @@ class Arm:
     """A way to train.
 
     Attributes:
-      name: as the tables have it.
-      dtype: what is computed in.
-      loss_scale: makes the loss scale of a run from what computes the float32 gradients of its first step.
-      roundings: of the initial weights, each a training of its own.
-      rewritten: makes what is trained of a workload, which else is cast by hand.
+      name: the name of the arm in tables.
+      dtype: the compute dtype.
+      loss_scale: a function that creates the loss scale of a run from a function that computes the float32 gradients of
+        the first step.
+      roundings: the roundings of the initial weights, with one training for each rounding.
+      rewritten: a function that rewrites a workload for this arm. By default, the workload contains manual casts.
     """
 
     name: str
@@ -54,7 +57,10 @@ class Arm:
 
 
 def found_policy(workload: Workload) -> jls.PrecisionPolicy:
-    """What `find_precision` finds for the initial parameters of the first seed and its first two batches."""
+    """Return the policy that `find_precision` finds for a workload before any training.
+
+    The search uses the initial parameters and the first two batches of the first seed.
+    """
     params, statistics = begin(workload, SEEDS[0])
     first, second = (batch_of(workload, SEEDS[0], step) for step in (0, 1))
     loss = partial(workload.loss, dtype=jnp.float32)
@@ -86,7 +92,10 @@ _NO_SCALE, _DYNAMIC, _AUTO = map(_always, (None, "dynamic", "auto"))
 
 
 def arms() -> list[Arm]:
-    """All arms. Each is compared with the first; the second shows what differs by chance."""
+    """Return all arms.
+
+    All arms are compared with the first arm. The second arm shows the differences that occur by chance.
+    """
     return [
         Arm("float32", jnp.float32, _NO_SCALE),
         Arm("float32, weights rounded", jnp.float32, _NO_SCALE, _ROUNDINGS),
@@ -102,14 +111,16 @@ def arms() -> list[Arm]:
 
 @dataclass(frozen=True)
 class Compared:
-    """One arm of one workload beside float32.
+    """The results of an arm, compared with float32.
 
     Attributes:
-      workload: its name.
-      arm: its name.
-      percent: of each training, how much its final loss is above float32's from the same seed; infinite for NaN.
-      floor: the largest such number, without its sign, of float32 trainings from rounded weights.
-      outcomes: of the trainings.
+      workload: the name of the workload.
+      arm: the name of the arm.
+      percent: for each training, the difference in percent between its final loss and the final loss of float32 from
+        the same seed; infinity for NaN.
+      floor: the noise floor: the largest absolute value of these differences for float32 trainings from rounded
+        weights.
+      outcomes: the results of the trainings.
     """
 
     workload: str
@@ -120,17 +131,17 @@ class Compared:
 
     @property
     def median(self) -> float:
-        """Of ``percent``."""
+        """The median of ``percent``."""
         return statistics.median(self.percent)
 
     @property
     def within_floor(self) -> bool:
-        """Whether nothing can be told from chance: the median is not further from 0 than rounded weights lead."""
+        """Whether the absolute value of the median is at most the noise floor, so it can be caused by chance."""
         return abs(self.median) <= self.floor
 
 
 def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bool = False) -> list[Table]:
-    """Train everything, or only ``workloads``; two tables."""
+    """Train all workloads, or only ``workloads``, and return two tables."""
     names = tuple(workloads) or tuple(WORKLOADS)
     seeds = {name: SEEDS[:1] if quick else SEEDS + MORE_SEEDS.get(name, ()) for name in names}
     compared = compare(seeds, _QUICK_STEPS if quick else None, progress)
@@ -143,13 +154,13 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
 
 
 def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Progress) -> dict[str, list[Compared]]:
-    """Train each arm of each workload from its seeds, as many at a time as there are cores.
+    """Train all arms of the given workloads in as many threads as there are CPU cores.
 
     Returns:
-      For each workload the results of its arms, in their order.
+      For each workload, the results of its arms in their order.
     """
     workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in seeds}
-    # Arms that differ only in their initial weights are one program.
+    # Arms that differ only in their initial weights use the same compiled program.
     programs = [
         tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten))
     ]
@@ -163,7 +174,7 @@ def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Prog
                 training(seed, rounding) for seed in seeds[name] for rounding in arm.roundings
             )
 
-    # Compiling and training leave the interpreter's lock alone, so threads are enough.
+    # Compilation and training release the global interpreter lock, so threads are sufficient.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(train, *job): job for job in jobs}
         try:
@@ -197,7 +208,10 @@ def _percent(one: Outcome, exact: Outcome) -> float:
 
 
 def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
-    """Percent above float32's final loss: a row a workload, a column an arm."""
+    """Return the table of final losses relative to float32 in percent.
+
+    Each row is a workload, and each column is an arm.
+    """
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
     heads = [*columns("workload | noise floor {:.2f} %"), *((one.arm, "{}") for one in shown)]
     rows: list[tuple[Cell, ...]] = [
@@ -205,15 +219,16 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
         for name, ways in compared.items()
     ]
     notes = [
-        "Median over the seeds of how far the final loss is above that of float32 from the same seed. What is not "
-        "further from 0 than the noise floor is called noise. The noise floor is the largest difference that "
-        f"{len(_ROUNDINGS)} roundings of each seed's initial weights to float16 make in a float32 training."
+        "Difference between the final loss and the final loss of float32 from the same seed, relative to float32: the "
+        'median over the seeds. A difference that is not larger than the noise floor is shown as "noise". To determine '
+        f"the noise floor, the initial weights of each seed are rounded to float16 in {len(_ROUNDINGS)} ways. The "
+        "noise floor is the largest resulting difference in float32 trainings."
     ]
     return Table("Final loss above that of float32", heads, rows, notes=notes, quick=quick)
 
 
 def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
-    """The results of every arm, in a row."""
+    """Return the table with one row for each arm of each workload."""
     seeds = max(len(reference.percent) for reference, *_ in compared.values())
     of_seeds = "".join(f"seed {seed} {{:+z,.2f}} % | " for seed in range(seeds))
     heads = columns(
@@ -222,13 +237,15 @@ def details(compared: dict[str, list[Compared]], quick: bool) -> Table:
     )
     rows = [_row(one, len(ways[0].percent), seeds) for ways in compared.values() for one in ways]
     notes = [
-        "The columns of the seeds: how far above float32 from the same seed; where weights are rounded, the one that "
-        "is furthest from 0. Final loss, zero gradients and skipped steps: medians over the trainings. Some gradients "
-        "are zero in float32 too: words that are not in a batch, units that are off.",
-        "`float16, fixed` is the suggestion of `suggest_loss_scale` for the float32 gradients of the first step; a "
-        "step that overflows is skipped.",
-        "Under `autocast` the workload is written in float32; in the settings before it is cast by hand. The policy is "
-        "what `find_precision` finds for the first two batches of the first seed, before any training.",
+        "The columns of the seeds show the difference from float32 with the same seed. If there are several roundings "
+        "of the weights, they show the difference that is furthest from 0. Final loss, zero gradients and skipped "
+        "steps are medians over the trainings. Some gradients are zero in float32 as well, for example the gradients "
+        "of words that are not in the batch, and of inactive units.",
+        "`float16, fixed` uses the suggestion of `suggest_loss_scale` for the float32 gradients of the first step. "
+        "Steps that overflow are skipped.",
+        "With `autocast`, the workload is written in float32. In all other settings, it contains manual casts. The "
+        "found policy is the result of `find_precision` for the first two batches of the first seed, before any "
+        "training.",
     ]
     return Table("Every setting", heads, rows, notes=notes, quick=quick)
 

@@ -1,8 +1,15 @@
-"""`jls.autocast` beside the same models cast by hand, and beside float32.
+"""Benchmarks of `jls.autocast`, compared with manual casts in the same models, and with float32.
 
-Reading order: `models` and `networks` are what is computed, `ways` how; `gpu` compiles training steps for an H100 that
-is not there, and times them where there is a GPU; `counting` counts in programs; `gradients` measures errors; `tables`
-is ``python -m benchmarks autocast``.
+The modules, in reading order:
+
+- `models`: the networks and their losses;
+- `ways`: the ways to compute a loss, such as `jls.autocast` and manual casts;
+- `gpu`: training steps that are compiled for an H100, and timed if there is a GPU;
+- `counting`: the dtypes of matmuls and the saved bytes in a program;
+- `gradients`: errors of gradients;
+- `hard`: losses that are difficult in float16;
+- `tracing`: trace and compile times;
+- `tables`: the benchmark, ``python -m benchmarks autocast``.
 """
 
 from benchmarks.autocast.tables import run

@@ -1,4 +1,4 @@
-"""Training steps for a GPU: compiled for an H100 that is not there, timed where there is one."""
+"""Training steps for a GPU: they are always compiled for an H100, and timed if there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.harness.timing import Repeated, Timings, interleave
 
 
 def training_step(trained: Model, way: str) -> tuple[Any, Any]:
-    """A step of Adam on one batch, and a function that makes what it starts from."""
+    """Return a step of Adam on one batch, and a function that returns its initial state and the batch."""
     loss = WAYS[way](trained)
     tx = jls.loss_scaled(optax.adam(1e-3), None if way == FLOAT32 else "auto")
 
@@ -36,7 +36,7 @@ def training_step(trained: Model, way: str) -> tuple[Any, Any]:
 
 
 def compiled(name: str, way: str) -> Program:
-    """What XLA makes of a training step of one of the `networks`. To be called in a process of its own."""
+    """Compile a training step of one of the `networks` for an H100. `compiled` must run in its own process."""
     cuda.start()
     step, begin = training_step(networks()[name], way)
     program = cuda.compile_for_one(step, *jax.eval_shape(begin))
@@ -44,10 +44,13 @@ def compiled(name: str, way: str) -> Program:
 
 
 def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings:
-    """Of the processor, from nothing to value and gradients of a transformer for an H100. In a process of its own."""
+    """Return the CPU time to trace, lower and compile the value and gradients of a transformer for an H100.
+
+    `seconds_to_compile` must run in its own process.
+    """
     cuda.start()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    first = [(ways[0], 1)]  # which pays for what is made only once
+    first = [(ways[0], 1)]  # The first compilation in a process has an additional cost, so it does not count.
     for way, count in first + [(way, blocks) for way in ways] * rounds:
         network = model_of(Transformer, (8, 1024, 768), blocks=count, heads=12)
         arguments = network.arguments()
@@ -59,7 +62,7 @@ def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings
 
 
 def timed(name: str, ways: Sequence[str], rounds: int, progress: Progress) -> Timings | None:
-    """Training steps, in turns; ``None`` without a GPU."""
+    """Time training steps in turns; return ``None`` without a GPU."""
     if jax.default_backend() != "gpu":
         return None
     steps = {}

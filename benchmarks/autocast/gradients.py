@@ -1,4 +1,4 @@
-"""How far gradients in half precision are from those in float32."""
+"""Errors of gradients in half precision relative to gradients in float32."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LEARNING_RATE = 1e-3
 
 
 class Trained:
-    """A model after some steps of Adam in float32, with the gradients on batches that it has not seen.
+    """A model after a short training with Adam in float32, and its gradients on further batches.
 
     Attributes:
-      loss: in float32.
-      params: what has been trained.
-      batches: what gradients are taken on.
+      loss: the loss in float32.
+      params: the trained parameters.
+      batches: the batches on which gradients are compared, which are not used in the training.
     """
 
     def __init__(self, model: Model, steps: int, batches: int) -> None:
@@ -44,7 +44,11 @@ class Trained:
         self._exact = np.stack([_flat(exact(params, batch)) for batch in self.batches])
 
     def error(self, loss: Loss) -> float:
-        """The norm of the difference from float32's gradients over theirs, at the best of `SCALES`."""
+        """Return the relative error of the gradients at the best loss scale in `SCALES`.
+
+        The error is the norm of the difference from the float32 gradients, divided by the norm of the float32
+        gradients.
+        """
 
         @jax.jit
         def scaled_gradients(params: Any, batch: Any, scale: jax.Array) -> Any:

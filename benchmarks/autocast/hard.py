@@ -1,4 +1,4 @@
-"""What is hard for float16: small losses whose gradients tell code that rounds well from code that does not."""
+"""Losses that are difficult in float16, and whose gradients show which code rounds well."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _TOO_FAR = 17, 0  # 2^-25 is e^-17.3: what is less is zero in float16, and `auto
 
 
 def cases() -> dict[str, Model]:
-    """By name. By hand, each casts what goes into products, and computes in float32 what follows of them."""
+    """Return all cases by name.
+
+    With manual casts, each case casts the operands of matmuls, and computes everything else in float32.
+    """
     leads = [(lead, mean) for lead in (0, 4, 8, 12) for mean in (0, 3, 10)] + [_TOO_FAR]
     return {
         **{_attends(lead, mean): attention(lead, mean) for lead, mean in leads},
@@ -33,7 +36,7 @@ def cases() -> dict[str, Model]:
 
 
 def is_said(name: str) -> bool:
-    """Whether the docstring of `autocast` says that this case is worse than by hand."""
+    """Return whether the docstring of `autocast` states that this case is worse than manual casts."""
     return name == _attends(*_TOO_FAR)
 
 
@@ -42,9 +45,10 @@ def _attends(lead: float, mean: float) -> str:
 
 
 def errors(model: Model, ways: Mapping[str, Callable[[Model], Loss]]) -> tuple[str, dict[str, float]]:
-    """The parameter whose gradient is worst beside the first way, and the error of each way in it.
+    """Return the parameter with the worst gradient relative to the first way, and its error for each way.
 
-    Against float64; the norm of the difference over the norm, at the best of `SCALES`.
+    The errors are relative to float64: the norm of the difference, divided by the norm, at the best loss scale in
+    `SCALES`.
     """
     params, batch = model.params(), model.batch(0)
     with jax.enable_x64(True):
@@ -66,42 +70,49 @@ def errors(model: Model, ways: Mapping[str, Callable[[Model], Loss]]) -> tuple[s
 
 
 def attention(lead: float, mean: float, queries: int = 64, keys: int = 64, *, is_causal: bool = False) -> Model:
-    """The logit of one key of each query is ``lead`` larger than it was; values are drawn around ``mean``."""
+    """Return a model with attention in which one logit of each query is increased by ``lead``.
+
+    The mean of the values is ``mean``.
+    """
 
     def function(cast: _Cast, params: Any, batch: Any) -> jax.Array:
         q, k, v = (cast(params[name]) for name in "qkv")
-        logits = _wide(q @ k.T) / q.shape[1] ** 0.5 + lead * jnp.eye(queries, keys)
+        logits = _f32(q @ k.T) / q.shape[1] ** 0.5 + lead * jnp.eye(queries, keys)
         if is_causal:
             logits = jnp.where(jnp.tril(jnp.ones((queries, keys), bool)), logits, -1e9)
-        return (_wide(cast(jax.nn.softmax(logits)) @ v) * batch["weights"]).sum()
+        return (_f32(cast(jax.nn.softmax(logits)) @ v) * batch["weights"]).sum()
 
     model = _model(function, {"q": (queries, 64), "k": (keys, 64), "v": (keys, 64)}, {"weights": (queries, 64)}, 1.0)
     return model._replace(params=lambda: model.params() | {"v": model.params()["v"] + mean})
 
 
 def _relu(cast: _Cast, params: Any, batch: Any) -> jax.Array:
-    x = jax.nn.relu(batch["x"] + _wide(cast(batch["x"]) @ cast(params["w"] / 8)))
-    return (x + _wide(cast(x) @ cast(params["v"] / 8))).sum()
+    x = jax.nn.relu(batch["x"] + _f32(cast(batch["x"]) @ cast(params["w"] / 8)))
+    return (x + _f32(cast(x) @ cast(params["v"] / 8))).sum()
 
 
 def _stream(cast: _Cast, params: Any, batch: Any) -> jax.Array:
     x = 1e4 + batch["x"]
     for _ in range(4):
         centered = x - x.mean(-1, keepdims=True)
-        x = x + 1e-3 * _wide(cast(jnp.tanh(_wide(cast(centered) @ cast(params["w"] / 8)))) @ cast(params["v"] / 8))
+        x = x + 1e-3 * _f32(cast(jnp.tanh(_f32(cast(centered) @ cast(params["w"] / 8)))) @ cast(params["v"] / 8))
     return jnp.sin(x - 1e4).sum()
 
 
 def _bias(cast: _Cast, params: Any, batch: Any) -> jax.Array:
-    return jnp.sin(_wide(cast(batch["x"]) @ cast(params["w"] / 8)) + params["bias"]).sum()
+    return jnp.sin(_f32(cast(batch["x"]) @ cast(params["w"] / 8)) + params["bias"]).sum()
 
 
-def _wide(x: Any) -> Any:
+def _f32(x: Any) -> Any:
+    """Convert a float16 array to float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def _model(function: Callable[[_Cast, Any, Any], jax.Array], params: Any, batch: Any, size: float) -> Model:
-    """Of normal numbers in these shapes; those of the batch are of that ``size``."""
+    """Return a model with normally distributed parameters and batches of the given shapes.
+
+    The standard deviation of the batches is ``size``.
+    """
 
     def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
         numbers = np.random.default_rng(seed)

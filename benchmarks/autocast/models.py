@@ -1,4 +1,4 @@
-"""Models by flax, each written once in float32; by hand: ``dtype=float16``, which is all that flax asks for."""
+"""Models in flax, each of which is written once in float32. Manual casts use the argument ``dtype=float16`` of flax."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from benchmarks.workloads.layers import cross_entropy, mean_square
 
 
 class Model(NamedTuple):
-    """What is trained.
+    """A model to train.
 
     Attributes:
-      params: makes the parameters.
-      batch: makes a batch of that number.
-      loss: the loss, of what is cast by hand to a dtype, or, without one, of the program for float32.
+      params: a function that returns the initial parameters.
+      batch: a function that returns the batch with a given number.
+      loss: a function that returns the loss for a dtype. With a dtype, the loss contains manual casts to this dtype.
+        With ``None``, the loss is computed in float32.
     """
 
     params: Callable[[], Any]
@@ -29,12 +30,12 @@ class Model(NamedTuple):
     loss: Callable[[DTypeLike | None], Loss]
 
     def arguments(self) -> tuple[Any, Any]:
-        """The shapes of parameters and a batch: enough to compile for."""
+        """Return the shapes and dtypes of the parameters and a batch, which are enough to compile a program."""
         return jax.eval_shape(lambda: (self.params(), self.batch(0)))
 
 
 class Block(nn.Module):
-    """Causal attention and gelu, each behind a layer norm and past a skip connection."""
+    """Causal attention and a gelu layer, each with a layer norm before it and a residual connection."""
 
     heads: int
     dropout: float = 0.0
@@ -42,7 +43,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
-        """Of ``[batch, length, width]``; the second result is what a scan stacks."""
+        """Apply the block to ``[batch, length, width]``. The second result is the (empty) output of a scan."""
         width, options = x.shape[-1], {"dtype": self.dtype}
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         drop = nn.Dropout(self.dropout, deterministic=False)
@@ -54,7 +55,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks, one after the other, or as large decoders are trained: by a scan, and each computed again."""
+    """A sequence of blocks.
+
+    If ``is_scanned``, the blocks are executed by a scan, and each block is recomputed in the backward pass, as in the
+    training of large decoders.
+    """
 
     blocks: int
     heads: int
@@ -64,7 +69,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+        """Apply the transformer to ``[batch, length, width]``."""
         if self.is_scanned:
             axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             return nn.scan(nn.remat(Block), length=self.blocks, **axes)(self.heads, dtype=self.dtype)(x, None)[0]
@@ -82,7 +87,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, height, width, channels]``, the logits of 1,000 classes."""
+        """Return the logits of 1,000 classes for ``[batch, height, width, channels]``."""
         x = nn.max_pool(nn.relu(self._convolution(x, 7, 64, 2)), (3, 3), (2, 2), "SAME")
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
@@ -105,9 +110,9 @@ class ResNet(nn.Module):
 
 
 class Mamba(nn.Module):
-    """A block of selective state spaces, by an associative scan in float32 (Gu and Dao 2023, arXiv 2312.00752).
+    """A block of selective state spaces with an associative scan in float32 (Gu and Dao 2023, arXiv 2312.00752).
 
-    The state is read by a sum, or by an einsum, which is a product.
+    The output is computed from the state by a sum of products, or by an einsum, which is a matmul.
     """
 
     dtype: Any = None
@@ -116,7 +121,7 @@ class Mamba(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+        """Apply the block to ``[batch, length, width]``."""
         inner, rank = 2 * x.shape[-1], x.shape[-1] // 16
         dense = partial(nn.Dense, use_bias=False, dtype=self.dtype)
         y, gate = jnp.split(dense(2 * inner)(nn.RMSNorm(dtype=self.dtype)(x)), 2, axis=-1)
@@ -136,36 +141,37 @@ class Mamba(nn.Module):
 
 
 class MambaStack(nn.Module):
-    """Two blocks."""
+    """Two blocks of `Mamba`."""
 
     dtype: Any = None
     by_einsum: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+        """Apply the blocks to ``[batch, length, width]``."""
         for _ in range(2):
             x = Mamba(self.dtype, by_einsum=self.by_einsum)(x)
         return x
 
 
 class LSTM(nn.Module):
-    """Two layers of flax' cell, whose state is float32."""
+    """Two layers of flax's LSTM cell, whose state is float32."""
 
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+        """Apply the layers to ``[batch, length, width]``."""
         for _ in range(2):
             x = nn.RNN(nn.OptimizedLSTMCell(x.shape[-1], dtype=self.dtype))(x)
         return x
 
 
 class Experts(nn.Module):
-    """Two blocks in which each token goes to one expert, by products with a table of who goes where (arXiv 2101.03961).
+    """Two mixture-of-experts blocks, in which each token is processed by one expert (arXiv 2101.03961).
 
-    Tokens that an expert has no place for are left as they are. The router is float32.
+    The tokens are assigned to experts by matmuls with a dispatch table. If an expert has no free place for a token, the
+    token remains unchanged. The router computes in float32.
     """
 
     dtype: Any = None
@@ -173,7 +179,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, length, width]``."""
+        """Apply the blocks to ``[batch, length, width]``."""
         for block in range(2):
             x = x + self._block(nn.LayerNorm(dtype=self.dtype)(x), f"block_{block}")
         return x
@@ -197,33 +203,40 @@ class Experts(nn.Module):
 
 
 class Words(nn.Module):
-    """Two layers between a table of words and itself, which is read by index, or by a product with a one-hot array."""
+    """Two layers between a word embedding and an output layer that shares its table.
+
+    The embedding is read by index, or by a matmul with a one-hot array.
+    """
 
     words: int
     width: int
-    by_product: bool = False
+    by_matmul: bool = False
     dtype: Any = None
 
     @nn.compact
     def __call__(self, words: jax.Array) -> jax.Array:
-        """Of ``[batch, length]``: by index, logits of the next word; by a product, how likely the word itself is."""
+        """Apply the layers to words of shape ``[batch, length]``.
+
+        If the table is read by index, return the logits of the next word. If it is read by a matmul, return the
+        log-probability of the word itself.
+        """
         table = nn.Embed(self.words, self.width, dtype=self.dtype)
         one_hot = jax.nn.one_hot(words, self.words, dtype=self.dtype or jnp.float32)
-        x = one_hot @ table.embedding.astype(one_hot.dtype) if self.by_product else table(words)
+        x = one_hot @ table.embedding.astype(one_hot.dtype) if self.by_matmul else table(words)
         for _ in range(2):
             x = x + nn.Dense(self.width, dtype=self.dtype)(nn.gelu(nn.LayerNorm(dtype=self.dtype)(x)))
         logits = table.attend(nn.LayerNorm(dtype=self.dtype)(x))
-        return (one_hot * nn.log_softmax(logits.astype(jnp.float32))).sum(-1) if self.by_product else logits
+        return (one_hot * nn.log_softmax(logits.astype(jnp.float32))).sum(-1) if self.by_matmul else logits
 
 
 class ConvolutionNet(nn.Module):
-    """Three residual blocks, with relu and norm before each convolution (He et al. 2016, arXiv 1603.05027)."""
+    """Three residual blocks with a norm and a relu before each convolution (He et al. 2016, arXiv 1603.05027)."""
 
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Of ``[batch, height, width, channels]``, the logits of 1,000 classes."""
+        """Return the logits of 1,000 classes for ``[batch, height, width, channels]``."""
         options = {"use_bias": False, "dtype": self.dtype}
         for _ in range(3):
             y = x
@@ -235,7 +248,7 @@ class ConvolutionNet(nn.Module):
 
 
 def networks() -> dict[str, Model]:
-    """In the sizes that are trained, by name."""
+    """Return the networks by name, in the sizes of the benchmark."""
     images, words = (64, 224, 224, 3), (8, 512, 512)
     return {
         "transformer 4 x 512": model_of(Transformer, (8, 256, 512), blocks=4, heads=8),
@@ -247,14 +260,14 @@ def networks() -> dict[str, Model]:
         "Mamba, read by an einsum": model_of(MambaStack, words, by_einsum=True),
         "LSTM": model_of(LSTM, (64, 256, 512)),
         "experts": model_of(Experts, words),
-        "one-hot words": model_of(Words, words[:2], words=8192, width=512, by_product=True),
+        "one-hot words": model_of(Words, words[:2], words=8192, width=512, by_matmul=True),
         "50,304 words": model_of(Words, (8, 256), words=50304, width=1024),
         "convolution net": model_of(ConvolutionNet, (64, 56, 56, 64)),
     }
 
 
 def small() -> dict[str, Model]:
-    """In sizes that a CPU trains."""
+    """Return small networks by name, which can be trained on a CPU."""
     return {
         "transformer": model_of(Transformer, (4, 64, 128), blocks=2, heads=4),
         "ResNet": model_of(ResNet, (16, 32, 32, 3), stages=(1, 1), bottleneck=True),
@@ -264,19 +277,23 @@ def small() -> dict[str, Model]:
 
 
 def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **options: Any) -> Model:
-    """Images are classified; of sequences, each entry is to be what tanh makes of the one before, or the next word."""
+    """Return a model with a loss for a network.
+
+    Images are classified. For sequences of vectors, the target of each entry is the tanh of the previous entry. For
+    sequences of words, the target is the next word.
+    """
 
     def loss(dtype: DTypeLike | None) -> Loss:
         def function(params: Any, batch: Any) -> jax.Array:
             x, targets = batch
             if len(shape) > 2:
                 x = x.astype(dtype or x.dtype)
-            # What batch norm learns of the statistics has no part in the loss.
+            # The running statistics of batch norm do not affect the loss.
             outputs, _ = network(dtype=dtype, **options).apply(
                 params, x, mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)}
             )
             outputs = outputs.astype(jnp.float32)
-            if options.get("by_product"):
+            if options.get("by_matmul"):
                 return -outputs.mean()
             return mean_square(outputs - targets) if len(shape) == 3 else cross_entropy(outputs, targets)
 
@@ -301,5 +318,5 @@ def model_of(network: Callable[..., nn.Module], shape: tuple[int, ...], **option
 
 
 def _composed(before: Any, after: Any) -> Any:
-    """The step that does both, where each takes ``state`` to ``decay * state + added``."""
+    """Return the composition of two steps, each of which maps ``state`` to ``decay * state + added``."""
     return before[0] * after[0], before[1] * after[0] + after[1]

@@ -1,4 +1,4 @@
-"""How long programs take to be traced and compiled under `jls.autocast`, over float32."""
+"""Trace and compile times of programs under `jls.autocast`, relative to float32."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _MARKED, _GOAL = "48 blocks, one function", 2.0
 
 
 def table(quick: bool, progress: Progress) -> Table:
-    """A row for each program: seconds of the processor, the fewest of two."""
+    """Return a table with one row for each program.
+
+    The times are CPU times in seconds, and the smaller of two measurements.
+    """
     rows = []
     programs = dict(_programs(8 if quick else 48))
     for n, (name, (functions, arguments)) in enumerate(programs.items()):
         progress(n / len(programs), name)
         seconds = {way: [] for way in functions}
-        for _ in range(2 if quick else 3):  # the first pays for what is made only once
+        for _ in range(2 if quick else 3):  # The first measurement has an additional cost, so it does not count.
             for way, function in functions.items():
                 seconds[way].append(_seconds(function, arguments))
         traced, compiled = ({way: min(s[which] for s in of[1:]) for way, of in seconds.items()} for which in (0, 1))
         over = traced[AUTOCAST] / traced[FLOAT32], compiled[AUTOCAST] / compiled[FLOAT32]
         rows.append((name, traced[FLOAT32], over[0], compiled[FLOAT32], over[1]))
     measured = next((row[2] for row in rows if row[0] == _MARKED), None)
-    mark = Mark(
-        f"autocast: trace over float32, {_MARKED}", measured, _GOAL, note="left out by --quick" if quick else ""
-    )
+    mark = Mark(f"autocast: trace over float32, {_MARKED}", measured, _GOAL, note="omitted by --quick" if quick else "")
     heads = "gradients of | trace {:.2f} s | autocast over {:.2f} | trace and compile {:.2f} s | autocast over {:.2f}"
     return Table("Trace and compile time on a CPU, float32 and autocast", columns(heads), rows, [mark], quick=quick)
 
@@ -71,19 +72,19 @@ def _residual(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def _flow(weights: Any, x: jax.Array) -> jax.Array:
-    """The negative log-likelihood by affine couplings (Dinh et al. 2017, arXiv 1605.08803)."""
+    """Return the negative log-likelihood of a flow with affine couplings (Dinh et al. 2017, arXiv 1605.08803)."""
     volume = jnp.zeros(len(x))
     for w in weights:
-        kept, changed = jnp.split(x, 2, axis=-1)
-        shift, log_scale = jnp.split(jax.nn.relu(kept @ w["in"][:16]) @ w["out"], 2, axis=-1)
+        unchanged, changed = jnp.split(x, 2, axis=-1)
+        shift, log_scale = jnp.split(jax.nn.relu(unchanged @ w["in"][:16]) @ w["out"], 2, axis=-1)
         log_scale = jnp.tanh(log_scale)
-        x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, kept], axis=-1)
+        x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, unchanged], axis=-1)
         volume = volume + log_scale.sum(-1)
     return jnp.mean(0.5 * jnp.sum(x**2, axis=-1) - volume)
 
 
 def _laplacian(weights: Any, x: jax.Array) -> jax.Array:
-    """What a network that solves a differential equation minimizes."""
+    """Return the loss of a network that solves a differential equation."""
 
     def value(point: jax.Array) -> jax.Array:
         for w in weights:

@@ -1,4 +1,4 @@
-"""The ways to compute a loss that are compared: functions of parameters and batch."""
+"""The ways to compute a loss that are compared. Each way is a function of the parameters and a batch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.optimizer.peers import Loss
 FLOAT32 = "float32"
 BY_HAND = "by hand"
 AUTOCAST = "autocast"
-KEPT = "autocast, nothing recomputed"
+NO_RECOMPUTE = "autocast, nothing recomputed"
 HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
-# By name. All but the one by hand are made of the program that is written for float32.
+# The ways by name. Except for manual casts ("by hand"), all ways start from the float32 program.
 WAYS: dict[str, Callable[[Model], Loss]] = {
     FLOAT32: lambda model: model.loss(None),
     BY_HAND: lambda model: model.loss(jnp.float16),
     AUTOCAST: lambda model: jls.autocast(model.loss(None)),
-    KEPT: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(recompute=False)),
+    NO_RECOMPUTE: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(recompute=False)),
     HALF_RESIDUAL_STREAM: lambda model: jls.autocast(
         model.loss(None), policy=jls.PrecisionPolicy(half_residual_stream=True)
     ),

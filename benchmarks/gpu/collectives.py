@@ -1,7 +1,8 @@
-"""What one device of eight sends and receives in a training step of a decoder that lies on a mesh in a usual way.
+"""Bytes that one of eight devices sends and receives in a training step of a decoder, for common sharding layouts.
 
-XLA partitions the program, which is read and not run. It is compiled for H100s where the group ``bench-cuda`` is
-installed, else for CPU devices. A collective counts with the bytes of the larger of what it takes and what it gives.
+XLA partitions and compiles the program, and the compiled program is analyzed but not run. With the group
+``bench-cuda``, the program is compiled for H100s, and otherwise for CPU devices. The bytes of a collective are the size
+of its operands or of its results, whichever is larger.
 """
 
 from __future__ import annotations
@@ -36,16 +37,26 @@ _COLUMNS = columns(
     "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over by hand {:.2f} | temporaries {:.0f} MB"
 )
 _NOTES = (
-    "By hand: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table cast: the "
-    "embedding table is cast where tokens are looked up, in a function for `autocast`.",
-    "Value, gradient and Adam, donated. A loop counts with all its turns.",
-    "Compiled for eight CPU devices, the table says the same, but for the gradient of the tied table, a sum of two. "
-    "For GPUs, XLA joins two all-reduces into one in float32; in FSDP it gathers one to scatter the other into it.",
+    "By hand: parameters and activations are cast to float16 manually; softmax, norms and the loss are float32. Table "
+    "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
+    "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
+    "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
+    "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, it gathers one "
+    "gradient to scatter the other one into it.",
 )
 
 
 class Layout(NamedTuple):
-    """How a decoder is written, and how it lies on a mesh of eight devices."""
+    """A variant of the decoder, and its sharding on a mesh of eight devices.
+
+    Attributes:
+      name: the name in the table.
+      mesh: the shape of the mesh by axis name.
+      weights: the partition specs of the weights by name; "all" for all other weights.
+      is_scanned: whether the blocks are executed by `jax.lax.scan`.
+      is_rematerialized: whether each block is wrapped in `jax.checkpoint`.
+      axis_type: the type of the mesh axes.
+    """
 
     name: str
     mesh: dict[str, int]
@@ -55,14 +66,14 @@ class Layout(NamedTuple):
     axis_type: AxisType = AxisType.Auto
 
     def placed(self, mesh: Mesh, name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """The type of a weight; those of blocks are stacked for a scan."""
+        """Return the shape, dtype and sharding of a weight. The weights of blocks are stacked for a scan."""
         spec = self.weights.get(name, self.weights["all"])
         if self.is_scanned and name != "table":
             shape, spec = (_BLOCKS, *shape), P(None, *spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
     def params(self, mesh: Mesh, width: int) -> Any:
-        """Types of all weights."""
+        """Return the shapes, dtypes and shardings of all weights."""
         shapes = {
             "qkv": (width, 3 * width),
             "out": (width, width),
@@ -107,8 +118,8 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
         return x if is_explicit else jax.lax.with_sharding_constraint(x, P("data"))
 
     def norm(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
 
     def block(x: jax.Array, weights: Any) -> jax.Array:
         w = jax.tree.map(whole, weights)
@@ -135,7 +146,7 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
 
 
 def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
-    """A training step as XLA partitions it."""
+    """Return the compiled training step, as XLA partitions it."""
     devices = cuda.devices("1x1x8") if not cuda.missing() else jax.devices("cpu")[:8]
     mesh = mesh_of(devices, layout.mesh, layout.axis_type)
     options = dict(WAYS[way])
@@ -160,7 +171,10 @@ def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
 
 
 def moved(text: str) -> Counter[tuple[str, str]]:
-    """Bytes by what a collective does and the dtype of its numbers; scalars, such as the loss, are left out."""
+    """Return the number of bytes that collectives move, by kind of collective and by dtype.
+
+    Scalars, such as the loss, are not counted.
+    """
     computations, entry = parse(text)
     return _moved(computations, entry)
 
@@ -178,7 +192,8 @@ def _moved(computations: Mapping[str, Computation], computation: Computation) ->
         kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
         if kind:
             taken = [array for name in instruction.operands for array in computation[name].arrays]
-            given = instruction.arrays[-len(taken) :]  # what has begun gives what it takes, too
+            # The start operation of a collective returns its operands in addition to its results.
+            given = instruction.arrays[-len(taken) :]
             for one, other in zip(taken, given, strict=True):
                 if max(one.size, other.size) > 1:
                     found[kind, one.dtype] += max(one.bytes, other.bytes)
@@ -186,7 +201,7 @@ def _moved(computations: Mapping[str, Computation], computation: Computation) ->
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """One table of all layouts."""
+    """Return one table of all layouts."""
     if cuda.missing():
         jax.config.update("jax_num_cpu_devices", 8)
     else:

@@ -1,8 +1,9 @@
-"""What XLA makes of the optimizer's step for a GPU: the program compiled for an H100, read, and never run.
+"""The optimizer step as compiled by XLA for an H100. The program is analyzed, but not run.
 
-XLA compiles for a GPU that it has only a description of, so this needs the group ``bench-cuda`` and no GPU. The program
-says how many kernels a step launches and how much each of them reads and writes, and Adam is bound by that traffic. It
-says nothing of time: no cache, no launch and no GPU has a part in it. Those marks are `optimizer`'s, on a GPU.
+XLA can compile for a GPU with only a description of the GPU, so this benchmark needs the group ``bench-cuda``, but no
+GPU. The compiled program shows how many kernels a step launches, and how many bytes each kernel reads and writes. The
+time of Adam is determined by these bytes. The program does not show the effects of caches, launches and the actual GPU.
+The benchmark `optimizer` measures the time on a GPU.
 """
 
 from __future__ import annotations
@@ -34,21 +35,25 @@ _COLUMNS = columns(
     "full-size copies | conditionals | temporaries {:.1%}"
 )
 _NOTES = (
-    "Bytes: the sizes of all operands and results of all kernels. Of a conditional, the branch that moves more counts.",
-    "Copies: of arrays, not of scalars; in whatever branch. Temporaries: as a share of the parameters.",
+    "Bytes are the sizes of all operands and results of all kernels. For a conditional, the branch that moves more "
+    "bytes counts.",
+    "Copies are copies of arrays (not scalars) in any branch. Temporaries are relative to the size of the parameters.",
 )
 _MESH_COLUMNS = columns(
     "mesh | sets of axes | step | kernels | bytes over bare {:.3f} | all-reduces | other collectives"
 )
 _MESH_NOTES = (
-    "Of one device of eight. Sets of axes: over which leaves are split; norms are not split.",
-    "With automatic axes the step does not know how leaves are split, and reads each by itself.",
+    "The programs are for one of eight devices. Sets of axes is the number of different sets of mesh axes over which "
+    "leaves are sharded; norms are replicated.",
+    "With automatic axes, the shardings of the leaves are unknown when the step is traced, so each leaf is read "
+    "separately.",
 )
 _NOT_RUN = "GPU program (compiled, not run)"
 
-# An H100 SXM5, by NVIDIA's data sheet and by the table of compute capability 9.0 in its CUDA C++ Programming Guide.
-# Without any one of these XLA fails or makes another program (without the versions and the platform, products of float8
-# are not left to cuBLASLt); what makes no difference to it is left out.
+# The description of an H100 SXM5, from NVIDIA's data sheet and from the table of compute capability 9.0 in the CUDA C++
+# Programming Guide. Without any one of these values, XLA fails or compiles a different program. For example, without
+# the versions and the platform, float8 matmuls are not left to cuBLASLt. Values that do not affect the program are
+# omitted.
 _H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }
@@ -66,7 +71,7 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each dtype of the gradients, and one for meshes."""
+    """Return one table for each dtype of the gradients, and one table for meshes."""
     if why := missing():
         marks = [mark for dtype in _BYTES_GOALS for mark in _marks(dtype, None, None, note=why)]
         return [Table("Programs of Adam for an H100, not run", (), (), marks)]
@@ -77,32 +82,40 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 
 def missing() -> str:
-    """What has to be installed to compile for a GPU; empty if nothing."""
+    """Return a message about missing packages that are needed to compile for a GPU; "" if there are none."""
     installed = {distribution.name for distribution in importlib.metadata.distributions()}
     packages = [package for package in _PACKAGES if package not in installed]
-    return f"needs {' and '.join(packages)}: pip install -e '.[bench]' --group bench-cuda" if packages else ""
+    return (
+        f"needs {' and '.join(packages)}. Install with: pip install -e '.[bench]' --group bench-cuda"
+        if packages
+        else ""
+    )
 
 
 def start() -> None:
-    """Start the CPU only. The plugin would refuse to load without the libraries that running, not compiling, needs."""
+    """Initialize only the CPU backend of JAX.
+
+    The CUDA plugin would not load without the libraries that are necessary to run programs, although these libraries
+    are not necessary to compile programs.
+    """
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
 def devices(topology: str) -> list[Any]:
-    """H100s that are not there."""
+    """Return descriptions of H100s, which need not be present."""
     return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
 
 
 def compile_for_one(function: Any, *arguments: Any) -> jax.stages.Compiled:
-    """A jitted function, compiled for one H100, of arguments of these shapes."""
+    """Compile a jitted function for one H100. Only the shapes and dtypes of the arguments are used."""
     there = jax.sharding.SingleDeviceSharding(devices("1x1x1")[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
     return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 
 
 def _abstract(quick: bool, dtype: str) -> tuple[Any, Any]:
-    """Parameters and gradients."""
+    """Return the shapes and dtypes of the parameters and the gradients."""
     shapes = trees.transformer(4_000_000 if quick else 33_000_000)
     return trees.abstract(shapes, jnp.float32), trees.abstract(shapes, dtype)
 
@@ -162,7 +175,10 @@ def _on_mesh(
 def _compile(
     contender: Contender, params: Any, grads: Any, shardings: Any, of_scalars: jax.sharding.Sharding
 ) -> tuple[Program, str]:
-    """The program, and its text. ``shardings``: of the parameters, the gradients, and all that is like them."""
+    """Return the compiled program and its text.
+
+    ``shardings`` are the shardings of the parameters, and of the gradients and all other trees with the same structure.
+    """
 
     def place(leaf: Any, sharding: jax.sharding.Sharding = of_scalars) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

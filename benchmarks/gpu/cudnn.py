@@ -1,6 +1,7 @@
-"""cuDNN's attention in a program for float32, by `in_half`, beside casts by hand: compiled for H100s, and not run.
+"""cuDNN attention in a float32 program with `in_half`, compared with manual casts; compiled for H100s, but not run.
 
-Two blocks of a norm and causal attention; value and gradients. A mesh of 2 x 4 splits the examples and the heads.
+The program computes the value and the gradients of two blocks, each with a norm and causal attention. A 2 x 4 mesh
+shards the examples and the heads.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _COLUMNS = columns(
     "over by hand {:.2f} | temporaries over by hand {:.2f}"
 )
 _NOTES = (
-    "By hand: all is cast to float16, but for norms and the loss. Collectives count as reads and writes of memory.",
-    "Kernels: cuDNN's, of attention. Casts: kernels that convert what one of these reads or gives.",
+    "By hand: everything is cast to float16 manually, except for norms and the loss. Collectives count as memory reads "
+    "and writes.",
+    "Kernels are the attention kernels of cuDNN. Casts are kernels that convert an operand or a result of attention.",
 )
 
 _PLAIN = functools.partial(jax.nn.dot_product_attention, is_causal=True)
@@ -56,7 +58,7 @@ def _on_shards(attend: Any) -> Any:
     return jax.shard_map(attend, in_specs=(by_head,) * 3, out_specs=by_head)
 
 
-# How attention is called, whether axes are explicit, and what stands before the examples.
+# For each case: how attention is called, the type of the mesh axes, and the leading dimensions before the examples.
 _CASES: dict[str, tuple[Callable[[Any], Any], AxisType, tuple[int, ...]]] = {
     "automatic axes": (lambda attend: attend, AxisType.Auto, ()),
     "explicit axes": (lambda attend: attend, AxisType.Explicit, ()),
@@ -72,8 +74,8 @@ def _compiled(case: str, key_heads: int, way: str) -> jax.stages.Compiled:
 
     def block(x: jax.Array, weights: Any) -> jax.Array:
         weights = jax.tree.map(lambda weight: weight.astype(dtype), weights)
-        wide = x.astype(jnp.float32)
-        normal = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        normal = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)).astype(dtype)
         q, k, v = (jnp.einsum("...sd,dhk->...shk", normal, weights[name]) for name in "qkv")
         out_sharding = P("data") if axis_type is AxisType.Explicit else None
         return x + jnp.einsum("...shk,hkd->...sd", call(attend)(q, k, v), weights["out"], out_sharding=out_sharding)
@@ -94,7 +96,10 @@ def _compiled(case: str, key_heads: int, way: str) -> jax.stages.Compiled:
 
 
 def _casts_beside(text: str) -> int:
-    """How many kernels cast what cuDNN's attention reads or gives, whatever its layout."""
+    """Return the number of kernels that cast an operand or a result of cuDNN attention.
+
+    Layout changes between the cast and the attention are ignored.
+    """
     computations, _ = parse(text)
 
     def source(computation: Computation, name: str) -> Instruction:
@@ -119,14 +124,15 @@ def _casts_beside(text: str) -> int:
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """One table of all cases."""
+    """Return one table of all cases."""
     what = "GPU program (compiled, not run): cuDNN by `in_half`"
     if why := cuda.missing():
         return [Table(what, (), (), [Mark(f"{what}: kernels missing", None, 0, exactly=True, note=why)])]
     cuda.start()
     from jax._src.cudnn import fused_attention_stablehlo
 
-    fused_attention_stablehlo.check_cudnn_version = lambda: 91000  # else JAX asks cuDNN, which need not be there
+    # By default, JAX queries the version of the cuDNN library, which may not be installed.
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91000
     rows: list[Any] = []
     for n, (case, key_heads) in enumerate(itertools.product(_CASES, (_HEADS, _HEADS // 2))):
         programs: dict[str, Program] = {}

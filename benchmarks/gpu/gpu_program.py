@@ -1,4 +1,4 @@
-"""Reads what XLA compiled for a GPU: the kernels that a step launches."""
+"""Analysis of a program that XLA compiled for a GPU: the kernels that a step launches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.gpu.kernels import Kernel, kernels
 
 @dataclass(frozen=True)
 class Program:
-    """What a step launches.
+    """The kernels of a compiled step.
 
     Attributes:
-      kernels: with all their launches.
-      copies: of arrays, in whatever branch.
-      conditionals: as many of them as there are.
-      temporaries: bytes.
+      kernels: the kernels with the number of their launches.
+      copies: the number of arrays that are copied in any branch.
+      conditionals: the number of conditionals.
+      temporaries: the size of temporary memory in bytes.
     """
 
     kernels: list[Kernel]
@@ -27,21 +27,21 @@ class Program:
 
     @property
     def bytes(self) -> int:
-        """Read and written, by all kernels."""
+        """The number of bytes that all kernels read and write."""
         return round(sum(kernel.launches * kernel.bytes for kernel in self.kernels))
 
     @property
     def seconds(self) -> float:
-        """Predicted, of all kernels, on one H100."""
+        """The predicted time of all kernels on one H100 in seconds."""
         return sum(kernel.seconds for kernel in self.kernels)
 
     def over(self, other: Program) -> tuple[float, float]:
-        """Predicted time and temporaries, each over that of another program."""
+        """Return the ratios of the predicted times and of the temporaries of this program and another program."""
         return self.seconds / other.seconds, self.temporaries / other.temporaries
 
 
 def read(text: str, temporaries: int) -> Program:
-    """From the text of what XLA compiled."""
+    """Return the analysis of a compiled program, given its text and the size of its temporaries."""
     computations, entry = parse(text)
     launched = [entry, *(computations[name] for name in _branches(computations, entry))]
     instructions = [instruction for computation in launched for instruction in computation.values()]
@@ -54,7 +54,7 @@ def read(text: str, temporaries: int) -> Program:
 
 
 def _branches(computations: Mapping[str, Computation], computation: Computation) -> Iterator[str]:
-    """All branches of all conditionals, and of those within them."""
+    """Yield the names of all branches of all conditionals, including nested conditionals."""
     for instruction in computation.values():
         if instruction.opcode == "conditional":
             for name in instruction.callees:
@@ -63,7 +63,10 @@ def _branches(computations: Mapping[str, Computation], computation: Computation)
 
 
 def _copies(computations: Mapping[str, Computation], instruction: Instruction) -> int:
-    """How many arrays are copied, by the instruction or by a fusion of nothing but copies; scalars are none."""
+    """Return the number of arrays that an instruction copies.
+
+    The instruction is either a copy or a fusion that consists only of copies. Scalars are not counted.
+    """
     if instruction.opcode == "fusion":
         inside = [
             part for name in instruction.callees for part in computations[name].values() if part.opcode != "parameter"

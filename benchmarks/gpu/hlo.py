@@ -1,4 +1,4 @@
-"""Compiled programs as text, HLO, read into instructions."""
+"""Parser for the text (HLO) of compiled programs."""
 
 from __future__ import annotations
 
@@ -15,37 +15,46 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """What an instruction gives, or a part of it."""
+    """The dtype and the shape of a result of an instruction, or of a part of it."""
 
     dtype: str
     dimensions: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.dimensions)
 
     @property
     def bytes(self) -> int:
-        """Of all elements; those of less than eight bits take one byte."""
+        """The size of all elements in bytes. Elements of less than eight bits occupy one byte each."""
         bits = re.search(r"\d+", self.dtype)
         return self.size * max(1, int(bits[0]) // 8 if bits else 1)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of HLO."""
+    """An instruction, which is one line of HLO.
+
+    Attributes:
+      name: the name of the instruction.
+      shape: the shape of the result, or of all results.
+      opcode: the operation, such as "fusion".
+      inside: the text in parentheses: the operands, the value of a constant, or the number of a parameter.
+      attributes: the text after the parentheses.
+      is_root: whether the computation returns the result of this instruction.
+    """
 
     name: str
-    shape: str  # of the result, or of all results
+    shape: str
     opcode: str
-    inside: str  # the parentheses: operands, or the value of a constant, or the number of a parameter
+    inside: str
     attributes: str
     is_root: bool
 
     @property
     def operands(self) -> list[str]:
-        """Their names."""
+        """The names of the operands."""
         return re.findall(r"%([^\s,]+)", self.inside)
 
     @property
@@ -56,17 +65,17 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of all results."""
+        """The size of all results in bytes."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def callees(self) -> list[str]:
-        """The computations of a fusion or a call, the branches of a conditional."""
+        """The names of the computations of a fusion or a call, or of the branches of a conditional."""
         groups = re.findall(r"(?:calls|to_apply|\w+_computations?)=\{?((?:%[^\s,}]+(?:, )?)+)", self.attributes)
         return [name for group in groups for name in re.findall(r"%([^\s,}]+)", group)]
 
     def attribute(self, pattern: str) -> str:
-        """What the first group of ``pattern`` matches among the attributes; empty if it does not."""
+        """Return the match of the first group of ``pattern`` in the attributes; "" if there is no match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
@@ -75,7 +84,10 @@ Computation: TypeAlias = Mapping[str, Instruction]
 
 
 def parse(text: str) -> tuple[dict[str, Computation], Computation]:
-    """All computations by name, and the one that is the program. Operands come before what uses them."""
+    """Return all computations by name, and the entry computation.
+
+    In each computation, operands precede the instructions that use them.
+    """
     computations: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     entry = current
@@ -87,12 +99,12 @@ def parse(text: str) -> tuple[dict[str, Computation], Computation]:
             root, name, *rest = parts.groups()
             current[name] = Instruction(name, *rest, is_root=bool(root))
         elif re.match(r"\s+(ROOT )?%", line):
-            raise ValueError(f"This is not read as an instruction: {line.strip()[:200]}")
+            raise ValueError(f"This line cannot be parsed as an instruction: {line.strip()[:200]}")
     if not entry:
-        raise ValueError("The text of the program has no entry computation.")
+        raise ValueError("The text of the program does not contain an entry computation.")
     return dict(computations), entry
 
 
 def root(computation: Computation) -> Instruction:
-    """What a computation returns."""
+    """Return the instruction whose result a computation returns."""
     return next(instruction for instruction in computation.values() if instruction.is_root)

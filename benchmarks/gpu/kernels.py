@@ -1,7 +1,8 @@
-"""The kernels that a program compiled for an H100 launches: what each moves and multiplies, and the time that takes.
+"""The kernels of a program that was compiled for an H100: memory traffic, matmuls, and predicted time.
 
-A kernel is predicted to take as long as its bytes at full bandwidth, or as its products at full speed, whichever is
-longer. No cache, no launch and no tuning has a part in it. What is not known is an error.
+The predicted time of a kernel is the larger of two times: the time to move its bytes at full bandwidth, and the time to
+compute its matrix multiplications and convolutions (matmuls) at peak throughput. Caches, launches and tuning are not
+considered. An unknown instruction raises an error.
 """
 
 from __future__ import annotations
@@ -14,53 +15,60 @@ from dataclasses import dataclass, replace
 
 from benchmarks.gpu.hlo import Array, Computation, Instruction, root
 
-# A second of an H100 SXM5, by NVIDIA's data sheet: bytes, and operations of products by the dtype of their operands.
+# The bandwidth of an H100 SXM5 in bytes per second, and its peak matmul throughput in operations per second by operand
+# dtype. The values are from NVIDIA's data sheet.
 BANDWIDTH = 3.35e12
 PEAK = {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 4.95e14, "f32, not TF32": 6.7e13, "f64": 6.7e13}
 
-# These only name what is in memory already, or wait for it.
+# Instructions that only refer to values in memory, or wait for them.
 _NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
 _NO_KERNEL |= {"all-reduce-done", "all-gather-done"}
 _KERNELS = frozenset({"fusion", "custom-call", "copy", "dot", "convolution", "sort", "slice", "gather", "scatter"})
 _KERNELS |= {"dynamic-slice", "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter"}
 _KERNELS |= {"all-reduce-start", "all-gather-start"}
-_KERNELS |= {"while", "call", "conditional"}  # which hold them
+_KERNELS |= {"while", "call", "conditional"}  # instructions that contain kernels
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one instruction launches.
+    """The kernel that an instruction launches.
 
     Attributes:
-      name: of the instruction.
-      bytes: read and written by one launch.
-      products: operations of products in one launch, by the dtype of their operands.
-      launches: how many.
+      name: the name of the instruction.
+      bytes: the number of bytes that one launch reads and writes.
+      matmuls: the number of floating-point operations in matmuls per launch, by the dtype of their operands.
+      launches: the number of launches.
     """
 
     name: str
     bytes: float
-    products: Mapping[str, float]
+    matmuls: Mapping[str, float]
     launches: int = 1
 
     @property
     def seconds(self) -> float:
-        """Predicted, of all launches."""
-        multiplied = sum(count / PEAK[dtype] for dtype, count in self.products.items())
+        """The predicted time of all launches in seconds."""
+        multiplied = sum(count / PEAK[dtype] for dtype, count in self.matmuls.items())
         return self.launches * max(self.bytes / BANDWIDTH, multiplied)
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is launched, or holds what is."""
+    """Return whether an instruction launches a kernel, or contains instructions that launch kernels."""
     if instruction.opcode in _NO_KERNEL | _KERNELS:
         return instruction.opcode in _KERNELS
-    raise NotImplementedError(f"It is not known what {instruction.opcode!r} launches: {instruction.name}")
+    raise NotImplementedError(
+        f"Unknown instruction {instruction.opcode!r} ({instruction.name}). Add it to `_KERNELS` or `_NO_KERNEL`."
+    )
 
 
 def kernels(computations: Mapping[str, Computation], computation: Computation) -> Iterator[Kernel]:
-    """All kernels of a computation: a loop's with all launches, a conditional's of the branch that takes longest."""
+    """Yield all kernels of a computation.
+
+    The kernels of a loop have the launches of all iterations. For a conditional, the kernels of the slowest branch are
+    returned.
+    """
     for instruction in computation.values():
         if instruction.opcode == "while":
             times = turns(computations, computation, instruction)
@@ -72,11 +80,15 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             yield from max(branches, key=lambda branch: sum(kernel.seconds for kernel in branch))
         elif is_kernel(instruction):
             inside = _inside(computations, computation, instruction)
-            yield Kernel(instruction.name, _bytes_moved(inside), _products(computations, inside))
+            yield Kernel(instruction.name, _bytes_moved(inside), _matmuls(computations, inside))
 
 
 def turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
-    """Return XLA's count of turns, or count them where a counter goes up by one from one constant to another."""
+    """Return the number of iterations of a loop.
+
+    If XLA has counted the iterations, its count is returned. For other loops, the count is computed from a counter that
+    increases by one from one constant to another.
+    """
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
     condition, body = (computations[loop.attribute(rf"\b{part}=%([^\s,]+)")] for part in ("condition", "body"))
@@ -92,11 +104,14 @@ def turns(computations: Mapping[str, Computation], computation: Computation, loo
         steps = [part.inside for part in added.values() if part.opcode == "constant"]
         if start.opcode == "constant" and root(added).opcode == "add" and steps == ["1"]:
             return max(0, int(limit.inside) - int(start.inside))
-    raise NotImplementedError(f"It is not known how often this loop turns: {loop.name}")
+    raise NotImplementedError(f"The number of iterations of the loop {loop.name} cannot be determined.")
 
 
 def _inside(computations: Mapping[str, Computation], computation: Computation, instruction: Instruction) -> Computation:
-    """What a fusion computes; or the instruction itself, with parameters in the place of what is computed elsewhere."""
+    """Return the computation of a fusion. For any other instruction, return a computation with only this instruction.
+
+    In this computation, parameters replace the operands, because the operands are computed elsewhere.
+    """
     if instruction.opcode == "fusion":
         return computations[instruction.callees[0]]
     operands = [computation[name] for name in instruction.operands]
@@ -106,11 +121,14 @@ def _inside(computations: Mapping[str, Computation], computation: Computation, i
 
 
 def _bytes_moved(inside: Computation) -> float:
-    """Read and written by a kernel: of what is sliced, the slice; of what is updated in its place, the update."""
+    """Return the number of bytes that a kernel reads and writes.
+
+    If an array is sliced, only the slice counts. If an array is updated in place, only the update counts.
+    """
     last = root(inside)
     results = [inside[name] for name in last.operands] if last.opcode == "tuple" else [last]
     updates = {part.name for result in results for part in _update_in_place(inside, result)}
-    # The share of each value that is needed, by the slice that needs it: different slices need different parts.
+    # The fraction of each value that is needed, for each slice that uses it. Different slices need different parts.
     shares: dict[str, Counter[str]] = {name: Counter() for name in inside}
     for result in results:
         shares[result.name][""] = 1
@@ -118,7 +136,7 @@ def _bytes_moved(inside: Computation) -> float:
         for place, operand in enumerate(instruction.operands):
             needed, size = dict(shares[name]), _size(inside[operand])
             if place == 0 and name in updates:
-                # What is added to is read where it is.
+                # A scatter reads only the elements to which it adds.
                 needed = {name: _size(_updating(inside, instruction)) / size} if instruction.opcode == "scatter" else {}
             elif place == 0 and instruction.opcode in _SLICES:
                 needed = {name: min(1.0, sum(needed.values())) * _size(instruction) / size}
@@ -130,27 +148,33 @@ def _bytes_moved(inside: Computation) -> float:
 
 
 def _bytes_written(inside: Computation, result: Instruction) -> float:
+    """Return the number of bytes of a result that a kernel writes."""
     if update := _update_in_place(inside, result):
         return _updating(inside, update[0]).bytes
-    # A library's workspace is no result, nor is what was taken.
+    # The workspace of a library call does not count as a result, and neither do the operands that an all-gather-start
+    # returns.
     is_call = result.opcode == "custom-call"
     arrays = result.arrays[len(result.operands) :] if result.opcode == "all-gather-start" else result.arrays
     return sum(a.bytes for a in arrays if not (is_call and a.dtype in ("s8", "u8") and len(a.dimensions) == 1))
 
 
 def _update_in_place(inside: Computation, result: Instruction) -> list[Instruction]:
-    """The update that a result is, of an argument of the kernel; none if it is something else."""
+    """Return a list with the instruction that updates an argument of the kernel in place.
+
+    The list is empty if the result is not such an update.
+    """
     update = _unnamed(inside, result)
     is_update = update.opcode in _UPDATES and _unnamed(inside, inside[update.operands[0]]).opcode == "parameter"
     return [update] if is_update else []
 
 
 def _updating(inside: Computation, update: Instruction) -> Instruction:
-    """What is written: the second operand of a dynamic-update-slice, the last of a scatter."""
+    """Return the written values: the second operand of a dynamic-update-slice, or the last operand of a scatter."""
     return inside[update.operands[1 if update.opcode == "dynamic-update-slice" else -1]]
 
 
 def _unnamed(inside: Computation, instruction: Instruction) -> Instruction:
+    """Return the instruction whose value a bitcast reinterprets."""
     while instruction.opcode == "bitcast":
         instruction = inside[instruction.operands[0]]
     return instruction
@@ -160,47 +184,49 @@ def _size(instruction: Instruction) -> int:
     return max(1, sum(array.size for array in instruction.arrays))
 
 
-def _products(computations: Mapping[str, Computation], inside: Computation) -> Counter[str]:
-    """Operations of the products in a kernel."""
+def _matmuls(computations: Mapping[str, Computation], inside: Computation) -> Counter[str]:
+    """Return the number of operations in the matmuls of a kernel, by dtype."""
     found: Counter[str] = Counter()
     for instruction in inside.values():
         if instruction.opcode == "fusion":
-            found += _products(computations, computations[instruction.callees[0]])
+            found += _matmuls(computations, computations[instruction.callees[0]])
         elif instruction.opcode in ("dot", "convolution", "custom-call"):
             operands = [inside[name].arrays[0] for name in instruction.operands[:2]]
             found[_slowest(instruction, operands)] += 2 * _multiplications(instruction, *operands)
     return found
 
 
-def _slowest(product: Instruction, operands: list[Array]) -> str:
-    """The dtype that decides how fast a product is."""
+def _slowest(matmul: Instruction, operands: list[Array]) -> str:
+    """Return the dtype that determines the throughput of a matmul."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
     if unknown := set(names) - set(PEAK):
-        raise NotImplementedError(f"It is not known how fast products of {', '.join(unknown)} are: {product.name}")
+        raise NotImplementedError(
+            f"The peak throughput of {', '.join(unknown)} is unknown: {matmul.name}. Add it to `PEAK`."
+        )
     slowest = min(names, key=lambda name: PEAK[name])
-    return "f32, not TF32" if slowest == "f32" and product.attribute(r"operand_precision=\{(high)") else slowest
+    return "f32, not TF32" if slowest == "f32" and matmul.attribute(r"operand_precision=\{(high)") else slowest
 
 
-def _multiplications(product: Instruction, first: Array, second: Array) -> float:
-    """In a product, a convolution or attention."""
-    target = product.attribute(r'custom_call_target="([^"]*)"')
-    result = product.arrays[0]
-    if product.opcode == "dot" or target.startswith("__cublas$"):
-        summed = product.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or product.attribute(
+def _multiplications(matmul: Instruction, first: Array, second: Array) -> float:
+    """Return the number of multiplications in a matrix multiplication, a convolution or an attention kernel."""
+    target = matmul.attribute(r'custom_call_target="([^"]*)"')
+    result = matmul.arrays[0]
+    if matmul.opcode == "dot" or target.startswith("__cublas$"):
+        summed = matmul.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or matmul.attribute(
             r'"lhs_contracting_dimensions":\[([^\]]*)\]'
         )
         return result.size * math.prod(first.dimensions[int(n)] for n in re.findall(r"\d+", summed))
-    if product.opcode == "convolution" or target.startswith("__cudnn$conv"):
-        # For each number of what the forward convolution gives, one of each number of a filter.
+    if matmul.opcode == "convolution" or target.startswith("__cudnn$conv"):
+        # A convolution has one multiplication for each element of its result and each element of one filter.
         if target == "__cudnn$convBackwardFilter":
             given, filters = second, result
         else:
             given, filters = (first if target == "__cudnn$convBackwardInput" else result), second
-        labels = product.attribute(r"dim_labels=\w+_(\w+)->")
+        labels = matmul.attribute(r"dim_labels=\w+_(\w+)->")
         return given.size * filters.size / filters.dimensions[labels.index("o")]
     if target.startswith("__cudnn$fmha"):
-        weights = product.attribute(r'"intermediate_tensor_shape":\{[^{]*"dimensions":\[([^\]]*)\]')
+        weights = matmul.attribute(r'"intermediate_tensor_shape":\{[^{]*"dimensions":\[([^\]]*)\]')
         shape = [int(n) for n in re.findall(r"\d+", weights)]
-        products = 5 if "Backward" in target else 2
-        return products * math.prod(shape) * first.size / math.prod(shape[:3])
-    raise NotImplementedError(f"It is not known what {target or product.opcode!r} multiplies: {product.name}")
+        matmuls = 5 if "Backward" in target else 2
+        return matmuls * math.prod(shape) * first.size / math.prod(shape[:3])
+    raise NotImplementedError(f"The operations of {target or matmul.opcode!r} cannot be counted: {matmul.name}")

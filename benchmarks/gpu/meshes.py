@@ -1,4 +1,4 @@
-"""Meshes, how parameters lie on them, and the collectives of a program compiled for them."""
+"""Meshes, shardings of the parameters on them, and the collectives in programs that are compiled for them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(")
-_REPLICATED = 2**15  # elements: leaves up to this size are not split
+_REPLICATED = 2**15  # Leaves with at most this number of elements are replicated.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of eight devices, and the ways in which leaves lie on it.
+    """A mesh of eight devices, and the partition specs of the leaves.
 
     Attributes:
-      shape: of the mesh, by the names of its axes.
-      specs: leaves take turns with these.
-      axis_type: explicit axes are in the types of arrays; about automatic ones, only the compiler knows.
+      shape: the shape of the mesh by axis name.
+      specs: the partition specs, which are assigned to the leaves in turn.
+      axis_type: the type of the mesh axes. Explicit axes are part of the types of arrays; automatic axes are visible
+        only to the compiler.
     """
 
     shape: dict[str, int]
@@ -31,21 +32,24 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Such as ``"4 x 2, Auto"``."""
+        """The name of the layout, such as ``"4 x 2, Auto"``."""
         return f"{' x '.join(map(str, self.shape.values()))}, {self.axis_type.name}"
 
     @property
     def sets_of_axes(self) -> int:
-        """How many different sets of axes leaves are split over."""
+        """The number of different sets of axes over which leaves are sharded."""
         sets = {frozenset(name for name in spec if name is not None) for spec in self.specs}
         return len(sets - {frozenset()})
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
-        """The mesh of these devices."""
+        """Return the mesh of the given devices."""
         return mesh_of(devices, self.shape, self.axis_type)
 
     def sharding(self, mesh: Mesh, n: int, shape: tuple[int, ...]) -> NamedSharding:
-        """Of the ``n``-th leaf: in its turn, as far as its dimensions can be divided; small leaves are not split."""
+        """Return the sharding of the ``n``-th leaf.
+
+        A leaf is replicated if it is small, or if its dimensions are not divisible by the sizes of the axes.
+        """
         spec = self.specs[n % len(self.specs)]
         is_split = np.prod(shape) > _REPLICATED and all(
             name is None or shape[axis] % self.shape[name] == 0 for axis, name in enumerate(spec)
@@ -68,11 +72,11 @@ LAYOUTS = tuple(
 
 
 def mesh_of(devices: Sequence[Any], shape: dict[str, int], axis_type: AxisType) -> Mesh:
-    """A mesh of devices, with axes of one type."""
+    """Return a mesh of devices whose axes all have the same type."""
     array = np.array(devices).reshape(tuple(shape.values()))
     return Mesh(array, tuple(shape), axis_types=(axis_type,) * len(shape))
 
 
 def collectives(text: str) -> Counter[str]:
-    """How many of each kind a compiled program has."""
+    """Return the number of collectives of each kind in a compiled program."""
     return Counter(_COLLECTIVE.findall(text))

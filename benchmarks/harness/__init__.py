@@ -1,1 +1,1 @@
-"""Tools of all benchmarks: a process for each benchmark, timing, tables and marks."""
+"""Tools that all benchmarks use: a separate process for each benchmark, timing, tables and marks."""

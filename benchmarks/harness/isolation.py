@@ -1,4 +1,4 @@
-"""A fresh process for each benchmark: clean memory, empty caches, its own devices."""
+"""A new process for each benchmark, so that each benchmark starts with its own memory, caches and devices."""
 
 from __future__ import annotations
 
@@ -17,36 +17,50 @@ from benchmarks.harness.report import Table, environment
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a benchmark, or a part of it, has come."""
+    """Progress of a benchmark or of a part of it.
 
-    tell: Callable[[float, str], None]  # fraction of the whole, from 0 to 1; what is being done
+    Attributes:
+      tell: a function that displays the completed fraction of the whole benchmark, from 0 to 1, and a description of
+        the current work.
+      start: the fraction of the whole benchmark at which this part starts.
+      stop: the fraction of the whole benchmark at which this part ends.
+      what: the description of this part.
+    """
+
+    tell: Callable[[float, str], None]
     start: float = 0.0
     stop: float = 1.0
     what: str = ""
 
     def __call__(self, fraction: float, what: str = "") -> None:
-        """Say that ``fraction`` of this part is done."""
+        """Report that ``fraction`` of this part is completed."""
         text = ": ".join(filter(None, (self.what, what)))
         self.tell(self.start + fraction * (self.stop - self.start), text)
 
     def part(self, index: int, count: int, what: str) -> Progress:
-        """The ``index``-th of ``count`` equal parts of this one."""
+        """Return the progress of the ``index``-th of ``count`` equal parts of this part."""
         width = (self.stop - self.start) / count
         start = self.start + index * width
         return replace(self, start=start, stop=start + width, what=": ".join(filter(None, (self.what, what))))
 
 
 def run_apart(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
-    """Run a benchmark in a process of its own, with the ``options`` that only this benchmark has.
+    """Run a benchmark in its own process. ``options`` are the additional arguments of its function ``run``.
 
     Returns:
-      Its tables, and the GPU that it ran on; or why it failed.
+      The tables of the benchmark and the name of the GPU. If the benchmark failed, the error message instead.
     """
-    return call_apart(_run, name, quick, options, timeout=None) or "its process died; out of memory?"
+    return (
+        call_apart(_run, name, quick, options, timeout=None)
+        or "its process died, possibly because it ran out of memory"
+    )
 
 
 def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
-    """``function(*args)`` in a process of its own; ``None`` if it takes more than ``timeout`` seconds or dies."""
+    """Return ``function(*args)``, computed in its own process.
+
+    Return ``None`` if the process takes more than ``timeout`` seconds or dies.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(there, function, args))
@@ -62,6 +76,8 @@ def call_apart(function: Callable[..., Any], *args: Any, timeout: float | None) 
 
 
 def _run(name: str, quick: bool, options: dict[str, Any]) -> tuple[list[Table], str] | str:
+    """Run a benchmark in the current process, and return the same values as `run_apart`."""
+
     def tell(fraction: float, what: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{name}: {fraction:.0%} {what}", end="\r", file=sys.stderr, flush=True)

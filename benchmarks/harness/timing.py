@@ -1,12 +1,12 @@
-"""Contenders timed in turns.
+"""Timing of several steps (contenders) that take turns.
 
-A machine is never quiet, and its noise comes in spells longer than a step. So all contenders take their turn in every
-round, and what is compared is the ratio within a round, where the spell falls on both. Its median over the rounds is
-reported, and the quartiles as its spread.
+A machine is never idle, and other processes slow it down for periods that are longer than a step. Therefore, all
+contenders run in each round, and the ratio of their times is computed within the round, because the same period then
+affects both. The reported values are the median of this ratio over all rounds, and its quartiles as the spread.
 
-What ran just before matters, too: a step with large temporaries leaves caches that hold nothing of the next one. So the
-order is drawn anew in every round, and each contender makes one untimed step right before those that are timed: what it
-finds is then what it left itself, as in a training loop.
+The previous step also has an effect: if it needs large temporary arrays, it leaves no data of the next step in the
+caches. Therefore, the order is shuffled in each round, and each contender performs one untimed step immediately before
+its timed steps. The timed steps then find the caches in the same state as in a training loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import jax
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark
 
-# Steps shorter than this are repeated before the clock is read again.
-_SHORTEST_SAMPLE = {"cpu": 0.005, "gpu": 0.05}  # seconds
+# If a step is shorter than this time in seconds, several steps are timed together.
+_SHORTEST_SAMPLE = {"cpu": 0.005, "gpu": 0.05}
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the ratios within the rounds, and their quartiles."""
+    """The median and the quartiles of the ratios of two times, computed over all rounds."""
 
     median: float
     low: float
@@ -39,50 +39,54 @@ class Ratio:
 
     @property
     def spread(self) -> str:
-        """The quartiles, for a table."""
+        """The quartiles as text for a table."""
         return f"{self.low:.2f} to {self.high:.2f}"
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of each contender in each round."""
+    """The time in seconds of each contender in each round."""
 
     seconds: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """The typical time of a step, in seconds."""
+        """Return the median time of a step in seconds."""
         return statistics.median(self.seconds[name])
 
     def minimum(self, name: str) -> float:
-        """The time of a step that nothing disturbed, in seconds."""
+        """Return the shortest time of a step in seconds."""
         return min(self.seconds[name])
 
     def row(self, name: str, over: str) -> tuple[str, float, float, float, str]:
-        """Of a table: the name, median and minimum in milliseconds, the ratio and its spread."""
+        """Return the cells of a table row.
+
+        The cells are the name, the median and the minimum in milliseconds, the ratio over the contender ``over``, and
+        its spread.
+        """
         ratio = self.ratio(name, over)
         return name, 1e3 * self.median(name), 1e3 * self.minimum(name), ratio.median, ratio.spread
 
     def mark(self, what: str, name: str, over: str, goal: float) -> Mark:
-        """That the median of the ratios is at most ``goal``."""
+        """Return a mark whose goal is that the median ratio is at most ``goal``."""
         ratio = self.ratio(name, over)
         return Mark(what, ratio.median, goal, note=f"spread {ratio.spread}")
 
     def ratio(self, name: str, over: str) -> Ratio:
-        """How many times the time of ``over`` the contender ``name`` takes."""
+        """Return the ratio of the time of ``name`` to the time of ``over``."""
         ratios = [a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         return Ratio(statistics.median(ratios), low, high)
 
 
 class Repeated:
-    """A compiled step whose state is donated, and so has to be fed back."""
+    """A compiled step whose state is donated, so that the returned state must be passed to the next call."""
 
     def __init__(self, compiled: Callable[..., Any], state: Any, *inputs: Any) -> None:
-        """Call ``state = compiled(state, *inputs)`` again and again."""
+        """Store the step and its first state. Each call performs ``state = compiled(state, *inputs)``."""
         self._compiled, self.state, self._inputs = compiled, state, inputs
 
     def __call__(self) -> Any:
-        """One step; what to wait for."""
+        """Perform one step, and return the new state, which the caller must wait for."""
         self.state = self._compiled(self.state, *self._inputs)
         return self.state
 
@@ -90,18 +94,18 @@ class Repeated:
 def interleave(
     contenders: Mapping[str, Callable[[], Any]], rounds: int, progress: Progress, *, seed: int = 0
 ) -> Timings:
-    """Time the contenders in turns, in an order of its own in every round, each right after an untimed step.
+    """Time the contenders in turns. Each round has its own random order.
 
     Args:
-      contenders: by name; each call does one step and returns what has to be waited for.
-      rounds: how many times each is timed.
-      progress: told about every round.
-      seed: of the orders.
+      contenders: the contenders by name. A call performs one step and returns arrays to wait for.
+      rounds: the number of rounds, in each of which every contender is timed once.
+      progress: the progress, which is updated after each round.
+      seed: the random seed of the orders.
     """
     progress(0, "warming up")
     repeats = {}
     for name, step in contenders.items():
-        _seconds(step, 1)  # compiles, touches its memory for the first time
+        _seconds(step, 1)  # The first call compiles the step and allocates its memory.
         shortest = _SHORTEST_SAMPLE.get(jax.default_backend(), 0.0)
         repeats[name] = max(1, math.ceil(shortest / min(_seconds(step, 1), _seconds(step, 1))))
 
@@ -114,7 +118,8 @@ def interleave(
         for n in range(rounds):
             generator.shuffle(order)
             for name in order:
-                _seconds(contenders[name], 1)  # untimed: the caches are then its own, not its predecessor's
+                # This untimed step fills the caches with the data of this contender.
+                _seconds(contenders[name], 1)
                 seconds[name].append(_seconds(contenders[name], repeats[name]))
             progress((n + 1) / rounds, f"round {n + 1} of {rounds}")
     finally:

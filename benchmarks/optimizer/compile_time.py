@@ -1,4 +1,4 @@
-"""How long a step takes to compile: the optimizer's, by the number of leaves, and a whole training step."""
+"""Compile time of the optimizer step, for several numbers of leaves, and of a whole training step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from benchmarks.optimizer import models, trees
 from benchmarks.optimizer.peers import APPLY_IF_FINITE, BARE, FLAX, JMP, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, Contender
 
 _CONTENDERS: tuple[Contender, ...] = (BARE, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, APPLY_IF_FINITE)
-_PATIENCE = 20.0  # seconds, for jmp, whose time grows faster than the number of leaves
-_GOAL = 1.75  # by hand, a check, a conditional and one factor take 1.65
-# These are compiled in another process, which is stopped if it takes too long. They are passed to it by name, because
-# an optax optimizer cannot be pickled.
+_PATIENCE = 20.0  # The time limit in seconds for jmp, whose compile time grows faster than the number of leaves.
+_GOAL = 1.75  # A manual implementation (a check, a conditional and one factor) takes 1.65 times as long as bare.
+# The contenders that are compiled in another process, which is stopped if it takes too long. The name of the contender
+# is passed to the process, because an optax optimizer cannot be pickled.
 _SLOW = {contender.name: contender for contender in (FLAX, JMP)}
 _TRAINING_PATIENCE = 300.0  # seconds
 _TRAINING_GOAL = 1.25
@@ -30,7 +30,10 @@ _SHAPES = {"small": (64, 64), "large": (256, 512)}
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for small leaves, which are checked together, one for large ones, and one for a training step."""
+    """Return three tables: for small leaves, for large leaves, and for a training step.
+
+    Small leaves are checked together.
+    """
     jax.config.update("jax_enable_compilation_cache", False)
     kinds = list(_SHAPES)[:1] if quick else list(_SHAPES)
     tables = [_measure(kind, quick, progress.part(n, 3, f"{kind} leaves")) for n, kind in enumerate(kinds)]
@@ -47,13 +50,15 @@ def _measure(kind: str, quick: bool, progress: Progress) -> Table:
         part = progress.part(n, len(counts), f"{leaves} leaves")
         if JMP in contenders and call_apart(_compile_slow, JMP.name, leaves, shape, timeout=patience) is None:
             contenders = _CONTENDERS
-        _compile(BARE, 2, shape)  # what only the very first compilation pays for
+        _compile(BARE, 2, shape)  # The first compilation in a process has an additional cost.
         timings = _interleave(lambda it, n=leaves: _compile(it, n, shape), contenders, 1 if quick else 3, part)  # type: ignore[misc]
         over = _over_bare(timings)
         rows += [(leaves, name, timings.minimum(name), over[name]) for name in timings.seconds]
         rows += [(leaves, JMP.name, f"> {patience:.0f} s", None)] if contenders is _CONTENDERS else []
     mark = f"compile time of {{}} over bare, {_MARKED_LEAVES} {kind} leaves"
-    marks = _marks(mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick stops at {leaves} leaves" if quick else "")
+    marks = _marks(
+        mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick measures at most {leaves} leaves" if quick else ""
+    )
     title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
     return Table(title, columns(f"leaves | {_COLUMNS}"), rows, marks, quick=quick)
 
@@ -61,7 +66,7 @@ def _measure(kind: str, quick: bool, progress: Progress) -> Table:
 def _measure_training(quick: bool, progress: Progress) -> Table:
     layers = 2 if quick else _MARKED_LAYERS
     patience = _TRAINING_PATIENCE / 10 if quick else _TRAINING_PATIENCE
-    _compile_training(BARE, 1)  # what only the very first compilation pays for
+    _compile_training(BARE, 1)  # The first compilation in a process has an additional cost.
     timings = _interleave(lambda it: _compile_training(it, layers), _CONTENDERS, 1 if quick else 3, progress)
     over = _over_bare(timings)
     rows: list[tuple[Cell, ...]] = [(name, timings.minimum(name), ratio) for name, ratio in over.items()]
@@ -72,12 +77,15 @@ def _measure_training(quick: bool, progress: Progress) -> Table:
         rows.append((name, *seen))
     mark = f"compile time of a training step over bare, {_MARKED_LAYERS}-layer transformer, {{}}"
     marks = _marks(
-        mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick stops at {layers} layers" if quick else ""
+        mark, (OURS, *OTHER_KINDS), over, _TRAINING_GOAL, f"--quick measures only {layers} layers" if quick else ""
     )
     leaves = len(jax.tree.leaves(_abstract_transformer(layers)[0]))
     title = f"Compile time of a training step in float16: transformer, {layers} layers, {leaves} leaves"
     slow = " and ".join(_SLOW)
-    notes = [f"{slow}: compiled once, all other steps several times; the shortest time counts."]
+    notes = [
+        f"The steps of {slow} are compiled once. All other steps are compiled several times, and the shortest time is "
+        "shown."
+    ]
     return Table(title, columns(_COLUMNS), rows, marks, notes, quick)
 
 
@@ -107,7 +115,7 @@ def _interleave(
 
 
 def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float:
-    """Seconds from nothing to a compiled step of the optimizer."""
+    """Return the time in seconds to trace, lower and compile an optimizer step, without any cache."""
     params = trees.abstract([shape] * leaves, jnp.float32)
     state = jax.eval_shape(contender.init, params)
     jax.clear_caches()
@@ -117,12 +125,12 @@ def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float
 
 
 def _compile_slow(name: str, leaves: int, shape: tuple[int, ...]) -> float:
-    """Return the same for a contender of `_SLOW`."""
+    """Return the result of `_compile` for a contender of `_SLOW`, which is given by name."""
     return _compile(_SLOW[name], leaves, shape)
 
 
 def _compile_training(contender: Contender, layers: int) -> float:
-    """Seconds from nothing to a compiled training step."""
+    """Return the time in seconds to trace, lower and compile a training step, without any cache."""
     jax.config.update("jax_enable_compilation_cache", False)
     params, batch = _abstract_transformer(layers)
     loss = models.transformer_loss(jnp.float16, heads=4)
@@ -134,7 +142,10 @@ def _compile_training(contender: Contender, layers: int) -> float:
 
 
 def _compile_training_slow(name: str, layers: int) -> float:
-    """Return the same for a contender of `_SLOW`, without the cost of the first compilation in a new process."""
+    """Return the result of `_compile_training` for a contender of `_SLOW`, which is given by name.
+
+    The cost of the first compilation in a new process is not included.
+    """
     _compile_training(BARE, 1)
     return _compile_training(_SLOW[name], layers)
 

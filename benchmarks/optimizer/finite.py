@@ -1,4 +1,4 @@
-"""`all_finite` alone, beside a plain sum, a plain `isfinite` and jmp."""
+"""Time of `all_finite`, compared with a plain sum, a plain `isfinite` and jmp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = columns("check | median {:.2f} ms | minimum {:.2f} ms | over jnp.sum 
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each dtype."""
+    """Return a table for each dtype."""
     size = 4_000_000 if quick else 100_000_000 if jax.default_backend() == "gpu" else 33_000_000
     shapes = trees.transformer(size)
     parts = [(dtype, progress.part(n, len(_DTYPES), dtype)) for n, dtype in enumerate(_DTYPES)]

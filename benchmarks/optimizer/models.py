@@ -1,4 +1,4 @@
-"""A model to train, in any compute dtype from float32 master weights."""
+"""A transformer that can be trained in any compute dtype with float32 parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, 
 
 
 def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any, Any]:
-    """Parameters of a decoder, 16 leaves a layer and 3 more, and a batch of text: ``int32[batch, context + 1]``."""
+    """Return the parameters of a decoder and a batch of text, ``int32[batch, context + 1]``.
+
+    The parameters consist of 16 leaves for each layer, and 3 further leaves.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 7 * layers + 2))
     params = {
         "characters": init_dense(next(keys), data.CHARACTERS, width)["kernel"],
@@ -37,7 +40,7 @@ def transformer(layers: int, width: int, batch: int, context: int) -> tuple[Any,
 
 
 def transformer_loss(dtype: DTypeLike, heads: int) -> Loss:
-    """Cross-entropy of a line of text, as a function of parameters and batch."""
+    """Return the cross-entropy of a line of text as a function of the parameters and the batch."""
 
     def loss(params: Any, text: jax.Array) -> jax.Array:
         params = jls.cast_floating(params, dtype)

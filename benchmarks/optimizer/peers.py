@@ -1,6 +1,6 @@
-"""The optimizer step without loss scaling, with ours, and with each peer: Adam, on float32 master weights.
+"""The optimizer step (Adam, float32 parameters) without loss scaling, with this library, and with other libraries.
 
-Each is written as its own documentation tells its users to write it.
+Each step is written as in the documentation of its library.
 """
 
 # ruff: noqa: D102  (`Contender` documents the methods)
@@ -21,44 +21,50 @@ import optax
 import jax_lossscale as jls
 
 ADAM = optax.adam(1e-4)
-# Small, so that the gradients of `models` are in the range of float16 with and without it: a CPU is slow with subnormal
-# numbers and quick to skip a step, and neither is to be measured.
+# The scale is small, so that the gradients of `models` are in the range of float16 both with and without it. Subnormal
+# numbers make a CPU slow, and skipped steps make it fast, and neither effect should be measured.
 LOSS_SCALE = 2.0**8
 
-# To have another kind of loss scale in the benchmarks, add it here: it becomes a contender of each (`OTHER_KINDS`).
+# To add another kind of loss scale to all benchmarks, add it here (see `OTHER_KINDS`).
 _LOSS_SCALES: dict[str, Callable[[], jls.LossScale]] = {
     "dynamic": lambda: jls.DynamicLossScale(LOSS_SCALE),
     "auto": lambda: jls.AutoLossScale(LOSS_SCALE),
 }
 
 Tree: TypeAlias = Any
-State: TypeAlias = tuple[Tree, Any]  # parameters; the rest
-Loss: TypeAlias = Callable[[Tree, Any], jax.Array]  # of parameters and a batch; float32[]
+State: TypeAlias = tuple[Tree, Any]  # the parameters and all other values
+Loss: TypeAlias = Callable[[Tree, Any], jax.Array]  # maps parameters and a batch to a loss, float32[]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to make an optimizer step. The state is a pair of the parameters and whatever else must be kept."""
+    """An implementation of an optimizer step.
+
+    The state is a pair of the parameters and all other values that must be passed to the next step.
+    """
 
     name: str
     optimizer: optax.GradientTransformation = ADAM
 
     def init(self, params: Tree) -> State:
-        """The state to start from."""
+        """Return the initial state."""
         return params, self.optimizer.init(params)
 
     def apply(self, state: State, grads: Tree) -> State:
-        """One step with given gradients, in float32 or float16, taken to be those of the scaled loss."""
+        """Perform one step with given gradients.
+
+        The gradients are in float32 or float16, and are considered to be the gradients of the scaled loss.
+        """
         raise NotImplementedError
 
     def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
-        """One step with the gradients of ``loss``, scaled as this contender does it; the loss as well."""
+        """Perform one step with the gradients of ``loss``, and return the new state and the loss."""
         value, grads = jax.value_and_grad(loss)(state[0], batch)
         return self.apply(state, grads), value
 
 
 class Bare(Contender):
-    """No loss scaling. The optimizer gets its gradients in float32."""
+    """The step without loss scaling. The gradients are converted to float32."""
 
     def apply(self, state: State, grads: Tree) -> State:
         updates, opt_state = self.optimizer.update(_to_float32(grads), state[1], state[0])
@@ -67,7 +73,7 @@ class Bare(Contender):
 
 @dataclass(frozen=True)
 class Ours(Contender):
-    """`jax_lossscale`, in one call or with the two of the optax protocol."""
+    """The step with `jax_lossscale`, in one call, or in the two calls of the optax protocol."""
 
     name: str = dataclasses.field(init=False, default="")
     fused: bool = True
@@ -103,9 +109,10 @@ class Ours(Contender):
 
 
 class Jmp(Contender):
-    """``jmp.DynamicLossScale``: unscale (which makes float32 of float16), check, adjust, step, select.
+    """The step with ``jmp.DynamicLossScale``: unscale, check, adjust, update, select.
 
-    The state holds its two arrays, since the class itself cannot pass through ``jax.jit(...).lower``.
+    ``unscale`` converts float16 gradients to float32. The state contains the two arrays of the loss scale, because the
+    class itself cannot be passed through ``jax.jit(...).lower``.
     """
 
     def init(self, params: Tree) -> State:
@@ -130,10 +137,12 @@ class Jmp(Contender):
 
 
 class Flax(Contender):
-    """``flax.training.dynamic_scale.DynamicScale``, with ``jnp.where`` over parameters and state as in its examples.
+    """The step with ``flax.training.dynamic_scale.DynamicScale``.
 
-    Its ``value_and_grad`` differentiates, unscales and checks in one. For given gradients it differentiates the sum of
-    ``<p, g>``, whose gradient is ``g`` in float32 at no cost: the sum itself is not computed, since nobody reads it.
+    As in the examples of flax, ``jnp.where`` selects between the old and the new parameters and state. The method
+    ``value_and_grad`` differentiates, unscales and checks in one call. For given gradients, it differentiates the sum
+    of ``<p, g>``, whose gradient is ``g`` in float32. The sum itself is not used, so it is not computed and costs
+    nothing.
     """
 
     def init(self, params: Tree) -> State:
@@ -158,7 +167,7 @@ class Flax(Contender):
 
 
 class ApplyIfFinite(Contender):
-    """``optax.apply_if_finite`` around Adam, with a loss scale by hand, which it cannot adjust."""
+    """The step with ``optax.apply_if_finite`` around Adam, and a constant loss scale that is applied manually."""
 
     @property
     def _transformation(self) -> optax.GradientTransformation:

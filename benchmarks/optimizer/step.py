@@ -1,7 +1,7 @@
-"""The optimizer's step alone: Adam, and other optimizers, over 33 M float32 parameters, state donated.
+"""Time of the optimizer step alone: Adam and other optimizers over 33 M float32 parameters, with a donated state.
 
-What is compared is everything between the gradients and the new parameters. On a GPU the sizes are larger, and the
-marks others.
+The measured step includes everything between the gradients and the new parameters. On a GPU, the sizes are larger, and
+the marks are different.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SKIPS: tuple[Contender, ...] = (Ours(skip="cond"), Ours(skip="select"))
 _GOALS = {"cpu": {"float32": 1.20, "float16": 1.20}, "gpu": {"float32": 1.18, "float16": 1.10}}
 _SIZES = {"cpu": [33_000_000], "gpu": [100_000_000, 1_000_000_000]}
 _QUICK_SIZES = {"cpu": [4_000_000], "gpu": [33_000_000]}
-_LARGEST_SHARE = 1 / 3  # of the parameters' bytes, in temporaries
+_LARGEST_SHARE = 1 / 3  # The largest size of temporaries relative to the size of the parameters.
 _OTHERS = {
     "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "muon": optax.contrib.muon(1e-3),
@@ -42,24 +42,25 @@ _COLUMNS = columns(
 
 @dataclass(frozen=True)
 class _Case:
-    """What the contenders work on."""
+    """The input of a comparison between contenders."""
 
     platform: str
-    size: int  # parameters, about
-    dtype: str  # of the gradients
+    size: int  # the approximate number of parameters
+    dtype: str  # the dtype of the gradients
 
     @property
     def what(self) -> str:
+        """A description of the case for titles and marks."""
         return f"{self.size / 1e6:.0f} M parameters, {self.dtype} gradients"
 
     @property
     def is_large(self) -> bool:
-        """From here on, only contenders without copies of everything fit beside each other."""
+        """Whether only contenders that do not copy the whole state fit into memory."""
         return self.size >= 500_000_000
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """A table for each size and dtype of the gradients."""
+    """Return a table for each size and each dtype of the gradients."""
     platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
@@ -81,7 +82,7 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
 
 
 def _others(quick: bool, progress: Progress, size: int) -> Table:
-    """Other optimizers, each beside itself."""
+    """Return a table that compares other optimizers with and without loss scaling."""
     rows = []
     for n, (name, optimizer) in enumerate(_OTHERS.items()):
         pair = (Bare("bare", optimizer), Ours(optimizer=optimizer))
@@ -94,7 +95,10 @@ def _others(quick: bool, progress: Progress, size: int) -> Table:
 def _timed(
     contenders: Sequence[Contender], size: int, dtype: str, rounds: int, progress: Progress
 ) -> tuple[dict[str, Callable[[], Any]], Timings, list[tuple[Any, ...]]]:
-    """Steps by name, their times, and rows of a table, over the first of the contenders."""
+    """Return the steps by name, their times, and the rows of a table.
+
+    All times are relative to the first of the contenders.
+    """
     shapes = trees.transformer(size)
     grads = trees.fill(shapes, dtype, seed=1)
     steps: dict[str, Callable[[], Any]] = {}
@@ -117,7 +121,10 @@ def _timed(
 
 
 def _marks(case: _Case, timings: Timings, temporaries: float) -> list[Mark]:
-    """Of ours, in one call: the time over bare, and temporaries as a share of the parameters."""
+    """Return the goals for the optimizer step of this library in one call.
+
+    The goals limit the time relative to the bare optimizer, and the size of temporaries relative to the parameters.
+    """
     on = "GPU: " if case.platform == "gpu" else ""
     goal = _GOALS[case.platform][case.dtype]
     marks = []
@@ -132,13 +139,16 @@ def _against_fastest_peer(timings: Timings) -> str:
     fastest = min((peer.name for peer in PEERS), key=timings.median)
     ratio = timings.ratio(OURS_IN_TWO_CALLS.name, fastest)
     return (
-        f"`update` with `optax.apply_updates` takes {ratio.median:.2f} (spread {ratio.spread}) of the time of the "
-        f"fastest peer, {fastest}: optax's protocol has all updates written to memory."
+        f"`update` with `optax.apply_updates` takes {ratio.median:.2f} times (spread {ratio.spread}) as long as the "
+        f"fastest other library, {fastest}. With two calls, all updates must be written to memory."
     )
 
 
 def _waits_for_device(step: Callable[[], Any]) -> int:
-    """Whether handing a step to the device takes as long as the step: then the host waits, at least once."""
+    """Return 1 if the host waits for the device during a step, and 0 otherwise.
+
+    The host waits if the dispatch of a step takes at least half as long as the whole step.
+    """
     jax.block_until_ready(step())
     start = time.perf_counter()
     result = step()
@@ -148,7 +158,7 @@ def _waits_for_device(step: Callable[[], Any]) -> int:
 
 
 def _elsewhere(platform: str) -> Table:
-    """The marks of the platform that this is not."""
+    """Return the goals for the platform on which the benchmark does not run, as not measured."""
     other, why = ("gpu", "no GPU here") if platform == "cpu" else ("cpu", "run with JAX_PLATFORMS=cpu")
     on = "GPU: " if other == "gpu" else ""
     marks = [

@@ -1,4 +1,4 @@
-"""Trees of the sizes and shapes that optimizers meet."""
+"""Trees with the sizes and shapes of real models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from jax.typing import DTypeLike
 
 _LAYERS = 6
 _WIDTH_MULTIPLE = 32
-_SHARE_OF_LAYERS = 0.76  # of all parameters; the rest embeds
+# The fraction of all parameters that is in layers, and not in the embedding or the head.
+_SHARE_OF_LAYERS = 0.76
 
 
 def transformer(size: int) -> dict[str, Any]:
-    """The shapes of a decoder of about ``size`` parameters, in 57 leaves.
+    """Return the shapes of a decoder with about ``size`` parameters, in 57 leaves.
 
-    Six layers of two norms, four attention kernels and three of a gated feed-forward block; an embedding, a last norm
-    and a head.
+    The decoder has six layers, each with two norms, four attention kernels and three kernels of a gated feed-forward
+    block; and an embedding, a final norm and a head.
     """
-    # A layer of width d has 4 d d + 3 d 4 d parameters in its kernels, and 2 d in its norms.
+    # The kernels of a layer of width d have 4 d d + 3 d 4 d parameters, and its norms have 2 d.
     width = round(math.sqrt(_SHARE_OF_LAYERS * size / (16 * _LAYERS)) / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
     in_layers = _LAYERS * (16 * width**2 + 2 * width)
     vocabulary = (size - in_layers - width) // (2 * width)
@@ -37,20 +38,21 @@ def transformer(size: int) -> dict[str, Any]:
 
 
 def abstract(shapes: Any, dtype: DTypeLike) -> Any:
-    """The tree without values: enough to compile for."""
+    """Return the tree as shapes and dtypes without values, which is enough to compile a program."""
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=_is_shape)
 
 
 def fill(shapes: Any, dtype: DTypeLike, *, seed: int = 0, magnitude: float = 1e-2) -> Any:
-    """Numbers without a pattern, between plus and minus ``magnitude``.
+    """Return pseudorandom numbers between ``-magnitude`` and ``magnitude``.
 
-    None of them, nor its square, is subnormal, which would slow a CPU down, and no sum of them overflows.
+    No number and no square of a number is subnormal, because subnormal numbers would make a CPU slow. No sum of the
+    numbers overflows.
     """
 
     @jax.jit
     def make(seed: jax.Array) -> Any:
         def leaf(shape: tuple[int, ...]) -> jax.Array:
-            # Knuth's multiplicative hash of the position: nothing to compile, nothing to draw.
+            # Knuth's multiplicative hash of the position is cheap to compile and needs no random key.
             hashed = (jax.lax.iota(jnp.uint32, math.prod(shape)) + seed) * jnp.uint32(2654435761)
             return ((hashed >> 24).astype(jnp.float32) / 127.5 - 1).reshape(shape).astype(dtype) * magnitude
 
@@ -60,12 +62,12 @@ def fill(shapes: Any, dtype: DTypeLike, *, seed: int = 0, magnitude: float = 1e-
 
 
 def size(tree: Any) -> int:
-    """How many elements."""
+    """Return the number of elements."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def bytes_of(tree: Any) -> int:
-    """How many bytes, of arrays or of their shapes."""
+    """Return the size in bytes of a tree of arrays or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

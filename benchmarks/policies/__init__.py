@@ -1,8 +1,16 @@
-"""How loss scales do on traces of what gradients were: skipped steps, unused bits, steps to arrive.
+"""Behavior of loss scales on traces of gradient magnitudes: skipped steps, unused bits, and steps to arrive.
 
-Reading order: `traces` are what is replayed, `contenders` what is compared, among them the `comparators` of other
-libraries; `judge` measures one, `replay` all; `tables` is ``python -m benchmarks policies``, `figure` its picture.
-`inside` contains the tables about values inside the backward pass that are far larger than the gradients.
+A scale has arrived when it is close to the largest scale that does not overflow. The modules, in reading order:
+
+- `traces`: recorded and synthetic traces;
+- `contenders`: the loss scales that are compared, including those of other libraries (`comparators`);
+- `judge`: measurement of one loss scale;
+- `replay`: measurement of all loss scales;
+- `inside`: tables about values inside the backward pass that are much larger than the gradients;
+- `trainings`: small trainings with difficult gradients;
+- `constants`: the reason for each constant of `AutoLossScale`;
+- `tables`: the benchmark, ``python -m benchmarks policies``;
+- `figure`: the plot of its results.
 """
 
 from benchmarks.policies.tables import run

@@ -1,4 +1,4 @@
-"""What every number of `AutoLossScale`'s rule is for: a trace on which another number fails."""
+"""The reason for each constant of `AutoLossScale`: a trace on which a different value fails."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MEASURES = {
 
 
 class Need(NamedTuple):
-    """That a number of the rule is needed.
+    """A reason for the value of a constant: with a different value, the loss scale fails on a trace.
 
     Attributes:
-      constant: its name in `jax_lossscale._loss_scale.auto`.
-      instead: another number.
-      traces: what fails with that one.
-      measure: what is measured there, of `MEASURES`; on the worst of several traces.
-      limit: what is to be held, which it is with the rule's own number.
+      constant: the name of the constant in `jax_lossscale._loss_scale.auto`.
+      instead: a different value, with which the loss scale fails.
+      traces: a function that returns the traces on which it fails.
+      measure: the name of the measured quantity in `MEASURES`. If there are several traces, the worst one counts.
+      limit: the largest acceptable result, which the actual value of the constant meets.
     """
 
     constant: str
@@ -58,18 +58,18 @@ class Need(NamedTuple):
     limit: float
 
     def measured(self, loss_scale: jls.AutoLossScale | None = None) -> float:
-        """What comes of the rule as it is."""
+        """Return the result with the actual value of the constant."""
         return MEASURES[self.measure](*unused_bits(loss_scale or jls.AutoLossScale(), self.traces()))
 
     def measured_instead(self) -> float:
-        """What comes of the other number."""
+        """Return the result with the different value of the constant."""
         with _changed(self.constant, self.instead):
             return self.measured()
 
 
 @contextmanager
 def _changed(constant: str, instead: float) -> Iterator[None]:
-    """A number of the rule is another one."""
+    """Temporarily replace the value of a constant."""
     own = getattr(auto, constant)
     setattr(auto, constant, instead)
     forget_programs()

@@ -1,4 +1,4 @@
-"""What is compared: our kinds in several settings, and the rules of other libraries."""
+"""The loss scales that are compared: loss scales of this library with several settings, and other libraries' rules."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ BEST_FIXED = "fixed, best in hindsight"
 
 
 def contenders() -> dict[str, Callable[[Trace], jls.LossScale]]:
-    """What makes each loss scale, by name; it is given the trace, of which it may look at the first step.
+    """Return, by name, functions that create a loss scale for a trace.
 
-    Only the best fixed scale looks at all of it: a bound, and no policy.
+    The functions may use only the first step of the trace. The exception is the best fixed scale, which uses the whole
+    trace, and is therefore a bound instead of a usable policy.
     """
     return {
         AUTO: lambda trace: jls.AutoLossScale(),
@@ -48,5 +49,5 @@ def _suggested(trace: Trace) -> jls.FixedLossScale:
 
 
 def _best(trace: Trace) -> jls.FixedLossScale:
-    # Of gradients in a large unit it is below 1, which the constructor refuses.
+    # If the gradients are very large, the best scale is below 1, which the constructor rejects.
     return jax.tree.map(lambda _: jnp.float32(best_fixed(trace)), jls.FixedLossScale(1, skip_nonfinite=True))

@@ -1,4 +1,4 @@
-"""The picture of ``python -m benchmarks policies --docs``: skipped steps against unused bits."""
+"""The plot of ``python -m benchmarks policies --docs``: skipped steps and unused bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _PATH = Path(__file__).parents[2] / "docs" / "policies.png"
 _DOTS_PER_INCH = 150
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; by the first words of a name.
+# The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish. The keys are the
+# beginnings of the names of loss scales.
 _STYLES = {
     AUTO: ("#009e73", "D"),
     "dynamic 2^15": ("#0072b2", "o"),
@@ -32,12 +33,15 @@ _STYLES = {
 
 
 def write(groups: Sequence[Group]) -> None:
-    """Draw ``docs/policies.png``."""
+    """Write the plot to ``docs/policies.png``."""
     draw(groups).savefig(_PATH, dpi=_DOTS_PER_INCH)
 
 
 def draw(groups: Sequence[Group]) -> Figure:
-    """Two panels for each group: a row a loss scale, a small dot for each trace, a large one for the mean."""
+    """Return a plot with two panels for each group of traces.
+
+    Each row of a panel is a loss scale, with a small marker for each trace and a large marker for the mean.
+    """
     from matplotlib.figure import Figure
 
     rows = len(groups[0].judgements)

@@ -1,7 +1,7 @@
-"""Values inside the backward pass that are far larger than the gradients: rare kinds of batches, noise and NaNs.
+"""Values inside the backward pass that are much larger than the gradients: rare kinds of batches, noise and NaNs.
 
 The gradients of all parameters are about 2^-14. `rare_kinds` measures how many batches of a rare kind are skipped, and
-`mixed` measures the other situations in which an overflow has several possible causes.
+`mixed` measures other situations in which an overflow has several possible causes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _STEPS, _SEEDS, _QUICK_SEEDS = 20_000, 6, 2
 ONE_IN, SIZES = (20, 50, 70, 100, 140, 200, 300, 400), (8, 10, 12, 16, 20, 24)
 _QUICK_ONE_IN, _QUICK_SIZES = (50, 200), (8, 16, 24)
 
-# The largest share of a rare kind of batches that may be skipped, in percent, if the kind is not rarer than this.
+# The largest acceptable percentage of skipped rare batches, and the lowest frequency (one batch in 200) for which it is
+# a goal.
 _MOST_SKIPPED, _RAREST = 20.0, 200
-# By the name of a trace of `traces.mixed`: how many of 1,000 steps may be skipped, and how many bits may be unused.
+# For each kind of trace in `traces.mixed`, the largest acceptable numbers of skipped steps per 1,000 steps and of
+# unused bits.
 _GOALS: dict[str, tuple[float, float | None]] = {
     **{f"2^8, noise {noise}": (10.0, None) for noise in (3, 3.5, 4)},
     **{f"grows by 2^{rate} in 1,000 steps": (6.0, None) for rate in (0.3, 0.6, 1)},
@@ -33,7 +35,10 @@ _GOALS: dict[str, tuple[float, float | None]] = {
 
 
 def rare_kinds(quick: bool) -> Table:
-    """A row for each frequency; the percentage of the rare batches that is skipped in the second half of the run."""
+    """Return a table with one row for each frequency of a rare kind of batches.
+
+    The cells contain the percentage of the rare batches that is skipped in the second half of the run.
+    """
     frequencies, sizes = (_QUICK_ONE_IN, _QUICK_SIZES) if quick else (ONE_IN, SIZES)
     rows, marks = [], []
     for one_in in frequencies:
@@ -50,17 +55,17 @@ def rare_kinds(quick: bool) -> Table:
             marks.append(Mark(name, float(of_size.max()), _MOST_SKIPPED, note=note))
     of_sizes = " | ".join(f"2^{size} {{:.0f}}" for size in sizes)
     note = (
-        f"Percentage of the rare batches that is skipped in the second half of {_STEPS:,} steps, mean of "
+        f"The percentage of the rare batches that is skipped in the second half of {_STEPS:,} steps, as the mean of "
         f"{len(_seeds(quick))} runs. The gradients of the parameters are about 2^-14, with a noise of 0.7 bits. Values "
         "inside the backward pass are larger by a factor of 2^2, and in the rare batches by the factor in the heading. "
-        "Last two columns: the worst run of all sizes, and `DynamicLossScale()` with the worst size."
+        "The last two columns show the worst run of all sizes, and `DynamicLossScale()` with the worst size."
     )
     heads = columns(f"one batch in | {of_sizes} | worst run {{:.0f}} | dynamic {{:.0f}}")
     return Table("Rare kinds of batches under AutoLossScale", heads, rows, marks, (note,), quick)
 
 
 def skipped_of_kind(loss_scale: jls.LossScale, kinds: Sequence[Trace]) -> np.ndarray:
-    """The percentage of the rare batches that is skipped in the second half of each trace."""
+    """Return the percentage of the rare batches that is skipped in the second half of each trace."""
     _, skipped = unused_bits(loss_scale, kinds)
     half = len(skipped) // 2
     is_rare = np.stack([trace.log2_inside > 2 for trace in kinds], axis=1)[half:]
@@ -68,7 +73,10 @@ def skipped_of_kind(loss_scale: jls.LossScale, kinds: Sequence[Trace]) -> np.nda
 
 
 def mixed(quick: bool) -> Table:
-    """A row for each situation: skipped steps and unused bits of the two default scales."""
+    """Return a table with one row for each situation.
+
+    The cells contain the skipped steps and the unused bits of `AutoLossScale` and `DynamicLossScale`.
+    """
     rows, marks = [], []
     every = [traces.mixed(_STEPS, seed) for seed in _seeds(quick)]
     for of_kind in zip(*every, strict=True):
@@ -85,15 +93,18 @@ def mixed(quick: bool) -> Table:
     measured = "{who}: skipped of 1,000 {{:.1f}} | {who}: unused bits {{:.1f}}"
     heads = columns(" | ".join(["trace", *(measured.format(who=who) for who in ("auto", "dynamic"))]))
     note = (
-        f'Mean of {len(_seeds(quick))} runs of {_STEPS:,} steps. "2^8, noise 4": values inside the backward pass are '
-        "larger than the gradients by a normally distributed number of bits, of mean 8 and standard deviation 4. Steps "
-        "that are NaN at every scale are not counted."
+        f'Means of {len(_seeds(quick))} runs of {_STEPS:,} steps. "2^8, noise 4" means that values inside the backward '
+        "pass are larger than the gradients by a normally distributed number of bits with mean 8 and standard "
+        "deviation 4. Steps that are NaN at every scale are not counted."
     )
     return Table("Large values inside the backward pass, with noise and NaNs", heads, rows, marks, (note,), quick)
 
 
 def skipped_and_unused(loss_scale: jls.LossScale, of_kind: Sequence[Trace]) -> tuple[float, float]:
-    """Skipped steps of 1,000 that are finite at some scale, and unused bits: means over traces of one kind."""
+    """Return the number of skipped steps per 1,000 steps, and the number of unused bits, for traces of one kind.
+
+    The numbers are means over the traces. Steps that overflow at every scale are not counted.
+    """
     unused, skipped = unused_bits(loss_scale, of_kind)
     applied = np.isfinite(unused)
     share = np.sum(skipped, axis=0) / np.sum(applied | skipped, axis=0)

@@ -1,4 +1,4 @@
-"""Replay loss scales over traces, and judge what they did."""
+"""Replay of loss scales over traces, and measurement of their behavior."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import numpy as np
 import jax_lossscale as jls
 from benchmarks.policies.traces import Trace
 
-# What rounds to infinity in float16, and the largest number that does not.
+# The smallest number that rounds to infinity in float16, and the largest finite number.
 _OVERFLOWS, _LARGEST_FINITE = 65520.0, 65504.0
 
-# Better in both: by more than so many skipped steps, and by more than so many bits.
+# The smallest differences with which a loss scale counts as better: 3 skipped steps and 1 unused bit.
 _SKIPS, _BITS = 3, 1.0
 
-# One overflow in so many steps is what may be.
+# The number of steps in which one overflow is acceptable.
 STEPS_PER_SKIP = 500
 
-# A scale has arrived if it is at most so many bits below the highest scale that works.
+# A scale has arrived if it is at most this number of bits below the largest scale that does not overflow.
 _LOG2_ARRIVED = 6
 
 
 class Judgement(NamedTuple):
-    """What a loss scale did on each of several traces.
+    """The results of a loss scale on several traces.
 
     Attributes:
-      skipped: ``int[traces]``: skipped steps, but for those that overflow at every scale.
-      unused_bits: ``float[traces]``: ``log2(65504 / (first * scale))``, where ``first`` is what overflows first; the
-        mean over the applied steps whose gradients are not all zero; NaN if there are none.
-      steps_to_arrive: ``int[traces]``: steps until one is applied within 2**6 of the highest scale that works, not
-        counting those whose gradients are all zero; all steps, where that never happens.
+      skipped: ``int[traces]``: the number of skipped steps, without steps that overflow at every scale.
+      unused_bits: ``float[traces]``: the mean of ``log2(65504 / (first * scale))`` over the applied steps whose
+        gradients are not all zero, where ``first`` is the value that overflows first; NaN if there are no such steps.
+      steps_to_arrive: ``int[traces]``: the number of steps before the first applied step whose scale is within 2**6 of
+        the largest scale that does not overflow. Steps whose gradients are all zero are not counted. If there is no
+        such step, all steps are counted.
     """
 
     skipped: np.ndarray
@@ -42,11 +43,12 @@ class Judgement(NamedTuple):
 
 
 def judge(loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace]) -> Judgement:
-    """Replay ``loss_scale`` over traces.
+    """Replay ``loss_scale`` over traces, and return the results.
 
     Args:
-      loss_scale: any kind, in the state to begin with; or one for each trace, all of one kind and configuration.
-      traces: several, all of the same length (`of_one_length`).
+      loss_scale: a loss scale in its initial state; or one loss scale for each trace, all with the same class and
+        configuration.
+      traces: traces of the same length (see `of_one_length`).
     """
     unused, skipped = unused_bits(loss_scale, traces)
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
@@ -62,9 +64,10 @@ def judge(loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[
 def unused_bits(
     loss_scale: jls.LossScale | Sequence[jls.LossScale], traces: Sequence[Trace]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many bits each applied step left unused, and which steps were skipped that overflow at some scale only.
+    """Return the number of unused bits at each step, and whether each step was skipped: both ``[steps, traces]``.
 
-    Both ``[steps, traces]``; the first is not finite where a step was skipped, or its gradients are all zero.
+    The number of unused bits is not finite if the step was skipped or all its gradients are zero. A step that overflows
+    at every scale does not count as skipped.
     """
     log2_largest = np.stack([trace.log2_largest for trace in traces], axis=1)
     log2_first = np.stack([trace.log2_first for trace in traces], axis=1)
@@ -73,13 +76,13 @@ def unused_bits(
     largest, first = (np.exp2(log2, dtype=np.float32) for log2 in (log2_largest, log2_first))
     scales, finite = _replay(_stacked(loss_scale), largest, first)
     finite = np.asarray(finite)
-    with np.errstate(invalid="ignore", divide="ignore"):  # comparators reach infinity, NaN, and in float32 zero
+    with np.errstate(invalid="ignore", divide="ignore"):  # The scale of a comparator can be infinite, NaN, or zero.
         unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
     return np.where(finite, unused, np.nan), ~finite & (log2_first < np.inf)
 
 
 def dynamic_family() -> dict[str, jls.DynamicLossScale]:
-    """The settings of the classic rule that no other rule may be worse than, in skipped steps and unused bits both."""
+    """Return the settings of `DynamicLossScale` that must not be better in both skipped steps and unused bits."""
     return {
         f"dynamic 2^{start} {period}": jls.DynamicLossScale(2.0**start, period)
         for start in (15, 24)
@@ -88,19 +91,23 @@ def dynamic_family() -> dict[str, jls.DynamicLossScale]:
 
 
 def dominated(one: Judgement, others: Sequence[Judgement]) -> np.ndarray:
-    """On which traces some other is better in both than ``one``: ``bool[traces]``."""
+    """Return ``bool[traces]``: whether at least one of ``others`` is better in both than ``one``."""
     return np.any([better_in_both(other, one) for other in others], axis=0)
 
 
 def better_in_both(one: Judgement, other: Judgement) -> np.ndarray:
-    """Where ``one`` skips fewer steps than ``other``, by more than 3, and has fewer unused bits, by more than one."""
+    """Return whether ``one`` is better than ``other`` in skipped steps and in unused bits.
+
+    ``one`` must have fewer skipped steps by more than 3, and fewer unused bits by more than 1.
+    """
     return (one.skipped + _SKIPS < other.skipped) & (one.unused_bits + _BITS < other.unused_bits)
 
 
 def best_fixed(trace: Trace) -> float:
-    """The best fixed scale, which nobody knows before a run: the highest power of two at which 1 in 500 steps overflow.
+    """Return the best fixed scale, which is known only after a run.
 
-    Or fewer; those that overflow at every scale are not counted.
+    The best fixed scale is the largest power of two at which at most one step in 500 overflows. Steps that overflow at
+    every scale are not counted.
     """
     first = np.sort(trace.log2_first[np.isfinite(trace.log2_first)])[::-1]
     may_overflow = len(trace.log2_first) // STEPS_PER_SKIP
@@ -108,26 +115,30 @@ def best_fixed(trace: Trace) -> float:
 
 
 def _stacked(loss_scales: Sequence[jls.LossScale]) -> jls.LossScale:
+    """Stack loss scales of the same class along a new leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *loss_scales)
 
 
 def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """How many counted steps come before the first that has arrived, each trace a column."""
+    """Return the number of counted steps before the first step that has arrived, for each trace (column)."""
     before = np.cumsum(arrived, axis=0) == 0
     return np.sum(before & counted, axis=0)
 
 
 def forget_programs() -> None:
-    """Compile anew, after a rule was changed."""
+    """Clear the compilation caches, so that changed constants of a rule take effect."""
     jax.clear_caches()
 
 
 @jax.jit
 def _replay(loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scale of each step and whether it was finite: ``float32[steps, traces]``, ``bool[steps, traces]``."""
+    """Return the loss scale at each step, and whether the step was finite.
+
+    The results are ``float32[steps, traces]`` and ``bool[steps, traces]``.
+    """
 
     def over_one(loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # A comparator may be told of what overflows first in the place of the largest gradient.
+        # Some comparators receive the value that overflows first instead of the largest gradient.
         seen = first if getattr(loss_scale, "sees_inside", False) else largest
         replayed = jls.diagnostics.simulate(loss_scale, largest=seen, max_cotangent=first)
         return replayed.loss_scale, replayed.grads_finite

@@ -1,4 +1,4 @@
-"""Every contender, and every classic rule, over a group of traces."""
+"""Replay of all contenders, and of all settings of `DynamicLossScale`, over a group of traces."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from benchmarks.policies.traces import Trace, of_one_length
 
 
 class Group(NamedTuple):
-    """Traces, and what every contender did on them.
+    """A group of traces, and the results of all contenders on them.
 
     Attributes:
-      title: what the traces are.
-      traces: as they are, of any length.
-      judgements: by the name of the contender.
-      is_dominated: by the name of the contender: on which traces some `DynamicLossScale` is better in both.
+      title: a description of the traces.
+      traces: the traces, which may have different lengths.
+      judgements: the results of each contender, by its name.
+      is_dominated: ``bool[traces]`` for each contender, by its name: whether at least one `DynamicLossScale` has fewer
+        skipped steps and also fewer unused bits on the trace.
     """
 
     title: str
@@ -35,16 +36,16 @@ class Group(NamedTuple):
 
     @property
     def steps(self) -> np.ndarray:
-        """The length of each trace."""
+        """The length of each trace in steps."""
         return np.array([len(trace.log2_largest) for trace in self.traces])
 
     def skipped_of_1000(self, name: str) -> np.ndarray:
-        """Of each trace, how many of 1,000 steps a contender skipped."""
+        """Return, for each trace, the number of steps per 1,000 steps that a contender skipped."""
         return 1000 * self.judgements[name].skipped / self.steps
 
 
 def replay(title: str, traces: Sequence[Trace], progress: Progress) -> Group:
-    """Let every contender, and every classic rule, go over the traces."""
+    """Replay all contenders and all settings of `DynamicLossScale` over the traces."""
     same_length = of_one_length(traces)
     makers, classic = contenders(), dynamic_family()
     loss_scales = {name: [make(trace) for trace in traces] for name, make in makers.items()} | classic

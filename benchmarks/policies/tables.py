@@ -1,4 +1,4 @@
-"""``python -m benchmarks policies``: loss scales replayed over recorded and synthetic traces, as tables."""
+"""The benchmark ``python -m benchmarks policies``: tables of loss scales on recorded and synthetic traces."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ from benchmarks.policies.replay import Group, replay
 from benchmarks.policies.traces import Trace, recorded
 from benchmarks.policies.trainings import trainings
 
-# Steps and runs of each synthetic kind. The slowest of the classic rules grows once in 10,000 steps.
+# The number of steps and runs of each synthetic kind. The slowest setting of `DynamicLossScale` grows once in 10,000
+# steps.
 _STEPS, _RUNS = 20_000, 2
 _QUICK_STEPS, _QUICK_RUNS = 2_000, 1
 _EVENT_STEPS = 4_000
 _HOSTILE, _HOSTILE_STEPS = 200, 1_000
 _HOSTILE_LENGTHS, _QUICK_HOSTILE_LENGTHS = (1_000, 3_000, 6_000, 20_000), (1_000,)
 
-# What `AutoLossScale` is held to.
+# The goals of `AutoLossScale`.
 _STEPS_TO_ARRIVE = 16
 _MORE_THAN_FIXED = 3.0
-# Where a share of the steps is NaN: unused bits, their mean and on 95 of 100 steps.
+# Fractions of steps that are NaN, and the goals for unused bits: the mean, and the 95th percentile.
 _NANS, _NANS_MEAN, _NANS_95 = (0.002, 0.01, 0.05), 20.0, 28.0
-# Where one step in so many has a gradient: skipped of 1,000 of these, and unused bits.
+# Frequencies of nonzero gradients (one step in 3, 5 or 50), and the goals for these traces: skipped steps per 1,000
+# steps, and unused bits.
 _ONE_IN, _ONE_IN_SKIPPED, _ONE_IN_BITS = (3, 5, 50), 10.0, 8.0
-# Random traces: skipped of 1,000 and unused bits on 9 of 10, and the share worse than with `DynamicLossScale()`.
+# Goals for random traces: the 90th percentiles of skipped steps per 1,000 steps and of unused bits, and the fraction of
+# traces on which `AutoLossScale` is worse than `DynamicLossScale()`.
 _HOSTILE_SKIPPED, _HOSTILE_BITS, _HOSTILE_WORSE = 30.0, 22.0, 0.1
-_SKIPS_A_BIT, _WORSE = 0.2, 3.0  # worse is by 3 bits, where 5 skipped steps in 1,000 count as one
+# A loss scale counts as worse only if it is worse by more than 3 bits, where five skipped steps per 1,000 steps count
+# as one bit.
+_SKIPS_A_BIT, _WORSE = 0.2, 3.0
 _UNUSED_BITS = {"noise below one bit": (0.0, 1.0, 4.0), "noise of one and a half": (1.0, 1.6, 6.0)}
 
-# What is shown trace by trace.
+# The contenders in the detailed tables.
 _SHOWN = (
     AUTO,
     "dynamic 2^15, 2000",
@@ -54,17 +59,22 @@ _SUMMARY_COLUMNS = columns(
     "steps to arrive, median {:.0f} | most {:.0f} | worse in both than a dynamic {} traces"
 )
 _NOTES = (
-    "Skipped steps, unused bits and steps to arrive: mean (median) over the traces, and the most on one. Unused bits: "
-    "log2(65504 / (first * scale)), the mean over applied steps, where first is what overflows first. To arrive: "
-    "within 2^6 of the highest scale that works. Worse in both: by more than three skipped steps and one bit, than one "
-    "of 14 settings of `DynamicLossScale`, starts 2^15 and 2^24, periods 100 to 10,000. Best in hindsight: the highest "
-    "power of two at which one step in 500 overflows, or fewer. Steps that overflow at every scale are not counted.",
+    "For skipped steps and unused bits, the table shows the mean over the traces and the maximum; for steps to arrive, "
+    "the median and the maximum. Unused bits are the mean of log2(65504 / (first * scale)) over the applied steps, "
+    "where first is the value that overflows first. A scale has arrived if it is within 2^6 of the largest scale that "
+    "does not overflow. Worse in both means more than three more skipped steps and more than one more unused bit than "
+    "at least one of 14 settings of `DynamicLossScale` (initial scales 2^15 and 2^24, periods 100 to 10,000). Best in "
+    "hindsight is the largest power of two at which at most one step in 500 overflows. Steps that overflow at every "
+    "scale are not counted.",
 )
-_DETAIL_NOTE = "Skipped steps / unused bits / steps to arrive."
+_DETAIL_NOTE = "Each cell contains skipped steps / unused bits / steps to arrive."
 
 
 def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
-    """A summary and the details of each group of traces; with ``docs``, `figure` draws ``docs/policies.png``, too."""
+    """Return a summary and a detailed table for each group of traces, and the tables of the other modules.
+
+    If ``docs``, also write ``docs/policies.png`` with `figure`.
+    """
     steps, runs = (_QUICK_STEPS, _QUICK_RUNS) if quick else (_STEPS, _RUNS)
     real = recorded()
     groups = [
@@ -93,7 +103,7 @@ def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
 
 
 def summary(group: Group, quick: bool, marks: Sequence[Mark]) -> Table:
-    """A row for each contender; the marks are those of `AutoLossScale`."""
+    """Return a table with one row for each contender. The marks are goals for `AutoLossScale`."""
     rows = []
     for name, judged in group.judgements.items():
         rate = group.skipped_of_1000(name)
@@ -105,7 +115,7 @@ def summary(group: Group, quick: bool, marks: Sequence[Mark]) -> Table:
 
 
 def details(group: Group, quick: bool) -> Table:
-    """A row for each trace, or the mean over those of one kind."""
+    """Return a table with one row for each trace, or for the mean of all traces of one kind."""
     rows: list[list[Cell]] = []
     for kind in dict.fromkeys(group.kinds.tolist()):
         of_kind = group.kinds == kind
@@ -130,7 +140,7 @@ def _marks(group: Group, of_bits: Sequence[Mark]) -> list[Mark]:
 
 
 def marks_of_random(group: Group) -> list[Mark]:
-    """On 9 of 10 traces, and beside the default dynamic scale."""
+    """Return the goals for 90 % of the random traces, and for the comparison with `DynamicLossScale()`."""
     skipped, unused = group.skipped_of_1000(AUTO), group.judgements[AUTO].unused_bits
     classic = group.judgements[DYNAMIC].unused_bits + _SKIPS_A_BIT * group.skipped_of_1000(DYNAMIC)
     worse = unused + _SKIPS_A_BIT * skipped > classic + _WORSE
@@ -143,7 +153,10 @@ def marks_of_random(group: Group) -> list[Mark]:
 
 
 def random_by_length(quick: bool) -> Table:
-    """A row for each length of the random traces: skipped steps and unused bits of the two default scales."""
+    """Return a table with one row for each length of the random traces.
+
+    The cells contain the skipped steps and the unused bits of `AutoLossScale` and `DynamicLossScale`.
+    """
     rows = []
     for steps in _QUICK_HOSTILE_LENGTHS if quick else _HOSTILE_LENGTHS:
         cells: list[Cell] = [steps]
@@ -159,11 +172,15 @@ def random_by_length(quick: bool) -> Table:
 
 
 def _random(steps: int) -> list[Trace]:
+    """Return the random traces with the given number of steps."""
     return [traces.hostile(np.random.default_rng([5, seed]), steps) for seed in range(_HOSTILE)]
 
 
 def evidence(steps: int, quick: bool) -> Table:
-    """What NaN now and then, and gradients that are mostly zero, do to the two defaults; the worst of five sizes."""
+    """Return a table about traces with occasional NaNs, and about traces whose gradients are mostly zero.
+
+    Each row contains the results of `AutoLossScale` and `DynamicLossScale` on the worst of five gradient magnitudes.
+    """
     measures = dict(list(MEASURES.items())[:3])
     kinds = {share: traces.not_a_number(share, steps) for share in _NANS}
     kinds |= {n: traces.mostly_zero(n, steps) for n in _ONE_IN}
@@ -188,13 +205,13 @@ def evidence(steps: int, quick: bool) -> Table:
         columns(" | ".join(["trace", *measured])),
         rows,
         marks,
-        ("The worst of five sizes, 2^-30 to 2^4.",),
+        ("The results are from the worst of five gradient magnitudes, 2^-30 to 2^4.",),
         quick,
     )
 
 
 def needs(quick: bool, progress: Progress) -> Table:
-    """What every number of the rule is for."""
+    """Return a table with the reason for each constant of `AutoLossScale`."""
     rows = []
     for number, need in enumerate(NEEDS):
         progress(number / len(NEEDS), need.constant)
@@ -208,7 +225,7 @@ def needs(quick: bool, progress: Progress) -> Table:
 
 
 def marks_of_bits(group: Group) -> list[Mark]:
-    """Unused bits, by how large the noise is."""
+    """Return the goals for unused bits, which depend on the noise of the trace."""
     noise, marks = np.array([trace.log2_noise for trace in group.traces]), []
     for what, (least, below, goal) in _UNUSED_BITS.items():
         chosen = (noise >= least) & (noise < below)
@@ -219,7 +236,7 @@ def marks_of_bits(group: Group) -> list[Mark]:
 
 
 def marks_beside_fixed(group: Group) -> list[Mark]:
-    """Unused bits, beside those of the best fixed scale."""
+    """Return the goals for unused bits relative to the best fixed scale."""
     more = group.judgements[AUTO].unused_bits - group.judgements[BEST_FIXED].unused_bits
     return [_most(group, "unused bits more than the best fixed scale has", more, _MORE_THAN_FIXED)]
 
@@ -231,7 +248,7 @@ def _most(group: Group, what: str, values: np.ndarray, goal: float) -> Mark:
 
 
 def _to_arrive() -> list[Trace]:
-    """Constant gradients, for which scales from 2**3 to 2**66 are the highest that work."""
+    """Return traces of constant gradients whose largest scales without overflow are from 2**3 to 2**66."""
     return [
         Trace(f"2^{exponent}", np.full(64, 15.4 - exponent - inside), np.full(64, inside), 0.0)
         for exponent in range(3, 67)
@@ -240,6 +257,7 @@ def _to_arrive() -> list[Trace]:
 
 
 def _arrival_mark(log2_start: int) -> Mark:
+    """Return the goal for the number of steps that `AutoLossScale` needs to arrive from an initial scale."""
     most = int(judge(jls.AutoLossScale(2.0**log2_start), _to_arrive()).steps_to_arrive.max())
     name = f"AutoLossScale: steps to arrive from 2^{log2_start}, most for 2^3 to 2^66"
-    return Mark(name, most, _STEPS_TO_ARRIVE, note="from other beginnings: tests/loss_scales/test_auto.py")
+    return Mark(name, most, _STEPS_TO_ARRIVE, note="other initial scales: see tests/loss_scales/test_auto.py")

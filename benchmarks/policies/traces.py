@@ -1,4 +1,4 @@
-"""Traces: recorded ones, and how large gradients could be, step by step, of every kind that a rule must bear."""
+"""Traces of gradient magnitudes over the steps of a run: recorded traces, and synthetic traces of many kinds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import numpy as np
 
 from benchmarks import traces as recordings
 
-# The largest magnitude of a gradient lies between these on a trace, which the starts of all policies lie between too.
+# On a synthetic trace, log2 of the largest gradient is between these limits. The initial scales of all policies are
+# suitable for magnitudes in this range.
 _LOG2_LARGEST = (-29.0, 6.0)
 
 
 class Trace(NamedTuple):
-    """What the gradients of a run were, whatever the loss scale.
+    """The magnitudes of the gradients in a run, which do not depend on the loss scale.
 
     Attributes:
-      kind: the name of its kind.
-      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the true gradients; -inf: all are zero;
-        NaN: the trace has ended.
-      log2_inside: ``float64[steps]``: how many bits above it lies what overflows first, at least 0; infinity: the
-        gradients are not finite at any scale.
-      log2_noise: the standard deviation of its noise, for the mark that it is held to; of a recorded trace that from
-        step to step.
+      kind: the name of the kind of trace.
+      log2_largest: ``float64[steps]``: log2 of the largest magnitude among the gradients of the parameters; -inf if all
+        gradients are zero; NaN after the end of the trace.
+      log2_inside: ``float64[steps]``: the number of bits by which the value that overflows first exceeds the largest
+        gradient, at least 0; infinity if the gradients are not finite at any scale.
+      log2_noise: the standard deviation of the noise in bits, on which the goal for this trace depends. For a recorded
+        trace, it is estimated from the differences between consecutive steps.
     """
 
     kind: str
@@ -33,50 +34,51 @@ class Trace(NamedTuple):
 
     @property
     def log2_first(self) -> np.ndarray:
-        """Log2 of what overflows first: ``float64[steps]``."""
+        """Log2 of the value that overflows first: ``float64[steps]``."""
         return self.log2_largest + self.log2_inside
 
 
 class _Maker(NamedTuple):
-    """What the kinds below are made of, for one run."""
+    """The components from which the traces of one run are built."""
 
     random: np.random.Generator
     steps: int
 
     @property
     def time(self) -> np.ndarray:
-        """From 0 to 1 over the run."""
+        """The time of each step, from 0 to 1 over the run."""
         return np.arange(self.steps) / self.steps
 
     def noise(self, deviation: float) -> np.ndarray:
+        """Return normally distributed noise with a given standard deviation."""
         return self.random.normal(size=self.steps) * deviation
 
     def slow_noise(self, deviation: float) -> np.ndarray:
-        """Noise that keeps 0.95 of itself from step to step."""
-        kept, steps = 0.95, self.noise(deviation * np.sqrt(1 - 0.95**2))
+        """Return noise whose correlation between consecutive steps is 0.95."""
+        decay, steps = 0.95, self.noise(deviation * np.sqrt(1 - 0.95**2))
         for step in range(1, self.steps):
-            steps[step] += kept * steps[step - 1]
+            steps[step] += decay * steps[step - 1]
         return steps
 
     def jump(self, size: float) -> np.ndarray:
-        """0 at first, ``size`` from some step in the middle third on."""
+        """Return 0 before a random step in the middle third, and ``size`` from this step on."""
         return np.where(self.time < self.random.uniform(1 / 3, 2 / 3), 0.0, size)
 
     def spikes(self) -> np.ndarray:
-        """2**7, once in 1,000 steps."""
+        """Return spikes of 2**7 at random steps, on average once in 1,000 steps."""
         return np.where(self.random.random(self.steps) < 1 / 1000, 7.0, 0.0)
 
     def spikes_on_time(self) -> np.ndarray:
-        """2**7, every 1,000 steps."""
+        """Return a spike of 2**7 every 1,000 steps."""
         return np.where(np.arange(self.steps) % 1000 == self.random.integers(1000), 7.0, 0.0)
 
     def training(self) -> np.ndarray:
-        """Large at first, then falling as the root of time, with noise."""
+        """Return values that are large at first and then decrease with the square root of time, with noise."""
         step = np.arange(self.steps)
         return 3 * np.exp(-step / 30) - 0.5 * np.log2(1 + step / 10) + self.noise(0.6)
 
     def layers(self) -> np.ndarray:
-        """Three layers that take the lead in turn."""
+        """Return the maximum of three layers, each of which is the largest during a part of the run."""
         step = np.arange(self.steps)
         falling = -0.5 * np.log2(1 + step / 10) + self.noise(0.6)
         noisy = self.random.normal(-3, 1) - 0.2 * np.log2(1 + step / 10) + self.noise(1.0)
@@ -84,27 +86,30 @@ class _Maker(NamedTuple):
         return np.max([falling, noisy, rising], axis=0)
 
     def mostly(self, share: float, size: float) -> np.ndarray:
-        """0, and ``size`` on so many of the steps, at random."""
+        """Return ``size`` at a random fraction ``share`` of the steps, and 0 at all other steps."""
         return np.where(self.random.random(self.steps) < share, size, 0.0)
 
     def blocks(self, length: int, size: float) -> np.ndarray:
-        """0 for ``length`` steps, then ``size`` for as many, and so on."""
+        """Return alternating blocks of ``length`` steps: 0 in the first block, ``size`` in the second, and so on."""
         return np.where(np.arange(self.steps) // length % 2, size, 0.0)
 
     def during(self, length: int, value: float) -> np.ndarray:
-        """0, and ``value`` for ``length`` steps in the middle."""
+        """Return ``value`` during ``length`` steps in the middle of the run, and 0 at all other steps."""
         since = np.arange(self.steps) - self.steps // 2
         return np.where((since >= 0) & (since < length), value, 0.0)
 
     def zeros(self, are_zero: np.ndarray) -> np.ndarray:
+        """Return noise. At the steps ``are_zero``, all gradients are zero."""
         return np.where(are_zero, -np.inf, 0.0) + self.noise(0.5)
 
 
-# Each gives log2 of the largest gradient, up to a constant, and log2 of what overflows first over it.
+# A function that returns log2 of the largest gradient, up to a constant, and log2 of the ratio between the value that
+# overflows first and the largest gradient.
 _Kind = Callable[[_Maker], tuple[np.ndarray | float, np.ndarray | float]]
 
 
 def _synthetic() -> Iterator[tuple[str, float, _Kind]]:
+    """Yield the name, the noise and the function of each synthetic kind of trace."""
     yield "constant", 0, lambda m: (0, 0)
     yield "decaying", 0, lambda m: (-14 * m.time, 0)
     yield "growing", 0, lambda m: (14 * m.time, 0)
@@ -137,6 +142,7 @@ def _synthetic() -> Iterator[tuple[str, float, _Kind]]:
 
 
 def _mixtures() -> Iterator[tuple[str, float, _Kind]]:
+    """Yield the name, the noise and the function of each kind of trace whose gradients have several magnitudes."""
     for size in (12, 24):
         yield f"2^{size} apart in turns", 0, lambda m, size=size: (m.blocks(1, -size), 0)
         yield f"2^{size} apart at random", 0, lambda m, size=size: (m.mostly(0.5, -size), 0)
@@ -155,6 +161,7 @@ def _mixtures() -> Iterator[tuple[str, float, _Kind]]:
 
 
 def _events() -> Iterator[tuple[str, float, _Kind]]:
+    """Yield the name, the noise and the function of each kind of trace with a single event in the middle."""
     yield "a NaN", 0.3, lambda m: (m.noise(0.3) - 12, m.during(1, np.inf))
     yield "3 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(3, np.inf))
     yield "30 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(30, np.inf))
@@ -171,12 +178,15 @@ def _events() -> Iterator[tuple[str, float, _Kind]]:
     yield "2^20 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(20))
 
 
-# Log2 of the largest gradient of the traces below, which are of one size but for some noise.
+# Log2 of the gradient magnitudes of `not_a_number` and `mostly_zero`.
 _SIZES = (-30.0, -20.0, -10.0, -2.0, 4.0)
 
 
 def not_a_number(share: float, steps: int, seed: int = 3) -> list[Trace]:
-    """Steps that are finite at no scale, now and then: one trace for each size."""
+    """Return traces with occasional steps that are not finite at any scale.
+
+    The list contains one trace for each gradient magnitude in `_SIZES`.
+    """
     return [
         _trace(f"NaN at {share:.1%}", m, size + m.noise(0.5), m.mostly(share, np.inf))
         for size, m in _of_each_size(steps, seed, share)
@@ -184,7 +194,10 @@ def not_a_number(share: float, steps: int, seed: int = 3) -> list[Trace]:
 
 
 def mostly_zero(one_in: int, steps: int, seed: int = 4, inside: float = 0.0) -> list[Trace]:
-    """A gradient once in so many steps, at random: one trace for each size."""
+    """Return traces whose gradients are nonzero only once in ``one_in`` steps, at random.
+
+    The list contains one trace for each gradient magnitude in `_SIZES`.
+    """
     return [
         _trace(f"one gradient in {one_in}", m, np.where(m.random.random(steps) < 1 / one_in, size, -np.inf), inside)
         for size, m in _of_each_size(steps, seed, one_in)
@@ -192,7 +205,11 @@ def mostly_zero(one_in: int, steps: int, seed: int = 4, inside: float = 0.0) -> 
 
 
 def rare_kind(one_in: int, log2_size: float, steps: int, seed: int) -> Trace:
-    """Values inside the backward pass of 2^2 times the gradients, and of ``2**log2_size`` in one of so many steps."""
+    """Return a trace with a rare kind of batches.
+
+    The values inside the backward pass are 2^2 times the gradients, and ``2**log2_size`` times the gradients in one of
+    ``one_in`` steps.
+    """
     m = _Maker(np.random.default_rng([8, steps, one_in, int(10 * log2_size), seed]), steps)
     is_rare = m.random.random(steps) < 1 / one_in
     kind = f"1 in {one_in} inside 2^{log2_size}"
@@ -200,7 +217,10 @@ def rare_kind(one_in: int, log2_size: float, steps: int, seed: int) -> Trace:
 
 
 def mixed(steps: int, seed: int) -> list[Trace]:
-    """Overflows with several possible causes: noise and growth inside the backward pass, NaNs, and rare kinds."""
+    """Return traces whose overflows have several possible causes.
+
+    The causes are noise and growth of values inside the backward pass, NaNs, and rare kinds of batches.
+    """
     traces = []
     for number, (kind, make) in enumerate(_mixed()):
         m = _Maker(np.random.default_rng([9, steps, number, seed]), steps)
@@ -208,7 +228,7 @@ def mixed(steps: int, seed: int) -> list[Trace]:
     return traces
 
 
-# Standard deviation of the gradients of `rare_kind` and `mixed`, in bits.
+# The standard deviation of log2 of the gradients in `rare_kind` and `mixed`, in bits.
 _MODEL_NOISE = 0.7
 
 
@@ -247,13 +267,17 @@ def _of_each_size(steps: int, seed: int, *key: float) -> Iterator[tuple[float, _
 
 
 def _trace(kind: str, maker: _Maker, log2_largest: np.ndarray, log2_inside: np.ndarray | float) -> Trace:
-    """A trace whose gradients are not zero where they are no numbers."""
+    """Return a trace. At steps that are not finite, the largest gradient is set to a nonzero value."""
     inside = np.broadcast_to(log2_inside, maker.steps).astype(float)
     return Trace(kind, np.where(np.isinf(inside), 0.0, log2_largest), inside, 0.0)
 
 
 def hostile(random: np.random.Generator, steps: int) -> Trace:
-    """Whatever may come together: a drift, two sizes, phases, something inside, zeros, NaN, alone and in a burst."""
+    """Return a random trace that combines many difficulties.
+
+    The difficulties include a drift, two magnitudes, phases, values inside the backward pass, zeros, and NaNs at single
+    steps and in a burst.
+    """
     m = _Maker(random, steps)
     log2_largest = random.uniform(-30, 4) + random.uniform(-12, 12) * m.time + m.noise(random.uniform(0, 1.5))
     inside = np.maximum(random.uniform(-8, 14) + m.noise(random.uniform(0, 1)), 0)
@@ -272,17 +296,23 @@ def hostile(random: np.random.Generator, steps: int) -> Trace:
 
 
 def synthetic(steps: int, runs: int = 2, seed: int = 0) -> list[Trace]:
-    """``runs`` traces of every kind, each of ``steps`` steps and somewhere else in the range of float16."""
+    """Return ``runs`` traces of every synthetic kind, each with ``steps`` steps.
+
+    Each trace is at a different place in the range of float16.
+    """
     return _placed(_synthetic(), steps, runs, seed)
 
 
 def mixtures(steps: int, runs: int = 1, seed: int = 1) -> list[Trace]:
-    """Likewise, of gradients of several sizes: two players, two losses in turns, or kinds of batches."""
+    """Return ``runs`` traces of every kind whose gradients have several magnitudes.
+
+    Examples are the gradients of two players, of two losses in turn, and of different kinds of batches.
+    """
     return _placed(_mixtures(), steps, runs, seed)
 
 
 def events(steps: int, seed: int = 2) -> list[Trace]:
-    """A trace for everything that may happen in a run, in the middle of it."""
+    """Return one trace for each kind of event, which occurs in the middle of the run."""
     return [
         _made(kind, noise, make, _Maker(np.random.default_rng([seed, steps, number]), steps))
         for number, (kind, noise, make) in enumerate(_events())
@@ -290,6 +320,7 @@ def events(steps: int, seed: int = 2) -> list[Trace]:
 
 
 def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, seed: int) -> list[Trace]:
+    """Return traces of all kinds, each of which is moved to a random place in the range of float16."""
     traces = []
     for number, (kind, noise, make) in enumerate(kinds):
         for run in range(runs):
@@ -308,12 +339,12 @@ def _made(kind: str, noise: float, make: _Kind, maker: _Maker) -> Trace:
 
 
 def recorded() -> list[Trace]:
-    """What was recorded of real trainings (`benchmarks.traces`), sorted by name."""
+    """Return the recorded traces of real trainings (`benchmarks.traces`), sorted by name."""
     return [from_recording(name, recording) for name, recording in sorted(recordings.recorded().items())]
 
 
 def from_recording(name: str, recording: recordings.Trace) -> Trace:
-    """A recorded trace, its noise measured."""
+    """Convert a recorded trace, and estimate its noise."""
     largest = recording.log2_largest
     is_zero = np.isneginf(largest)
     inside = recording.log2_inside - np.where(is_zero, 0, largest)
@@ -323,7 +354,7 @@ def from_recording(name: str, recording: recordings.Trace) -> Trace:
 
 
 def of_one_length(traces: Sequence[Trace]) -> list[Trace]:
-    """The traces, the shorter ones followed by NaN, which is not judged."""
+    """Return the traces, extended to the same length with NaN. The extension is not judged."""
     steps = max(len(trace.log2_largest) for trace in traces)
 
     def lengthened(trace: Trace) -> Trace:

@@ -1,7 +1,7 @@
 """Small trainings in which a loss scale must not prevent learning.
 
-Some of their gradients are NaN, most of their gradients are zero, their losses have several sizes, or one kind of batch
-is rare and needs a lower loss scale than the other batches.
+The trainings have NaN gradients, gradients that are mostly zero, losses of several sizes, or a rare kind of batches
+that needs a lower loss scale than all other batches.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchmarks.harness.report import Cell, Mark, Table, columns
 from benchmarks.workloads.data import digits
 
 _SEEDS = 3
-_QUICK_TRAININGS = 7  # all but three of those with a rare kind of batches
+_QUICK_TRAININGS = 7  # With this number, three of the trainings with a rare kind of batches are omitted.
 _WIDTH = 64
 _ARMS = 64
 
-# By name: the dtype of the products, and the loss scale.
+# For each way to train, the dtype of matmuls and the loss scale.
 WAYS: dict[str, tuple[Any, Any]] = {
     "float32": (jnp.float32, None),
     "auto": (jnp.float16, "auto"),
@@ -34,15 +34,15 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 
 class Training(NamedTuple):
-    """What is trained, in one jitted scan.
+    """A training that runs in a single jitted `jax.lax.scan`.
 
     Attributes:
-      steps: how many.
-      init: from a key, the parameters.
-      loss: of parameters, the step's key and its number.
-      result: of the parameters, what counts in the end: a loss, the less the better.
-      learning_rate: Adam's, to which the size of a loss makes no difference.
-      is_rare: computes from the step's key whether the batch is of the rare kind.
+      steps: the number of steps.
+      init: a function that returns the initial parameters for a random key.
+      loss: a function of the parameters, the random key of the step and the number of the step.
+      result: a function that returns a loss of the final parameters, so lower is better.
+      learning_rate: the learning rate of Adam, whose updates do not depend on the unit of the loss.
+      is_rare: a function that returns, for the random key of a step, whether its batch is of the rare kind.
     """
 
     steps: int
@@ -78,7 +78,10 @@ def _of_digits(
 
 
 def _one_zero_image(one_in: int) -> Training:
-    """The norm of a vector has no derivative at zero: in every so manyth step all gradients are NaN."""
+    """Return a training in which all gradients are NaN in one of ``one_in`` steps.
+
+    The cause is the norm of a zero vector, which is not differentiable.
+    """
 
     def loss(entropy: Any, chosen: jax.Array, params: Any, step: jax.Array) -> jax.Array:
         first = jnp.where(step % one_in == one_in - 1, 0.0, 1.0) * params[0][0]
@@ -88,16 +91,20 @@ def _one_zero_image(one_in: int) -> Training:
 
 
 def _masked(entropy: Any, chosen: jax.Array, params: Any, step: jax.Array) -> jax.Array:
+    """Return the loss of every tenth batch, and zero for all other batches."""
     return jnp.where(step % 10 == 9, entropy(chosen).mean(), 0.0)
 
 
 def _curriculum(entropy: Any, chosen: jax.Array, params: Any, step: jax.Array) -> jax.Array:
-    """Phases whose losses are of other units: 1, 2^-20, 2^12."""
+    """Return a loss whose unit changes during the training: 1, then 2^-20, then 2^12."""
     return jnp.array([1.0, 2.0**-20, 2.0**12])[step // 1334] * entropy(chosen).mean()
 
 
 def _bandit() -> Training:
-    """REINFORCE: one arm of 64 has a reward; every other pull has a gradient of exactly zero."""
+    """Return a training with REINFORCE, in which only one of 64 arms has a reward.
+
+    The gradients of all other pulls are exactly zero.
+    """
 
     def chances(params: jax.Array) -> jax.Array:
         return jax.nn.log_softmax((jnp.eye(_ARMS) @ params)[0])
@@ -140,7 +147,7 @@ def _rare_kind(one_in: int, log2_inputs: int, steps: int = 4000) -> Training:
 
 
 def all_trainings() -> dict[str, Training]:
-    """By what is difficult in them."""
+    """Return all trainings by a description of their difficulty."""
     return {
         **{f"digits, NaN every {one_in}th step": _one_zero_image(one_in) for one_in in (200, 50, 30)},
         "digits, 9 of 10 batches masked out": _of_digits(_masked),
@@ -154,9 +161,13 @@ def all_trainings() -> dict[str, Training]:
 
 
 def trained(training: Training, way: str, seeds: int = _SEEDS) -> np.ndarray:
-    """The result, the numbers of skipped steps, of rare batches, and of skipped rare batches: ``float[4, seeds]``."""
+    """Train from several seeds.
+
+    Returns:
+      ``float[4, seeds]``: the results, and the numbers of skipped steps, of rare batches, and of skipped rare batches.
+    """
     dtype, loss_scale = WAYS[way]
-    if loss_scale is None:  # what is not finite is skipped in float32, too
+    if loss_scale is None:  # Non-finite steps are skipped in float32 as well.
         loss_scale = jls.FixedLossScale(1, skip_nonfinite=True)
     tx = jls.loss_scaled(optax.adam(training.learning_rate), loss_scale)
 
@@ -179,7 +190,11 @@ def trained(training: Training, way: str, seeds: int = _SEEDS) -> np.ndarray:
 
 
 def trainings(quick: bool, progress: Progress) -> Table:
-    """Where each training ends; `AutoLossScale` may be worse than the others by what seeds differ, and a hundredth."""
+    """Return a table with the result of each training.
+
+    The marks allow `AutoLossScale` to be worse than the other loss scales by the standard deviation over the seeds plus
+    0.01.
+    """
     rows: list[list[Cell]] = []
     marks = []
     every = dict(list(all_trainings().items())[: _QUICK_TRAININGS if quick else None])
@@ -197,9 +212,10 @@ def trainings(quick: bool, progress: Progress) -> Table:
             marks.append(Mark(f"auto, {name}: skipped rare batches, more than with dynamic", more, 2.0))
     heads = ["training", *(f"{way}: loss {{:.4f}}" for way in WAYS), *(f"{way}: skipped {{:.0f}}" for way in WAYS)]
     heads += ["rare {:.0f}", "auto: skipped rare {:.0f}", "dynamic: skipped rare {:.0f}"]
-    seeds = "1 seeds" if quick else f"{_SEEDS} seeds"
+    seeds = "1 seed" if quick else f"{_SEEDS} seeds"
     note = (
-        f"The mean of {seeds}. The loss on all digits, or on all rotated digits; of the bandit, 1 - the chance of the "
-        "arm. Last three columns: number of batches of the rare kind, and how many of them are skipped."
+        f"Means over {seeds}. The loss is the loss on all digits, or on all rotated digits. For the bandit, it is 1 "
+        "minus the probability of the arm with the reward. The last three columns are the number of rare batches, and "
+        "how many of them are skipped."
     )
     return Table("Trainings under the default loss scale", columns(" | ".join(heads)), rows, marks, (note,), quick)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.traces``: train the workloads, or those named, and write their traces beside this file."""
+"""``python -m benchmarks.traces``: train all workloads, or the named ones, and write their traces into this folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from benchmarks.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record what was asked for, as much at a time as there are cores."""
+    """Record the traces of the named workloads, in as many threads as there are CPU cores."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces", description=__doc__)
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}; all by default")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="workload", help=f"one of {', '.join(WORKLOADS)} (default: all)"
+    )
     names = parser.parse_args(arguments).workloads or list(WORKLOADS)
     for name in names:
         if name not in WORKLOADS:
-            parser.exit(2, f"{parser.prog}: there is no workload {name!r}; there are {', '.join(WORKLOADS)}\n")
+            parser.exit(2, f"{parser.prog}: there is no workload {name!r}. The workloads are: {', '.join(WORKLOADS)}\n")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(lambda name: record(WORKLOADS[name]()), name): name for name in dict.fromkeys(names)}
         for count, done in enumerate(as_completed(running), 1):

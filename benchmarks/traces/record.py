@@ -1,4 +1,4 @@
-"""Train a workload in float32, and look at each step what float16 would have done with the gradients."""
+"""Recording of a trace: train a workload in float32, and test at each step which loss scales overflow in float16."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.traces import Trace
 from benchmarks.workloads import Workload
 from benchmarks.workloads.training import STRICT, batch_of, begin
 
-# Scales are tried on a grid of quarters of a bit, from a 2**14-th of 65536 / largest to 4 times that.
+# The grid of loss scales has four points per bit, from 2**-14 to 4 times the scale 65536 / largest.
 _PARTS_OF_A_BIT = 4
 _BITS_BELOW, _BITS_ABOVE = 14, 2
 
 
 def record(workload: Workload, seed: int = 0) -> Trace:
-    """Train, and record every step."""
+    """Train a workload in float32, and return the trace of all steps."""
 
     def step(carry: Any, number: jax.Array) -> tuple[Any, Any]:
         params, statistics, state = carry
@@ -39,7 +39,8 @@ def record(workload: Workload, seed: int = 0) -> Trace:
     largest, overflowing = jax.device_get(jax.jit(train, compiler_options=STRICT)(*begun))
     with np.errstate(divide="ignore"):
         log2_largest = np.log2(largest.astype(np.float64))
-    # 65520, just below 2**16, is what rounds to infinity. Halfway between the scale that overflows and the one before.
+    # 65520, just below 2**16, is the smallest number that rounds to infinity. The result is the middle between the
+    # smallest scale that overflows and the next smaller scale on the grid.
     log2_inside = 16 - (overflowing - 0.5) / _PARTS_OF_A_BIT
     return Trace(log2_largest, np.where(largest > 0, log2_inside, -np.inf))
 
@@ -47,7 +48,10 @@ def record(workload: Workload, seed: int = 0) -> Trace:
 def _smallest_overflowing(
     workload: Workload, params: Any, statistics: Any, batch: Any, largest: jax.Array
 ) -> jax.Array:
-    """Of the grid of scales, the smallest that overflows in float16: its log2 in parts of a bit, ``int32[]``."""
+    """Return log2 of the smallest loss scale on a grid that overflows in float16, ``int32[]``.
+
+    The unit is a quarter of a bit.
+    """
 
     def overflows(parts: jax.Array) -> jax.Array:
         fraction = jnp.exp2(jnp.arange(_PARTS_OF_A_BIT) / _PARTS_OF_A_BIT)[parts % _PARTS_OF_A_BIT]
@@ -61,7 +65,7 @@ def _smallest_overflowing(
         is_bad = overflows(middle)
         return jnp.where(is_bad, fine, middle), jnp.where(is_bad, middle, bad)
 
-    # frexp: largest is from 2**(exponent - 1) to below 2**exponent.
+    # `frexp` returns the exponent for which 2**(exponent - 1) <= largest < 2**exponent.
     exponent = jnp.frexp(largest)[1]
     fine = (16 - exponent - _BITS_BELOW) * _PARTS_OF_A_BIT
     bad = (16 - exponent + _BITS_ABOVE) * _PARTS_OF_A_BIT

@@ -1,7 +1,7 @@
-"""Small real trainings that differ in kind, on data that comes inside packages.
+"""Small trainings of different kinds on real data that is included in installed packages.
 
-`workload` says what a workload is, `training` trains one, whole, in one compiled program. The workloads are functions
-without any argument that they need: sizes are given only to make them smaller.
+`workload` defines a workload, and `training` runs a whole training in one compiled program. The workloads are functions
+whose arguments are all optional. The arguments are used only to make a workload smaller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data that is on every machine that runs this: it comes inside packages."""
+"""Data that is available on every machine, because it is included in installed packages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ CHARACTERS = 128  # ASCII
 
 @functools.cache
 def text(length: int) -> np.ndarray:
-    """Python's own standard library, characters that are not ASCII left out: ``int32[length]``."""
+    """Return the source text of Python's standard library without characters that are not ASCII: ``int32[length]``."""
     characters = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         characters += bytes(byte for byte in path.read_bytes() if byte < CHARACTERS)
         if len(characters) >= length:
             return np.frombuffer(bytes(characters[:length]), np.uint8).astype(np.int32)
-    raise FileNotFoundError("Python's standard library is not installed as sources; there is no text to train on.")
+    raise FileNotFoundError(
+        "The source files of Python's standard library, which contain the text to train on, are not installed."
+    )
 
 
 @functools.cache
 def words(length: int, vocabulary: int) -> np.ndarray:
-    """The words of such a text, the most frequent first: ``int32[words]``, from 0 to below ``vocabulary``."""
+    """Return the most frequent words of this text in their order in the text: ``int32[words]``.
+
+    Each word is replaced by its rank: 0 for the most frequent word, and less than ``vocabulary`` for all words.
+    """
     found = re.findall(r"[A-Za-z_]\w*", bytes(text(length).astype(np.uint8)).decode("ascii"))
     numbers = {word: number for number, (word, _) in enumerate(collections.Counter(found).most_common(vocabulary))}
     return np.array([numbers[word] for word in found if word in numbers], np.int32)
@@ -34,7 +39,7 @@ def words(length: int, vocabulary: int) -> np.ndarray:
 
 @functools.cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Handwritten digits of scikit-learn: ``float32[1797, 64]`` from -1 to 1, and labels ``int32[1797]``."""
+    """Return the handwritten digits of scikit-learn: ``float32[1797, 64]`` from -1 to 1, and ``int32[1797]`` labels."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -43,7 +48,10 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def photograph_patches(size: int) -> np.ndarray:
-    """The two photographs of scikit-learn in squares: ``float32[patches, size, size, 3]``, from -1 to 1."""
+    """Return the two photographs of scikit-learn as square patches.
+
+    The result is ``float32[patches, size, size, 3]``, from -1 to 1.
+    """
     from sklearn.datasets import load_sample_images
 
     patches = []

@@ -1,4 +1,4 @@
-"""Three networks on images: a convnet with batch norm, a Wasserstein GAN with gradient penalty, denoising diffusion."""
+"""Three networks on images: a convnet with batch norm, a Wasserstein GAN with gradient penalty, and diffusion."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from benchmarks.workloads import data
 from benchmarks.workloads.layers import along_last, cross_entropy, dense, init_dense, init_mlp, mean_square, mlp
 from benchmarks.workloads.workload import Workload, adam, evaluation_key, loss_on, without_statistics
 
-_SIZE = 8  # of a digit, in pixels
+_SIZE = 8  # the width and height of a digit in pixels
 _PIXELS = _SIZE**2
-_TO_TRAIN_ON = 1400  # digits; the convnet is evaluated on the rest
-_NOISE = 0.5  # added to the digits that the convnet sees
-_KEPT = 0.9  # of the statistics of batch norm, at each step
+_TO_TRAIN_ON = 1400  # The number of digits for training. The convnet is evaluated on the remaining digits.
+_NOISE = 0.5  # the standard deviation of the noise in the input of the convnet
+_DECAY = 0.9  # the decay of the running statistics of batch norm at each step
 _PENALTY = 10.0
 _LATENTS = 16
-_TIMES = 8  # frequencies that tell the denoiser how noisy an image is
+_TIMES = 8  # the number of frequencies that encode the noise level for the denoiser
 
 
 def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int = 300) -> Workload:
-    """Three convolutions with batch norm classify noisy digits. Its running statistics are float32."""
+    """Return a workload in which three convolutions with batch norm classify noisy digits.
+
+    The running statistics of batch norm are float32.
+    """
     images, labels = (jnp.asarray(part) for part in data.digits())
     channels = (1, widths[0], widths[1], widths[1])
 
@@ -77,9 +80,11 @@ def convnet(*, widths: tuple[int, int] = (16, 32), batch: int = 64, steps: int =
 
 
 def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
-    """A generator of digits and its critic, whose slope is differentiated. Judged by the sliced Wasserstein distance.
+    """Return a workload with a generator of digits and a critic, whose input gradient is part of the loss.
 
-    Both are trained at once, by the gradients of the sum of their losses, neither of which reaches the other's network.
+    The result is the sliced Wasserstein distance between generated and real digits. The generator and the critic are
+    trained at the same time by the gradients of the sum of their losses. Each loss has no gradients with respect to the
+    other network.
     """
     images = jnp.asarray(data.digits()[0])
 
@@ -125,7 +130,7 @@ def wgan_gp(*, width: int = 128, batch: int = 64, steps: int = 600) -> Workload:
 
 
 def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Workload:
-    """A network that guesses the noise in noisy digits."""
+    """Return a workload in which a network predicts the noise in noisy digits."""
     images = jnp.asarray(data.digits()[0])
 
     def init(key: jax.Array) -> Any:
@@ -149,11 +154,11 @@ def diffusion(*, width: int = 256, batch: int = 128, steps: int = 600) -> Worklo
 
 
 def _batch_norm(layer: Any, running: Any, x: jax.Array, train: bool) -> tuple[jax.Array, Any]:
-    """Normalize over images and pixels, in float32; with the statistics of this batch, or with the running ones."""
-    wide = x.astype(jnp.float32)
-    now = {"mean": wide.mean((0, 1, 2)), "variance": wide.var((0, 1, 2))} if train else running
-    normalized = (wide - along_last(now["mean"], x)) * jax.lax.rsqrt(along_last(now["variance"], x) + 1e-5)
-    running = jax.tree.map(lambda old, new: _KEPT * old + (1 - _KEPT) * jax.lax.stop_gradient(new), running, now)
+    """Normalize over images and pixels in float32, with the statistics of this batch or with the running statistics."""
+    x32 = x.astype(jnp.float32)
+    now = {"mean": x32.mean((0, 1, 2)), "variance": x32.var((0, 1, 2))} if train else running
+    normalized = (x32 - along_last(now["mean"], x)) * jax.lax.rsqrt(along_last(now["variance"], x) + 1e-5)
+    running = jax.tree.map(lambda old, new: _DECAY * old + (1 - _DECAY) * jax.lax.stop_gradient(new), running, now)
     return normalized.astype(x.dtype) * along_last(layer["scale"], x) + along_last(layer["bias"], x), running
 
 

@@ -1,4 +1,4 @@
-"""Regressions: a differential equation, words by their neighbours, photographs, and losses in small units."""
+"""Regressions: a differential equation, word embeddings, photographs, and losses in small units."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from benchmarks.workloads import data
 from benchmarks.workloads.layers import init_mlp, mean_square, mlp
 from benchmarks.workloads.workload import Workload, adam, evaluation_key, loss_on, without_statistics
 
-_NEGATIVES = 4  # words that are no neighbours, for each one that is
-_WINDOW = 4  # how far away a neighbour may be, in words
+_NEGATIVES = 4  # the number of negative samples for each neighbor
+_WINDOW = 4  # the largest distance between neighbors in words
 _PATCH, _COARSE = 16, 4  # pixels
-_EPSILON = 1e-8  # of Adam, in the unit of a loss of usual size
+_EPSILON = 1e-8  # The epsilon of Adam for a loss in the usual unit.
 
 
 def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 2500) -> Workload:
-    """A physics-informed network: Poisson's equation on a square, by second derivatives of the network.
+    """Return a workload with a physics-informed network for Poisson's equation on a square.
 
-    ``-laplace(u) = f``, with ``f`` such that ``u = sin(pi x) sin(pi y)``. The network is multiplied by a polynomial
-    that is 0 at the border, as ``u`` must be. The residual is divided by the largest value of ``f``.
+    The equation is ``-laplace(u) = f``, where ``f`` is chosen such that ``u = sin(pi x) sin(pi y)``. The loss contains
+    second derivatives of the network. The network is multiplied by a polynomial that is 0 at the boundary, because
+    ``u`` is 0 there. The residual is divided by the largest value of ``f``.
     """
     largest_source = 2 * jnp.pi**2
 
@@ -47,7 +48,7 @@ def pinn(*, width: int = 48, depth: int = 3, points: int = 128, steps: int = 250
 
 
 def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, steps: int = 400) -> Workload:
-    """Words of Python's own sources, known by their neighbours: skip-gram with negative samples."""
+    """Return a workload with word embeddings of Python source text: skip-gram with negative samples."""
     words = jnp.asarray(data.words(1_000_000, vocabulary))
 
     def init(key: jax.Array) -> Any:
@@ -76,7 +77,10 @@ def embeddings(*, vocabulary: int = 2000, width: int = 64, batch: int = 1024, st
 
 
 def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Workload:
-    """Squares of photographs from 4 x 4 pixels to 16 x 16: 768 outputs, and the mean over all of them."""
+    """Return a workload that enlarges patches of photographs from 4 x 4 to 16 x 16 pixels.
+
+    The network has 768 outputs, and the loss is the mean over all of them.
+    """
     patches = jnp.asarray(data.photograph_patches(_PATCH))
     blocks = patches.reshape(-1, _COARSE, _PATCH // _COARSE, _COARSE, _PATCH // _COARSE, 3)
     coarse = blocks.mean((2, 4), keepdims=True)
@@ -93,20 +97,26 @@ def many_outputs(*, width: int = 192, batch: int = 128, steps: int = 400) -> Wor
 
 
 def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -33) -> Workload:
-    """The upper halves of digits from the lower ones, with a loss in a small unit, as that of a physical quantity."""
+    """Return a workload that predicts the upper half of a digit from its lower half.
+
+    The loss is in a small unit, such as the unit of a physical quantity.
+    """
     draw, everything, init = _halves(width, batch)
     unit = 2.0**log2_unit
 
     def loss(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
         return _square_error(params, batch, dtype) * unit
 
-    optimizer = adam(3e-3, steps, eps=_EPSILON * unit)  # Adam's epsilon is in the unit of the gradients
+    optimizer = adam(3e-3, steps, eps=_EPSILON * unit)  # Adam's epsilon has the unit of the gradients.
     evaluate = loss_on(_square_error, lambda: everything)
     return without_statistics(steps, optimizer, init, draw, loss, evaluate)
 
 
 def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -26) -> Workload:
-    """Two networks, one loss: the sum of theirs, the second one's in a small unit. Judged by the second one's error."""
+    """Return a workload whose loss is the sum of the losses of two networks.
+
+    The loss of the second network is in a small unit. The result is the error of the second network.
+    """
     draw, everything, init = _halves(width, batch)
     unit = 2.0**log2_unit
 
@@ -126,7 +136,10 @@ def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_un
 
 
 def _halves(width: int, batch: int) -> tuple[Callable[[jax.Array], Any], Any, Callable[[jax.Array], Any]]:
-    """What draws a batch of lower and upper halves of digits, all of them, and what makes a network for them."""
+    """Return a function that draws a batch, the whole data set, and a function that initializes a network.
+
+    The inputs are the lower halves of digits, and the targets are the upper halves.
+    """
     lower, upper = jnp.split(jnp.asarray(data.digits()[0]), 2, axis=1)[::-1]
 
     def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +157,7 @@ def _square_error(params: Any, batch: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def _laplacian(function: Callable[[jax.Array], jax.Array], places: jax.Array) -> jax.Array:
-    """The sum of the second derivatives of each row's value by its coordinates, forward over forward."""
+    """Return the Laplacian of ``function`` at each row of ``places``, by forward-over-forward differentiation."""
 
     def second_derivative(direction: jax.Array) -> jax.Array:
         along = jnp.broadcast_to(direction, places.shape)

@@ -1,4 +1,4 @@
-"""Two networks that read Python's own source text, and guess each next character: a transformer and a GRU."""
+"""Two networks that predict the next character of Python source text: a transformer and a GRU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from benchmarks.workloads import data
 from benchmarks.workloads.layers import causal_attention, cross_entropy, dense, init_dense, rms_norm
 from benchmarks.workloads.workload import PlainLoss, Workload, adam, loss_on, without_statistics
 
-_TEXT = 300_000  # characters to train on; as many as are in a batch of evaluation follow
-_LINES = 64  # to evaluate on
+_TEXT = 300_000  # The number of characters for training. The lines for evaluation follow them in the text.
+_LINES = 64  # the number of lines for evaluation
 
 
 def transformer(
     *, layers: int = 2, width: int = 64, heads: int = 4, context: int = 64, batch: int = 8, steps: int = 400
 ) -> Workload:
-    """A decoder: attention and feed-forward layers behind norms, embeddings tied to the logits."""
+    """Return a workload with a decoder of attention and feed-forward layers.
+
+    Each layer is preceded by a norm, and the embeddings are shared with the output layer.
+    """
 
     def init(key: jax.Array) -> Any:
         keys = iter(jax.random.split(key, 4 * layers + 2))
@@ -54,7 +57,7 @@ def transformer(
 
 
 def gru(*, width: int = 96, context: int = 48, batch: int = 16, steps: int = 400) -> Workload:
-    """A gated recurrent unit, differentiated through every character of a line."""
+    """Return a workload with a gated recurrent unit that is differentiated through all characters of a line."""
 
     def init(key: jax.Array) -> Any:
         keys = iter(jax.random.split(key, 5))
@@ -82,7 +85,7 @@ def gru(*, width: int = 96, context: int = 48, batch: int = 16, steps: int = 400
 
 
 def _reading(init: Any, loss: PlainLoss, rate: float, context: int, batch: int, steps: int) -> Workload:
-    """A workload of lines, each a stretch of text of one length from anywhere."""
+    """Return a workload whose batches are lines of equal length from random places of the text."""
     characters = jnp.asarray(data.text(_TEXT + _LINES * (context + 1)))
     unseen = characters[_TEXT:].reshape(_LINES, context + 1)
 

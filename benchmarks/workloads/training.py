@@ -1,4 +1,4 @@
-"""Train a workload from its first step to its last in one compiled program."""
+"""Training of a workload from the first step to the last step in one compiled program."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from jax.typing import ArrayLike, DTypeLike
 import jax_lossscale as jls
 from benchmarks.workloads.workload import Workload
 
-# What makes the loss scale of a run; it is given what computes the float32 gradients of the first step.
+# A function that creates the loss scale of a run from a function that computes the float32 gradients of the first step.
 MakeLossScale = Callable[[Callable[[], Any]], jls.LossScale]
 
-# Every operation rounds its result, as it is written. By default XLA keeps what it fuses in float32 in between.
+# Options for XLA with which every operation rounds its result to its own dtype. By default, XLA keeps intermediate
+# results of a fusion in float32.
 STRICT = {"xla_allow_excess_precision": False}
 
-AS_DRAWN = -1  # the rounding of initial parameters that are not rounded
+AS_DRAWN = -1  # the value of ``rounding`` with which the initial parameters are not rounded
 
 
 class Outcome(NamedTuple):
-    """What came of a training; every field but the last is a scalar.
+    """The result of a training. All fields except for the last one are scalars.
 
     Attributes:
-      final_loss: what the workload evaluates the trained model to.
-      zero_fraction: the share of gradients that were exactly zero, mean over all steps.
-      skipped_steps: how many steps changed nothing.
-      final_loss_scale: the loss scale after the last step; 1 if there is none.
+      final_loss: the evaluation of the trained model, as defined by the workload.
+      zero_fraction: the fraction of gradients that were exactly zero, averaged over all steps.
+      skipped_steps: the number of skipped steps.
+      final_loss_scale: the loss scale after the last step; 1 without a loss scale.
       losses: ``float32[steps]``: the loss before each step.
     """
 
@@ -43,11 +44,12 @@ class Outcome(NamedTuple):
 def compile_training(
     workload: Workload, dtype: DTypeLike, make_loss_scale: MakeLossScale
 ) -> Callable[[int, int], Outcome]:
-    """Make the function that trains the workload.
+    """Return a function that trains the workload.
 
     Returns:
-      A function of a seed, from which initial parameters and batches follow, and of the rounding of the initial
-      parameters: `AS_DRAWN`; 0: to the nearest float16; each larger number: to float16, up or down at random.
+      A function of a seed and of the rounding of the initial parameters. The seed determines the initial parameters and
+      the batches. The rounding is `AS_DRAWN` (no rounding), 0 (rounding to the nearest float16), or a larger number
+      (random rounding up or down to float16, with this number as a seed).
     """
 
     def train(params: Any, statistics: Any, seed: jax.Array) -> tuple[Any, Any, Outcome]:
@@ -73,7 +75,7 @@ def compile_training(
         outcome = Outcome(jnp.nan, zeros.mean(), metrics["skipped_steps"], metrics["loss_scale"], losses)
         return params, statistics, outcome
 
-    # The first and the last are the same programs for every training of the workload.
+    # The programs `rounded` and `evaluate` are the same for all trainings of the workload.
     rounded, compiled = jax.jit(_begin, static_argnums=0), jax.jit(train, compiler_options=STRICT)
     evaluate = jax.jit(workload.evaluate)
 
@@ -85,12 +87,12 @@ def compile_training(
 
 
 def begin(workload: Workload, seed: ArrayLike) -> tuple[Any, Any]:
-    """The parameters and the statistics that a seed begins with."""
+    """Return the initial parameters and statistics for a seed."""
     return workload.init(jax.random.fold_in(jax.random.key(seed), 0))
 
 
 def batch_of(workload: Workload, seed: ArrayLike, step: ArrayLike) -> Any:
-    """The batch of a step."""
+    """Return the batch of a step."""
     return workload.draw(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step))
 
 
@@ -100,7 +102,7 @@ def _begin(workload: Workload, seed: jax.Array, rounding: jax.Array) -> tuple[An
 
 
 def round_params(params: Any, key: jax.Array, rounding: jax.Array) -> Any:
-    """Parameters that float16 holds, or as they are if ``rounding`` is negative."""
+    """Round the parameters to float16 numbers. If ``rounding`` is negative, return them unchanged."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.fold_in(key, jnp.maximum(rounding, 0)), len(leaves))
 

@@ -1,4 +1,4 @@
-"""What a workload is: a model, its data and its optimizer, in any compute dtype from float32 master weights."""
+"""Definition of a workload: a model with float32 parameters and any compute dtype, its data and its optimizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Workload:
     """A small training.
 
     Attributes:
-      steps: how many it is trained for.
-      optimizer: what true gradients go through.
-      init: float32 parameters, and the statistics that a step changes beside them (or ``None``), from a random key.
-      draw: the batch of one step, from a random key.
-      loss: ``loss(params, statistics, batch, dtype)``: the loss, ``float32[]``, and the new statistics. ``dtype`` is
-        what the network computes in; statistics of norms, softmax and the last mean are float32 whatever it is.
-      evaluate: ``evaluate(params, statistics)``: what the trained model is judged by, ``float32[]``, positive, less is
-        better. Computed in float32 on data that is the same for all arms and seeds.
+      steps: the number of training steps.
+      optimizer: the optimizer, whose input is the unscaled gradients.
+      init: a function that returns, for a random key, the float32 parameters and the statistics that a step changes in
+        addition to the parameters (or ``None``).
+      draw: a function that returns the batch of a step for a random key.
+      loss: ``loss(params, statistics, batch, dtype)`` returns the loss, ``float32[]``, and the new statistics. The
+        network computes in ``dtype``, but the statistics of norms, the softmax and the final mean are always float32.
+      evaluate: ``evaluate(params, statistics)`` returns a positive measure of the trained model, ``float32[]``; lower
+        is better. The measure is computed in float32 on the same data for all arms and seeds.
     """
 
     steps: int
@@ -47,7 +48,7 @@ def without_statistics(
     loss: PlainLoss,
     evaluate: Callable[[Any], jax.Array],
 ) -> Workload:
-    """A workload whose step changes nothing but the parameters."""
+    """Return a workload without statistics, whose steps change only the parameters."""
 
     def paired(params: Any, _: None, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, None]:
         return loss(params, batch, dtype), None
@@ -59,17 +60,20 @@ def without_statistics(
 
 
 def loss_on(loss: PlainLoss, batch: Callable[[], Any]) -> Callable[[Any], jax.Array]:
-    """The loss in float32 on one batch, the same for all arms and seeds."""
+    """Return the loss in float32 on one batch, which is the same for all arms and seeds."""
     return lambda params: loss(params, batch(), jnp.float32)
 
 
 def evaluation_key() -> jax.Array:
-    """The random key from which evaluations draw."""
+    """Return the random key for evaluations."""
     return jax.random.key(2**31 - 1)
 
 
 def adam(learning_rate: float, steps: int, **options: Any) -> optax.GradientTransformation:
-    """Adam, with a rate that rises over the first twentieth of the steps and then falls to zero along a cosine."""
+    """Return Adam with a warmup-cosine schedule.
+
+    The learning rate increases during the first twentieth of the steps, and then decreases to zero along a cosine.
+    """
     warmup = max(1, steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(steps, warmup + 1))
     return optax.adam(schedule, **options)

@@ -13,6 +13,8 @@ Terms that are used in this package:
 - *Segment*: the nodes between matmuls that are evaluated together, and recomputed together in the backward pass.
 - *Saved* value: a value that the forward pass stores for the backward pass. All other values that the backward pass
   needs are recomputed. `min_cut` selects the saved values.
+- *Reason*: why a matmul is not in half precision. In a program that is traced for a report, the name stack of each such
+  matmul contains its reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
 """
 
 from jax_lossscale._autocast.half_function import in_half

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_lossscale._autocast.marks import mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32
 
 
 class ByResult(NamedTuple):
@@ -37,7 +37,7 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            rounded = mark_saved(rounded)  # A mark outside of the rule would save another copy.
+            rounded = mark_saved(rounded)  # A mark outside of this rule would save a second copy.
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -48,15 +48,15 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-@functools.cache  # Softmaxes over the same axes are the same object, so that equal segments have equal keys.
+@functools.cache  # Equal segments must have equal keys, so there is one object for each combination of axes.
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # A rounded row does not sum to 1. Without the division, adding a constant to all tangents would change the
-        # result. If a whole row is rounded to zero, its sum is zero.
+        # The sum of a rounded row is not exactly 1. Without the division by this sum, adding a constant to all tangents
+        # would change the result. The sum is 0 if all elements of the row are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 
@@ -64,10 +64,13 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Yield the position of each such function, a node from its operand to its result, and its derivative.
+    """Yield each function that is differentiated from its result: its position, its node and its derivative.
 
-    These are each ``exp(x) / sum(exp(x))`` that is stored in half precision, and each `jax.nn.relu` that is stored in
-    float32, such as the sum of a skip connection, if a matmul uses its rounded result.
+    The node replaces all nodes from the operand of the function to its result. Two kinds of functions are found:
+
+    - ``exp(x) / sum(exp(x))``, if it is stored in half precision;
+    - `jax.nn.relu`, if it is stored in float32 and a matmul uses its rounded result. An example is the relu of the sum
+      of a skip connection.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
@@ -83,7 +86,7 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
             exp, axes = _parts_of_softmax(node, maker)
             if exp is not None and axes is not None:
-                # The node of `exp` has the operand of the softmax.
+                # The operand of `exp` is the operand of the softmax.
                 yield position, exp._replace(outputs=node.outputs), _softmax(axes)
 
 
@@ -96,7 +99,7 @@ def _is_relu(eqn: Any) -> bool:
     def derivative(function: Callable[..., Any]) -> str:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
-    with eqn.ctx.manager:
+    with in_context(eqn):
         try:
             found = derivative(lambda x: bind_differentiated(eqn, [x], eqn.params))
         except RuleError:
@@ -105,7 +108,7 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the node of the exponentials that a node divides, and the axes of the sum by which it divides them."""
+    """Return the node that computes the dividend of a softmax and the axes of the sum in its divisor, or None."""
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
     dividend, divisor = value_ids(node.inputs)
@@ -115,7 +118,7 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
-    """Return the axes of the sum of the exponentials if ``below`` is its broadcast along the same axes; else None."""
+    """Return the axes of the sum of the exponentials if ``below`` broadcasts this sum along the same axes, or None."""
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])

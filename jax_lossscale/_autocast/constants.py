@@ -23,19 +23,19 @@ from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_matmul, moved_
 
 
 class Interval(NamedTuple):
-    """What is known of a constant: its numbers lie between these two, which may be infinite, or are NaN."""
+    """An interval that contains all elements of a constant except NaNs. The bounds may be infinite."""
 
     low: float
     high: float
 
 
 UNKNOWN = Interval(-math.inf, math.inf)
-# Finds the interval of a constant.
+# A function that computes the interval of a constant.
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# They are monotone in each operand, on either side of 0. So they are largest and smallest where each operand is the
-# low or the high end of its interval, or 0, or as near to 0 as it comes.
+# For each operand, these functions are monotone for positive numbers and for negative numbers. Their largest and
+# smallest values are therefore found at the two bounds of the interval and at its number that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
@@ -62,7 +62,7 @@ class Constants:
         self._found: dict[ValueId, Interval] = {}
 
     def of(self, atom: ValueId | Literal) -> FindInterval | None:
-        """Return the function that computes the interval of a value; None if the value is no constant."""
+        """Return the function that computes the interval of a value, or None if the value is not a constant."""
         if isinstance(atom, Literal):
             return _known(atom.val)
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
@@ -74,7 +74,7 @@ class Constants:
 
     def _interval(self, result: ValueId) -> Interval:
         pending = [] if result in self._found else [result]
-        while pending:  # No recursion, because graphs can be deep.
+        while pending:  # Recursion is not used, because it would exceed its limit for deep graphs.
             node, position = self._maker[pending[-1]]
             unknown = [n for n in value_ids(node.inputs) if n in self._maker and n not in self._found]
             if unknown:
@@ -90,7 +90,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
 
     Args:
       closed: the jaxpr.
-      known: the same for its inputs.
+      known: for each input that is a constant, the function that computes its interval; otherwise None.
     """
     graph = inlined(closed)
     constants = Constants(graph, known)
@@ -126,8 +126,8 @@ def _of_array(value: Any) -> Interval:
 
 
 def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
-    """Return the interval between the least and the largest of some numbers, as far as a dtype holds the interval."""
-    is_unknown = any(map(math.isnan, numbers))  # made of infinite ends
+    """Return the interval between the smallest and the largest number, after conversion to a dtype."""
+    is_unknown = any(map(math.isnan, numbers))  # Infinite bounds can result in NaN.
     low, high = UNKNOWN if is_unknown else (float(min(numbers)), float(max(numbers)))
     if jnp.issubdtype(dtype, jnp.floating):
         largest = float(jnp.finfo(dtype).max)
@@ -136,7 +136,7 @@ def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
         info = jnp.iinfo(dtype)
         if info.min <= low and high <= info.max:
             return Interval(math.trunc(low), math.trunc(high))
-        return Interval(float(info.min), float(info.max))  # What is too large goes on at the other end.
+        return Interval(float(info.min), float(info.max))  # Integers that are too large wrap around.
     return Interval(0, 1) if jnp.issubdtype(dtype, jnp.bool_) else UNKNOWN
 
 
@@ -173,7 +173,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
 
 
 def _is_cast_to_integer(eqn: Any) -> bool:
-    """Whether an equation casts floats to integers."""
+    """Return whether an equation casts floats to integers."""
     if eqn.primitive.name != "convert_element_type":
         return False
     dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -181,7 +181,7 @@ def _is_cast_to_integer(eqn: Any) -> bool:
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:
-    """Whether an operation is one of `_MONOTONE`, on these intervals."""
+    """Return whether an operation is in `_MONOTONE` and is monotone on these intervals."""
     match eqn.primitive.name:
         case "div":
             return operands[1].low * operands[1].high > 0
@@ -194,5 +194,5 @@ def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:
 
 
 def _product(lengths: Iterable[Any]) -> float:
-    """Return the product of lengths; NaN if one is not known before the program is compiled."""
+    """Return the product of lengths, or NaN if a length is symbolic."""
     return math.prod(length if isinstance(length, int) else math.nan for length in lengths)

@@ -3,7 +3,7 @@
 Tensor cores accumulate in float32, so the result is not rounded. JAX supports such matmuls with
 ``preferred_element_type``. However, its backward matmuls then multiply a float32 cotangent by an operand in half
 precision, and are computed in float32. This primitive rounds the cotangent first, so that both backward matmuls are in
-half precision, too. A `jax.custom_vjp` could do the same, but would not support forward-mode differentiation.
+half precision. A `jax.custom_vjp` function could do the same, but would not support forward-mode differentiation.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
     batched = jax.vmap(lambda *operands: _plain(*operands, matmul=matmul, **params), in_axes=tuple(axes))
     closed = jax.make_jaxpr(batched)(*operands)
     values = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    # The jaxpr contains the matmul, and equations that move the axes of its operands and of its result.
+    # The jaxpr contains the matmul and equations that move the axes of its operands and of its result.
     for eqn in closed.jaxpr.eqns:
         inputs = [values[atom] for atom in eqn.invars]
         if eqn.primitive is matmul:

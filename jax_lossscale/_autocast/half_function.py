@@ -1,8 +1,8 @@
-"""`in_half` takes a function for half precision, and one that is computed where half precision is not.
+"""`in_half`: a function that is used under `autocast`, with another function as its fallback.
 
-A program does not know while it is traced whether `autocast` will rewrite it, and what `jax.jit` once traced is used
-with and without. So the call is an operation that holds the program of either function, and every transformation that
-comes before `autocast` finds both in it.
+When a program is traced, it is not known whether `autocast` will transform it later. In addition, `jax.jit` reuses one
+traced program with and without `autocast`. Therefore, a call of an `in_half` function is traced to a single equation
+that contains the jaxprs of both functions. Each transformation that runs before `autocast` is applied to both jaxprs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# What is computed, in each dtype; or the error of the function, if it is not for that dtype.
+# The jaxpr of the function for each dtype, or the error that the function raised for this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
 _primitive = Primitive(IN_HALF)
@@ -33,34 +33,27 @@ _primitive.multiple_results = True
 
 
 def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
-    """Compute a function in half precision under `autocast`, and another function without.
+    """Compute a function in half precision under `autocast`, and its fallback in float32 otherwise.
 
-    Some kernels take 16 bits only, such as cuDNN's attention and many that are written in Pallas. This makes one usable
-    in a program that is written for float32. It is the dual of `keep_float32`, and is found again below `jax.jit`,
-    `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and in loops.
-
-    **The rule.** Under `autocast`, ``function`` is called with its float32 array arguments in the dtype of `autocast`,
-    and is computed as it is written. What it returns in that dtype is float32 to the code around it; its other results
-    stay as they are. ``jax.grad(autocast(fun))`` differentiates ``function``.
-
-    ``fallback`` is computed without `autocast`; inside `keep_float32`; where a ``"float32"`` rule of a
-    `PrecisionPolicy` matches; and where the derivative is taken before `autocast` sees it, as in
-    ``autocast(jax.grad(fun))``. Its derivative is then a program like any other. `jls.diagnostics.autocast_report`
-    says where this is so.
+    Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`,
+    a float32 program can call such a kernel. `in_half` is the counterpart of `keep_float32`. It also works inside
+    `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
 
     Args:
-      function: of any pytrees. It is traced once in float16 and once in bfloat16. Arguments that are no arrays
-        (Python numbers, strings, functions, `None`) are passed on as they are. Only arguments are cast, so traced
-        arrays must be arguments: parameters, too.
-      fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. By
-        default it is ``function``.
+      function: a function of arbitrary pytrees. It is traced once in float16 and once in bfloat16. Arguments other than
+        arrays (Python numbers, strings, functions, `None`) are passed unchanged. Only arguments are cast. Therefore,
+        all traced arrays that the function uses, such as parameters, must be arguments.
+      fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. The
+        default is ``function``.
 
     Returns:
-      A function of the same arguments, with the results of ``fallback`` in structure, shapes and dtypes.
+      A function of the same arguments. Its results have the structure, shapes and dtypes of the results of
+      ``fallback``.
 
     Raises:
-      ValueError: if an argument cannot be called; when it is called, if the results of the two differ in more than the
-        precision of floats, or if one of them uses a traced array that is no argument.
+      ValueError: if an argument is not callable. The returned function raises a `ValueError` if the results of
+        ``function`` and ``fallback`` differ in structure, shape or any dtype that is not floating, or if one of them
+        uses a traced array that is not an argument.
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
@@ -73,7 +66,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
       >>> attention(q, k, v).dtype.name  # computed by `fallback`
       'float32'
 
-      Any function will do:
+      ``function`` can be any function:
 
       >>> dtypes = []
       >>> @jls.in_half
@@ -85,8 +78,21 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
       >>> dtypes
       ['float32', 'float16', 'bfloat16']
 
+    **Details.** Under `autocast`, ``function`` is called with its float32 arrays cast to the dtype of `autocast`. Its
+    operations are not rewritten. Results in the dtype of `autocast` are cast to float32, and other results are not
+    changed. ``jax.grad(autocast(fun))`` differentiates ``function``.
+
+    The fallback is computed in the following cases, and is differentiated like any other program:
+
+    - The program is not transformed by `autocast`.
+    - The call is inside `keep_float32`.
+    - A rule of a `PrecisionPolicy` with the precision ``"float32"`` or ``"float32_result"`` matches the call.
+    - The derivative is computed before `autocast` transforms the program, as in ``autocast(jax.grad(fun))``.
+
+    `jls.diagnostics.autocast_report` reports the calls that use the fallback.
+
     References:
-      jax-ml/jax#23560 asks for cuDNN's attention in a float32 program.
+      jax-ml/jax#23560 requests the use of cuDNN's attention in a float32 program.
     """
     check_function(function, "in_half(function=...)")
     if fallback is not None:
@@ -101,9 +107,11 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         if isinstance(error := made[_FLOAT32], Exception):
             if fallback is not None or not traced:
                 raise error
-            error.add_note(f"`in_half(function={function!r})` calls it in float32 here. Pass `fallback`, too.")
+            error.add_note(
+                f"`in_half(function={function!r})` called it in float32 here. Pass a `fallback` that supports float32."
+            )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
-        # An error without its traceback, which holds arrays: a program may be kept for long.
+        # The traceback of an error refers to arrays. It is removed because a jaxpr can exist for a long time.
         programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
         first = next(iter(traced.values()))
         return first.result(_bind(first.inputs, programs))
@@ -112,47 +120,47 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the results of an equation in a dtype. Some may be of that dtype where the equation has float32."""
+    """Return the results of an equation in a dtype: float32 results of the equation may have this dtype instead."""
     program = _program(dtype, **eqn.params)
-    # A call has the line that it stands in, which operations of a library do not have.
+    # `jax.jit` keeps the line of this call, which the operations of a library do not have.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)
     return [value if is_half else as_dtype(value, variable.aval.dtype) for value, variable, is_half in results]
 
 
 def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
-    """Return, of each float32 result of an equation, whether the function for a dtype gives it in that dtype."""
+    """Return, for each result, whether the equation declares float32 but the function returns the given dtype."""
     types = zip(_program(dtype, **eqn.params).out_avals, eqn.outvars, strict=True)
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
 
 def is_fallback(eqns: Iterable[Any]) -> bool:
-    """Whether one of the equations computes the derivative of ``fallback``, according to its name stack."""
+    """Return whether one of the equations computes the derivative of ``fallback``, according to its name stack."""
     return is_in_scope(_SCOPE, eqns)
 
 
 def _or_error(make: Callable[..., Any], *args: Any) -> Any:
     try:
         return make(*args)
-    except Exception as error:  # of the user's function, and of any kind
+    except Exception as error:  # The function of the user can raise any exception.
         return error
 
 
 def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
-    """Raise a `ValueError` unless the functions use arguments only, and return the same but for precision."""
+    """Raise a `ValueError` if a function uses other traced arrays than its arguments, or if the results differ."""
     for const in (const for program in traced.values() for const in program.jaxpr.consts):
         if isinstance(const, jax.core.Tracer):
             raise ValueError(
-                f"{name} uses a traced array, {const.aval.str_short()}, that is none of its arguments. Make it one: "
-                "only arguments are cast."
+                f"{name} uses a traced array, {const.aval.str_short()}, that is not one of its arguments. Pass the "
+                "array as an argument, because only arguments are cast."
             )
     described = {dtype: each.filled(list(map(_described, each.jaxpr.out_avals))) for dtype, each in traced.items()}
     (expected, of_first), *others = ((result, dtype.name) for dtype, result in described.items())
     for result, dtype in others:
         if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"{name} returns {expected[0]} in {of_first}, and {result[0]} in {dtype}. Return arrays of the same "
-                "shapes, in the same structure, from both functions."
+                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. Both functions must return "
+                "arrays of the same shapes in the same structure."
             )
 
 
@@ -162,13 +170,16 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """Return the results. Whatever walks through jaxprs finds that of ``fallback``, if there is one, and no other."""
+    """Return the results of the equation of an `in_half` function.
+
+    Only the jaxpr of ``fallback`` is a parameter of the equation, so other code that traverses jaxprs finds no other.
+    """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
 
 def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
-    """Return what is computed in a dtype; raise an error if nothing can be."""
+    """Return the jaxpr for a dtype, or raise the error that the function raised for this dtype."""
     program = jaxpr if jaxpr and dtype == _FLOAT32 else program_in(dtype)
     if isinstance(program, Exception):
         raise program
@@ -216,7 +227,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
-    """Return ``fallback`` as a function of some of its operands."""
+    """Return ``fallback`` as a function of some of its operands; the other operands are constants."""
     program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
 from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_matmul
 from jax_lossscale._program.subjaxprs import subjaxprs
 
-_FACTORED = "a factorization is made of its result"
+_FACTORED = "its result is factorized"
 _CONVERTED = "its result is converted to an integer"
 
 
@@ -28,8 +28,8 @@ class Feeding:
     """Finds the values from which factorizations and integers are computed, by any operations other than matmuls.
 
     A value is marked with the reason why it must not be rounded, or with "" if there is none. A mark passes from a
-    result of an operation to its operands only if the result is a float. So `argmax` and comparisons do not pass it on:
-    rounding changes their results only if two numbers are almost equal.
+    result of an operation to its operands only if the result is a float. Therefore, `argmax` and comparisons do not
+    pass on marks. Rounding changes the result of such an operation only if two numbers are almost equal.
 
     Each jaxpr is analyzed once for each combination of marks on its results, because loops request it several times. An
     equation that is not known to contain a jaxpr, such as a kernel, is treated as one operation.
@@ -58,7 +58,7 @@ class Feeding:
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the marks of the operands, and of the results including those that a loop carries on."""
+        """Return the marks of the operands, and the marks of the results after propagation through loop carries."""
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:

@@ -24,7 +24,7 @@ def mark_saved(value: Any) -> Any:
 
 
 def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether `jax.checkpoint` saves the result of a primitive: only if the result is marked."""
+    """Return whether `jax.checkpoint` saves the result of a primitive, which is the case for marked results only."""
     return primitive is _saved
 
 
@@ -46,7 +46,7 @@ def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
-    """Return a primitive whose result is its operand, and whose transpose is ``transpose``."""
+    """Return a primitive that returns its operand, and whose transpose rule is ``transpose``."""
     primitive = Primitive(name)
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda aval, **_: aval)
@@ -58,5 +58,5 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
 
 _saved = identity(SAVED, lambda cotangent, value: [cotangent])
 _rounded = identity(ROUNDED_COTANGENT, _round)
-# Only values are saved, and not their tangents.
+# The rule marks only the primal value, because tangents are not saved.
 ad.primitive_jvps[_saved] = lambda primals, tangents: (_saved.bind(*primals), tangents[0])

@@ -11,11 +11,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.half_function import is_fallback
-from jax_lossscale._autocast.plan import Float32Matmul, recorded
+from jax_lossscale._autocast.reasons import adding_reasons, is_under_autocast, reason_of
 from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
-from jax_lossscale._program.location import Location, location_of, location_within
+from jax_lossscale._program.location import Location, location_of
 from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL, is_matmul, terms_per_sum
 from jax_lossscale._program.subjaxprs import subjaxprs
 
@@ -28,10 +28,10 @@ class Matmul:
       location: its location.
       index: the number of equations of the program that precede it, including those in nested jaxprs.
       operation: the name of the primitive.
-      dtype: the dtype of its operands. If they differ, the widest.
+      dtype: the dtype of its operands. If they differ, the dtype with the most bytes.
       result: the dtype of its result.
       flops: the floating-point operations of all its executions, as far as their number is known.
-      reason: the reason why it or its result is not in half precision; "" if they are.
+      reason: the reason why the matmul or its result is not in half precision; otherwise an empty string.
     """
 
     location: Location
@@ -48,17 +48,15 @@ class TracedMatmuls(NamedTuple):
 
     Attributes:
       traced: the program.
-      used: the part of the program that its results depend on. Compilers remove the rest.
+      used: the equations on which the results depend. Compilers remove all other equations.
       matmuls: the matmuls of ``used``, in the order of the program.
       is_autocast: whether the function, or a part of it, is under `autocast`.
-      float32_matmuls: the matmuls, and functions of `in_half`, that `autocast` does not compute in half precision.
     """
 
     traced: Traced
     used: ClosedJaxpr
     matmuls: tuple[Matmul, ...]
     is_autocast: bool
-    float32_matmuls: tuple[Float32Matmul, ...]
 
 
 def trace_matmuls(
@@ -72,27 +70,23 @@ def trace_matmuls(
       kwargs: its keyword arguments.
       dtype: the half-precision dtype. A matmul with another dtype has a reason.
     """
-    traced, plans = recorded(lambda: Traced(fun, args, kwargs))
+    with adding_reasons():
+        traced = Traced(fun, args, kwargs)
     program = traced.jaxpr.jaxpr
     used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    float32_matmuls = tuple(matmul for plan in plans for matmul in plan.float32_matmuls)
-    reasons: dict[tuple[Any, ...], dict[str, None]] = {}
-    for path, reason in float32_matmuls:
-        for key in _keys(path[-1], location_within(path[-1], path[:-1])):
-            reasons.setdefault(key, {})[reason] = None
-    matmuls = []
+    matmuls, is_autocast = [], False
     for index, nested in enumerate(nested_equations(used)):
         eqn, location = nested.eqn, nested.location
+        is_autocast = is_autocast or is_under_autocast(eqn)
         if is_matmul(eqn):
             operands = [atom.aval.dtype for atom in eqn.invars if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
             result = eqn.outvars[0].aval.dtype
             widest = max(operands or [result], key=lambda dtype: dtype.itemsize)
-            of_plan = next((reasons[key] for key in _keys(eqn, location) if key in reasons), {})
-            reason = _reason(nested, of_plan) if {widest, result} != {dtype} else ""
+            reason = _reason(nested) if {widest, result} != {dtype} else ""
             flops = 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) * nested.times
             matmuls.append(Matmul(location, index, operation_name(eqn), widest, result, flops, reason))
     used_program = ClosedJaxpr(used, traced.jaxpr.consts)
-    return TracedMatmuls(traced, used_program, tuple(matmuls), bool(plans), float32_matmuls)
+    return TracedMatmuls(traced, used_program, tuple(matmuls), is_autocast)
 
 
 class NestedEquation(NamedTuple):
@@ -128,29 +122,19 @@ def jaxprs_in(eqn: Any) -> list[Jaxpr]:
 
 
 def operation_name(eqn: Any) -> str:
-    """Return the name of the primitive; for a matmul with a float32 result, of the original matmul."""
+    """Return the name of the primitive. For a matmul with a float32 result, return the name of the original matmul."""
     name: str = eqn.primitive.name
     return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 
 
-def _keys(eqn: Any, location: Location) -> list[tuple[Any, ...]]:
-    """Return keys under which the reasons of an equation are found, the most specific first.
-
-    An equation and its derivative have equal tracebacks. So do the equations of a jitted function in all calls, which
-    the layer and the line of the call distinguish. `autocast` loses that line if it inlines the call.
-    """
-    traceback = eqn.source_info.traceback
-    return [(traceback, location.layer, location.source), (traceback, location.layer), (traceback,)]
-
-
-def _reason(nested: NestedEquation, of_plan: Mapping[str, None]) -> str:
+def _reason(nested: NestedEquation) -> str:
     for eqn in nested.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
-            return f"inside `{eqn.primitive.name}`, which is computed as it was"
+            return f"inside `{eqn.primitive.name}`, which `autocast` does not rewrite"
     if is_fallback((*nested.within, nested.eqn)):
         return "in `fallback` of `in_half`"
-    if of_plan:
-        return "; ".join(of_plan)
+    if reason := reason_of(nested.eqn):
+        return reason
     if not nested.location.is_backward:
-        return "outside of `autocast`, or made by differentiating"
-    return f"made by differentiating what is computed in {nested.eqn.outvars[0].aval.dtype.name}"
+        return "outside of `autocast`, or part of a derivative"
+    return f"the derivative of an operation in {nested.eqn.outvars[0].aval.dtype.name}"

@@ -20,10 +20,10 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, is_float32, size_of
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-_MAX_CAPACITY = 2**29  # Upper bound of the sum of all prices, because the solver uses 32-bit integers.
+_MAX_CAPACITY = 2**29  # Upper bound of the sum of all finite prices. The solver uses 32-bit integers.
 
 
 class CutGraph:
@@ -55,7 +55,7 @@ class CutGraph:
 
 
 class MinCut(NamedTuple):
-    """The choice of the saved values of the segments of a graph.
+    """Selects the saved values of the segments of a graph.
 
     Attributes:
       types: the type of each value in the original jaxpr.
@@ -72,7 +72,7 @@ class MinCut(NamedTuple):
     operands_needed: Callable[[Any], Collection[int]]
 
     def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
-        """Return the saved values among those that a segment computes; None to leave the choice to JAX and XLA."""
+        """Return the values of a segment that are saved, or None if JAX and XLA decide what is saved."""
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -82,19 +82,20 @@ class MinCut(NamedTuple):
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
         inputs = {Value(value_id) for value_id in segment.inputs}
         in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        # These functions mark what they save themselves: their result, or its rounding for a matmul.
+        # Functions that are differentiated from their result mark this result, or its rounding, as saved themselves.
         of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
             # A saved value is read in the backward pass. It is also written in the forward pass, unless it is in memory
-            # anyway. The additional byte selects the cut with the fewest values among cuts of the same price.
+            # for another consumer. One byte is added so that the cut with the fewest values is selected among cuts with
+            # the same price.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 
         def price_recomputed(value: Value) -> float:
-            # A recomputed value that is in memory, such as a residual sum, is written again for its consumers. Other
-            # arithmetic is fused.
+            # If a value in memory, such as a residual sum, is recomputed, it is written again for its consumers. Other
+            # arithmetic is free because XLA fuses it with its consumers.
             return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
 
         graph = CutGraph()
@@ -105,7 +106,7 @@ class MinCut(NamedTuple):
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
             for value in map(Value, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
-                    # Recomputation reads the operands. Statistics, such as those of norms, are much smaller.
+                    # The recomputation of a reduction reads its operands, which are much larger than the result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
                     price = 2 * self._bytes(value)
@@ -117,14 +118,14 @@ class MinCut(NamedTuple):
         return frozenset(graph.saved() - inputs - by_result)
 
     def _bytes(self, value: Value) -> int:
-        """Return the number of bytes of a value. Types without a size, such as keys and tokens, count as 4 bytes."""
+        """Return the number of bytes of a value. Types without an item size, such as keys, count as 4 bytes."""
         aval = self.types[value.id]
         is_half = value.is_rounding or value.id in self.half
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
         return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
 
     def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
-        """Return the operands of a node, or their roundings where the node takes float32 values in half precision."""
+        """Return the operands of a node. A float32 operand that the node takes in half precision is a rounding."""
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
             Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
@@ -164,8 +165,8 @@ class MinCut(NamedTuple):
 
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
-    """Return the nodes on the side of the sink of a minimum cut; of several minimum cuts, the nearest to the sink."""
-    # Imported here, because the import of scipy is slow.
+    """Return the nodes on the sink side of the minimum cut that is nearest to the sink."""
+    # The import of scipy is slow, so it is delayed until a cut is computed.
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
@@ -180,7 +181,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
             capacity = 2 * _MAX_CAPACITY if price == math.inf else math.ceil(price / unit)
             capacities[numbers[start], numbers[end]] = capacity
     shape = len(numbers), len(numbers)
-    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # There are no edges if no value is computed.
+    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # If no value is computed, there are no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
     residual = graph - maximum_flow(graph, 0, 1).flow
     nodes = list(numbers)
@@ -222,9 +223,9 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
         return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
 
     try:
-        with eqn.ctx.manager:
+        with in_context(eqn):
             jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
-    except RuleError:  # The equation has no derivative, or the rule of a custom derivative raises an error.
+    except RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
         return frozenset(range(len(eqn.invars)))
     _, is_needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return frozenset(n for n, needed in enumerate(is_needed) if needed)

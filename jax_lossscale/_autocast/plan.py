@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import contextvars
 import enum
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.constants import FindInterval
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
 from jax_lossscale._program.subjaxprs import LOOPS
-
-Result = TypeVar("Result")
 
 
 class NodeKind(enum.Enum):
@@ -25,10 +23,10 @@ class NodeKind(enum.Enum):
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # has the dtype of its operands, like data movement, but its derivative needs a mask
-    BY_RESULT = enum.auto()  # a function that is differentiated from its result
-    CALL = enum.auto()  # contains jaxprs that are rewritten
-    IN_HALF = enum.auto()  # a function of `in_half`
+    SELECTION = enum.auto()  # Like data movement, it has the dtype of its operands. Its derivative needs a mask.
+    BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
+    CALL = enum.auto()  # An equation that contains jaxprs, which are rewritten.
+    IN_HALF = enum.auto()  # A function of `in_half`.
     OTHER = enum.auto()
 
 
@@ -52,7 +50,7 @@ class NodePlan(NamedTuple):
     by_result: Any = None
 
 
-# The results have the dtype of the operands.
+# Kinds of nodes whose results have the dtype of their operands.
 FOLLOWING = (NodeKind.DATA_MOVEMENT, NodeKind.SELECTION)
 
 
@@ -100,18 +98,6 @@ class Context(NamedTuple):
     known: Sequence[FindInterval | None] = ()
 
 
-class Float32Matmul(NamedTuple):
-    """A matmul that is not in half precision, or whose result is not; or an `in_half` function that is not.
-
-    Attributes:
-      path: the equations that contain it, the outermost first, and its own equation.
-      reason: the reason why.
-    """
-
-    path: tuple[Any, ...]
-    reason: str
-
-
 class CallPlan(NamedTuple):
     """The treatment of the jaxprs in a node.
 
@@ -140,7 +126,8 @@ class Plan(NamedTuple):
       segments: the segments of the graph, in the order of their evaluation.
       within: the equations that contain the jaxpr, the outermost first.
       is_half: whether anything in the graph is computed in half precision.
-      float32_matmuls: the matmuls in the graph and in the jaxprs of its nodes that are not in half precision.
+      reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
+        precision, including those in the jaxprs of nodes; and "" for each equation that contains one.
     """
 
     graph: Graph
@@ -151,7 +138,7 @@ class Plan(NamedTuple):
     segments: tuple[Segment, ...]
     within: tuple[Any, ...]
     is_half: bool
-    float32_matmuls: tuple[Float32Matmul, ...]
+    reasons: dict[Path, str]
 
     @property
     def is_rewritten(self) -> bool:
@@ -162,23 +149,3 @@ class Plan(NamedTuple):
     def is_iterated(self) -> bool:
         """Whether the jaxpr is inside the body of a loop."""
         return any(eqn.primitive.name in LOOPS for eqn in self.within)
-
-
-_recorded: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("recorded", default=None)
-
-
-def record(plan: Plan) -> None:
-    """Add a plan that is about to be evaluated to the plans that `recorded` returns."""
-    plans = _recorded.get()
-    if plans is not None:
-        plans.append(plan)
-
-
-def recorded(function: Callable[[], Result]) -> tuple[Result, list[Plan]]:
-    """Call a function, and return its result and the plans that `autocast` evaluates in it."""
-    plans: list[Plan] = []
-    token = _recorded.set(plans)
-    try:
-        return function(), plans
-    finally:
-        _recorded.reset(token)

@@ -18,8 +18,9 @@ from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
-from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, Float32Matmul, NodeKind, NodePlan, Plan
+from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import with_reasons
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._autocast.use_analysis import (
@@ -64,12 +65,23 @@ class Planner:
       dtype: the half precision.
       policy: the policy.
       rule: decides the treatment of each node.
+
+    Args:
+      parameters: for each operation that uses a leaf of an argument, the path of the leaf.
+      adds_reasons: whether the equations of the plans have reasons in their name stacks.
     """
 
-    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str] | None = None) -> None:
+    def __init__(
+        self,
+        dtype: jnp.dtype,
+        policy: PrecisionPolicy,
+        parameters: Mapping[Path, str] | None = None,
+        adds_reasons: bool = False,
+    ) -> None:
         self.dtype = dtype
         self.policy = policy
         self.rule = Rule(dtype, policy, parameters or {})
+        self._adds_reasons = adds_reasons
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
 
@@ -79,12 +91,9 @@ class Planner:
         unrounded = self._feeding.values(graph, context.unrounded or [""] * len(graph.outputs))
         constants = Constants(graph, context.known)
         node_plans = self._decide(graph, context.within, unrounded, constants)
-        float32_matmuls = [
-            Float32Matmul((*context.within, *node.within, node.eqn), node_plan.reason)
-            for node, node_plan in zip(graph.nodes, node_plans, strict=True)
-            if node_plan.reason
-        ]
-        half, calls, in_calls = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        if self._adds_reasons:
+            graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
         if self._recomputes(context.within):
             graph, node_plans = _with_functions_by_result(graph, node_plans, half)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
@@ -103,7 +112,7 @@ class Planner:
             segments=tuple(groups),
             within=context.within,
             is_half=is_half,
-            float32_matmuls=(*float32_matmuls, *in_calls),
+            reasons=reasons,
         )
 
     def _decide(
@@ -124,11 +133,11 @@ class Planner:
         context: Context,
         unrounded: Mapping[ValueId, str],
         constants: Constants,
-    ) -> tuple[set[ValueId], dict[int, CallPlan], list[Float32Matmul]]:
+    ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Return the values that are stored in half precision, and the treatment of the jaxprs in each node.
 
-        Also return the matmuls in these jaxprs that are not in half precision. If nothing in the jaxprs of a node is
-        rewritten, its entry in ``node_plans`` is replaced.
+        Also return the reasons in the plans of these jaxprs. If nothing in the jaxprs of a node is rewritten, its entry
+        in ``node_plans`` is replaced.
         """
         half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -137,13 +146,14 @@ class Planner:
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
         calls: dict[int, CallPlan] = {}
-        float32_matmuls: list[Float32Matmul] = []
+        reasons: dict[Path, str] = {}
         for position, node in enumerate(graph.nodes):
             if node_plans[position].kind is not NodeKind.CALL:
                 results = self._half_results(node, node_plans[position], values)
             else:
                 call = self._plan_call(node, context.within, values)
-                float32_matmuls += [matmul for plan in call.plans for matmul in plan.float32_matmuls]
+                for plan in call.plans:
+                    reasons |= plan.reasons
                 # The computation of the backward pass of a `jax.custom_vjp` is known only when it is traced.
                 if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in call.plans):
                     calls[position] = call
@@ -156,7 +166,7 @@ class Planner:
                 is_stored_in_half = (is_half and not aval.weak_type) or result in into_matmuls | half_outputs
                 if is_float32(aval) and is_stored_in_half:
                     half.add(result)
-        return half, calls, float32_matmuls
+        return half, calls, reasons
 
     def _half_results(self, node: Node, node_plan: NodePlan, values: _Values) -> Sequence[bool]:
         """Return, for each result of a node without jaxprs, whether it is computed in half precision."""
@@ -219,7 +229,7 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments with their saved values, and the values in half precision with the residual stream."""
+        """Return the segments with their saved values, and all half-precision values including residual streams."""
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -240,13 +250,32 @@ class Planner:
         return found, half
 
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
-        """Return whether segments are recomputed inside these equations. A `while` loop has no backward pass."""
+        """Return whether segments inside these equations are recomputed. A `while` loop has no backward pass."""
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
 
 def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
     """Return pairs of a value and its mark, which is False by default."""
     return list(zip(values, marks or [False] * len(values), strict=True))
+
+
+def _with_reasons(
+    graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
+) -> tuple[Graph, dict[Path, str]]:
+    """Return a graph whose equations have their reasons, and the reasons; ``in_calls``: those in jaxprs of nodes."""
+    around = [(*within, *node.within) for node in graph.nodes]
+    of_nodes = {
+        (*outer, node.eqn): node_plan.reason
+        for outer, node, node_plan in zip(around, graph.nodes, node_plans, strict=True)
+        if node_plan.reason
+    }
+    containing = {path[:n]: "" for path in of_nodes for n in range(1, len(path))}
+    reasons = {**containing, **of_nodes, **in_calls}
+    nodes = [
+        node._replace(eqn=with_reasons(node.eqn, outer, reasons))
+        for outer, node in zip(around, graph.nodes, strict=True)
+    ]
+    return graph._replace(nodes=tuple(nodes)), reasons
 
 
 def _with_functions_by_result(

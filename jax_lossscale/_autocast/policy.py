@@ -1,4 +1,4 @@
-"""Rules name the places where `autocast`'s one rule is not what is wanted; a mark keeps a place float32."""
+"""Exceptions from the rule of `autocast`: `PrecisionPolicy`, its rules, and the mark `keep_float32`."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ _PRECISIONS = ("half", "float32", "float32_result")
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionRule:
-    """What is computed in which precision, of the operations that match every pattern.
+    """The precision of the operations that match a set of patterns.
 
-    In a pattern, ``*`` stands for any number of characters and ``?`` for one character. All other characters match
-    literally, brackets too: ``layer="blocks[0]"`` matches only that block, ``layer="blocks[*]"`` matches all of them.
-    Every layer, function and line that a report prints can therefore be used as a pattern.
+    A rule applies to an operation if all of its patterns match. In a pattern, ``*`` stands for any number of characters
+    and ``?`` for one character. All other characters match literally, including brackets: ``layer="blocks[0]"`` matches
+    only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function and line that a report prints
+    can therefore be used as a pattern.
 
     Args:
-      precision: ``"half"`` for the dtype of `autocast`, ``"float32"``, or, for matrix multiplications and convolutions,
-        ``"float32_result"``: operands in half precision and a float32 result. For `in_half`, ``"float32"`` and
-        ``"float32_result"`` both mean ``fallback``. Whatever the rule, an operation stays in float32 if half precision
-        cannot represent one of its constant operands.
-      layer: the path of scopes (flax, haiku, `jax.named_scope`) or the classes of modules that were being called
-        (equinox, nnx), as `autocast_report` shows it. What lies below a layer matches, too.
+      precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The last value applies to
+        matrix multiplications and convolutions. It means operands in half precision and a float32 result. For
+        `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``. An operation always stays in float32
+        if half precision cannot represent one of its constant operands.
+      layer: the path of scopes (flax, haiku, `jax.named_scope`), or the classes of the modules that were being called
+        (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
-      source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. It is compared with the end of the absolute
-        path, at whole directory names, so it does not depend on the working directory.
-      parameter: the path of the leaf of an argument that the operation takes, such as ``"[7]['w']"``, as
-        `compare_gradients` shows it: what tells layers apart that share a line. As it stands, or a pattern; "" for an
-        operation that takes none.
-      function: the name of a function that was running, such as ``"RungeKutta.step"``, of whatever library.
-      reason: why. It is shown, and changes nothing.
+      source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
+        components of the absolute path, so the match does not depend on the working directory.
+      parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
+        `compare_gradients`. Use it to distinguish layers that run the same line. It can be a literal path or a pattern.
+        An empty string matches operations without such an operand.
+      function: the name of a function that was running, such as ``"RungeKutta.step"``. It can be part of any library.
+      reason: the reason for the rule. It is printed, but has no other effect.
 
     Raises:
-      ValueError: if ``precision`` is none of the three, or another argument is not a string.
+      ValueError: if ``precision`` is not one of these three values, or if another argument is not a string.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -74,7 +75,7 @@ class PrecisionRule:
             if not isinstance(value, str) or (not value and field.default != "" and field.name != "parameter"):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
-                    "everything, leave it out."
+                    "everything, omit this argument."
                 )
 
     def __repr__(self) -> str:
@@ -82,8 +83,8 @@ class PrecisionRule:
         return f"PrecisionRule({', '.join([repr(self.precision), *arguments])})"
 
     def matches(self, operation: str, location: Location) -> bool:
-        """Tell whether the rule speaks of an operation at a place."""
-        # A place contains the path of the file relative to the working directory.
+        """Return whether the rule applies to an operation at a location."""
+        # The location contains the path of the file relative to the working directory.
         source = os.path.abspath(location.source) if location.source else ""
         return (
             _fits(operation, self.operation)
@@ -94,34 +95,37 @@ class PrecisionRule:
         )
 
     def get_config(self) -> dict[str, str]:
-        """Return the constructor's arguments, as far as they are not the defaults."""
+        """Return the arguments of the constructor that differ from their defaults."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionPolicy:
-    """Exceptions from the rule of `autocast`: the first rule that matches an operation decides about it.
+    """Exceptions from the rule of `autocast`.
 
-    An immutable, hashable value. Without rules, `autocast` does what it does by itself.
+    If several rules match an operation, the first one applies. A policy is immutable and hashable. The default policy
+    has no rules and does not change the behavior of `autocast`.
 
     Args:
-      rules: each a `PrecisionRule`, or the dictionary of one.
-      recompute: whether the backward pass may recompute values. With True, each value is saved (in half precision if it
-        is rounded for a matmul anyway) or recomputed, whichever moves fewer bytes. With False, all values are saved. A
-        number is the price of a saved byte, relative to a byte that is moved. 1 is the same as True, and 2 saves fewer
-        values, which takes less memory and more time. Matmuls and other expensive operations are never recomputed.
-      loss_scale: the loss scale with which it was found to be right, by `jls.diagnostics.find_precision`. It is shown,
-        and changes nothing: policies that differ in nothing else are equal.
+      rules: a sequence of `PrecisionRule` objects, or of dictionaries with their arguments.
+      recompute: whether the backward pass may recompute values. If True, each value is either saved or recomputed,
+        whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution (matmul) is
+        saved in half precision. If False, all values are saved. A positive number is the cost of saving a byte,
+        relative to the cost of reading or writing a byte. 1 is the same as True. 2 saves fewer values, which takes less
+        memory and more time. Matmuls and other expensive operations are never recomputed.
+      loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. It is printed, but it is
+        ignored by comparisons of policies and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
-        float32 sums that each block of a network passes to the next one (skip connections). They then take half the
-        memory, and the result is as accurate as that of manual casts. A carry of a scan is part of the residual stream
-        if each iteration adds something to it and also uses it for something else. This includes the parameters of an
-        inner loop, to which updates are added.
-      errors: how far value and gradients were from float32 without the rules, and are with them; likewise.
+        float32 sums that each block of a network passes to the next block (skip connections). In half precision, it
+        takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is part of the
+        residual stream if each iteration adds a value to it and also uses it in another operation. This includes the
+        parameters in an inner training loop, because each iteration adds an update to them.
+      errors: the relative errors of the value and gradients, compared with float32: a pair of the error without the
+        rules and the error with them. It is printed, but has no other effect, like ``loss_scale``.
 
     Raises:
-      ValueError: if an argument is not of its kind.
+      ValueError: if an argument has the wrong type or is out of range.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -146,8 +150,8 @@ class PrecisionPolicy:
         object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
-                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {self.rules!r}. Put a single "
-                "one into a list."
+                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {self.rules!r}. If "
+                "you have a single rule, pass a list with this rule."
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         if self.loss_scale is not None:
@@ -163,23 +167,23 @@ class PrecisionPolicy:
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["No exceptions from the rule of `autocast`."]
         if self.errors is not None and self.rules:
-            lines = [f"Error against float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
+            lines = [f"Error compared with float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
-            lines.append("Nothing is computed again in the backward pass.")
+            lines.append("No values are recomputed in the backward pass.")
         elif self.recompute != 1:
-            lines.append(f"A byte kept for the backward pass counts as {self.recompute:g} bytes moved.")
+            lines.append(f"Saving a byte for the backward pass counts as moving {self.recompute:g} bytes.")
         if self.half_residual_stream:
-            lines.append("What goes from block to block is stored in half precision.")
+            lines.append("The residual stream is stored in half precision.")
         if self.loss_scale is not None:
-            lines.append(f"Found to be right at a loss scale of 2^{math.log2(self.loss_scale):g}.")
+            lines.append(f"Tested at a loss scale of 2^{math.log2(self.loss_scale):g}.")
             if self.loss_scale < 1:
                 lines.append(
-                    'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.'
+                    'This is below 1. Use the loss scale `"auto"`, or pass `min_loss_scale` to `DynamicLossScale`.'
                 )
         return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, of values that JSON can hold."""
+        """Return the arguments of the constructor as values that can be stored in JSON."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
         errors = None if self.errors is None else list(self.errors)
         optional = {"loss_scale": self.loss_scale, "half_residual_stream": self.half_residual_stream, "errors": errors}
@@ -187,15 +191,15 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Make the policy that `get_config` described; a `ValueError` names what is not known."""
+        """Return the policy that `get_config` described. Raise a `ValueError` if an argument is unknown."""
         try:
             return cls(**config)
         except TypeError as error:
-            raise ValueError(f"Could not make a `PrecisionPolicy` of the config {config!r}: {error}.") from error
+            raise ValueError(f"Could not make a `PrecisionPolicy` from the config {config!r}: {error}.") from error
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a name matches a pattern, in which brackets have no special meaning."""
+    """Return whether a name matches a pattern, in which brackets have no special meaning."""
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
@@ -204,8 +208,8 @@ def _checked_recompute(recompute: Any) -> bool | float:
         return bool(recompute)
     if not is_number(recompute) or not 0 < float(recompute) < math.inf:
         raise ValueError(
-            f"`PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive "
-            f"number, got {recompute!r}."
+            f"`PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), "
+            f"got {recompute!r}."
         )
     return float(recompute)
 
@@ -214,15 +218,19 @@ def _as_rule(rule: Any) -> PrecisionRule:
     if isinstance(rule, PrecisionRule):
         return rule
     if not isinstance(rule, Mapping):
-        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got {rule!r}.")
+        raise ValueError(
+            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got {rule!r}."
+        )
     try:
         return PrecisionRule(**rule)
     except TypeError as error:
-        raise ValueError(f"`PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {rule!r}: {error}.") from error
+        raise ValueError(
+            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {rule!r}: {error}."
+        ) from error
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g}%" if error < 1 else "wrong altogether"
+    return f"{100 * error:.2g}%" if error < 1 else "over 100%"
 
 
 def _sentence(rule: PrecisionRule) -> str:
@@ -240,21 +248,22 @@ def keep_float32() -> contextlib.AbstractContextManager[None]: ...
 @overload
 def keep_float32(function: _Function) -> _Function: ...
 def keep_float32(function: Any = None) -> Any:
-    """Keep what is computed inside in float32, under `autocast`.
+    """Compute part of a function in float32 under `autocast`.
 
-    To cast a float32 array to float32 leaves no trace in a program, so `autocast` cannot see it. This does: it writes a
-    scope around the operations, which is found again below `jax.jit`, `jax.vmap`, `jax.grad` and in loops. Matrix
-    multiplications and convolutions inside are computed in float32. Their operands may have been rounded outside.
-    Without `autocast` nothing changes.
+    Matrix multiplications and convolutions (matmuls) in a ``with jls.keep_float32():`` block, or in a function with the
+    decorator ``@jls.keep_float32``, are computed in float32. Their operands may have been rounded before the block.
+    The block is recorded as a `jax.named_scope`, so it also works inside `jax.jit`, `jax.vmap`, `jax.grad` and loops.
+    Casting an array to float32 would not have this effect, because JAX removes the cast of a float32 array to float32
+    before `autocast` processes the program. Without `autocast`, `keep_float32` has no effect.
 
     Args:
-      function: what is to be computed in float32. Without it, the result is a context manager.
+      function: the function to compute in float32. If it is omitted, the result is a context manager.
 
     Returns:
-      The function, or ``with jls.keep_float32():``.
+      A function with the same arguments and results as ``function``, or a context manager.
 
     Raises:
-      ValueError: if ``function`` cannot be called.
+      ValueError: if ``function`` is not callable.
 
     Examples:
       >>> import jax, jax.numpy as jnp

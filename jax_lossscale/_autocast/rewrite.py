@@ -1,4 +1,4 @@
-"""Evaluation of plans: nodes are bound in the planned dtypes. All decisions are in the plan."""
+"""Evaluation of plans: each node is evaluated in its planned dtype. This module makes no decisions of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from jax_lossscale._autocast.plan import (
     NodePlan,
     Plan,
     operands_in_half,
-    record,
 )
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
@@ -132,7 +131,7 @@ class Rewriting:
     def _operands(
         self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
     ) -> list[Any]:
-        """Return the operands of a node in the planned dtypes; their roundings are marked if they are saved."""
+        """Return the operands of a node in the planned dtypes. Roundings of operands are marked if they are saved."""
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
             array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
@@ -166,7 +165,7 @@ class Rewriting:
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
     def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
-        """Return the results of a matmul in half precision, or what replaces it or a function of `in_half`."""
+        """Return the results of a half-precision matmul, or of the function that replaces matmuls and `in_half`."""
         if self.measured is not None:
             return self.measured(node.eqn, (*plan.within, *node.within), operands)
         params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
@@ -195,7 +194,6 @@ class Rewriting:
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, Context(within, half_inputs, known=known))
-        record(plan)
         are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 
@@ -240,7 +238,7 @@ class Rewriting:
         return self._plan_and_evaluate(plan.within, closed, inputs, known, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
-        """Return the rewritten jaxpr; ``are_half`` contains, for each result, whether it is in half precision."""
+        """Return the rewritten jaxpr. ``are_half`` contains, for each result, whether it is in half precision."""
         types = [
             with_dtype(aval, self.dtype) if is_half else aval
             for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
@@ -254,7 +252,7 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
-    """Return a key that is equal for segments that compute the same on the same lines and in the same layer.
+    """Return a key that is equal for two segments if they compute the same function on the same lines in one layer.
 
     The saved values need not be compared because they are determined by the other parts of the key.
     """

@@ -23,12 +23,13 @@ from jax_lossscale._program.jaxpr import (
     bind_differentiated,
     bind_here,
     has_effects,
+    in_context,
     jaxprs_of,
     size_of,
     with_dtype,
 )
 from jax_lossscale._program.location import is_in_scope, location_within
-from jax_lossscale._program.parameters import Path, path_of
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import (
     COMPUTED_ONCE,
     DATA_MOVEMENT,
@@ -50,7 +51,7 @@ REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Decides the treatment of nodes, independently of the dtypes of their operands.
+    """Decides the treatment of each node. The dtypes of the operands are not used.
 
     Attributes:
       matched: the rules of the policy that match an operation, or that may match one in the backward pass of a
@@ -62,13 +63,13 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # This option applies to all matmuls, so it does not mark individual matmuls.
+        # This option sets the precision of all matmuls. A matmul with this precision was not marked individually.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
         self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> NodePlan:
-        """Return the treatment of a node; ``feeding`` contains the reason for each value that must not be rounded."""
+        """Return the treatment of a node. ``feeding`` maps each value that must not be rounded to the reason."""
         eqn, name = node.eqn, node.eqn.primitive.name
         around = (*within, *node.within)
         follows = self._follows(eqn)
@@ -107,7 +108,7 @@ class Rule:
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Return the reason why `in_half` computes its fallback; "" if it does not."""
+        """Return the reason why `in_half` computes its fallback, or an empty string if it does not."""
         rule = self._rule(eqn, around)
         if rule is not None:
             return _reason_of(rule) if rule.precision != "half" else ""
@@ -116,7 +117,7 @@ class Rule:
     def _exception(
         self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> str:
-        """Return the reason why a matmul of float32 arrays stays in float32; "" if it does not."""
+        """Return the reason why a matmul of float32 arrays stays in float32, or an empty string if it does not."""
         eqn = node.eqn
         if _is_in_keep_float32(eqn, around):
             return _IN_KEEP_FLOAT32
@@ -126,12 +127,12 @@ class Rule:
             return feeding[node.outputs[0]]
         intervals = _intervals(node, constants)
         if UNKNOWN in intervals:
-            return "nothing is known of its constant operand"
+            return "the range of its constant operand is unknown"
         return "" if all(map(self._holds, intervals)) else self._constant_reason
 
     @property
     def _constant_reason(self) -> str:
-        return f"{self._dtype.name} cannot hold its constant operand"
+        return f"its constant operand is outside the range of {self._dtype.name}"
 
     def _is_marked(self, precision: Any) -> bool:
         if not isinstance(precision, tuple):  # an algorithm
@@ -145,9 +146,9 @@ class Rule:
         return largest == 0 or float(info.smallest_normal) <= largest <= float(info.max)
 
     def _follows(self, eqn: Any) -> NodeKind | None:
-        """Return whether an operation is data movement or a selection; None if it computes new numbers."""
+        """Return the kind of a data movement or selection, or None if the operation computes new numbers."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "convert_element_type":  # Casts from float32 to float32 follow their operand.
+        if name == "convert_element_type":  # A cast from float32 to float32 has the dtype of its operand.
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
             return NodeKind.DATA_MOVEMENT if dtypes == {np.dtype(np.float32)} else None
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
@@ -157,7 +158,7 @@ class Rule:
             (whole,), (result,) = eqn.invars, eqn.outvars
             is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
             return NodeKind.SELECTION if is_countable else None
-        if name == "custom_jvp_call":  # such as relu
+        if name == "custom_jvp_call":  # For example, relu.
             kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
             is_selection = (
                 NodeKind.SELECTION in kinds and None not in kinds and None not in self._node_kinds_in_derivative(eqn)
@@ -180,7 +181,7 @@ class Rule:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        with eqn.ctx.manager:
+        with in_context(eqn):
             try:
                 derivative, _ = derivative_of(eqn, floats, bind_differentiated)
             except RuleError:
@@ -197,16 +198,17 @@ class Rule:
         return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
-        """Return whether an operation supports half precision: float32 results become half precision, and nothing else.
+        """Return whether an operation can be computed in half precision.
 
-        Return False if a constant operand would become infinite.
+        The operation must accept half-precision operands. Its float32 results must become half precision, and its other
+        results must not change. No constant operand may become infinite.
         """
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
             return False
         types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
-            with eqn.ctx.manager:
+            with in_context(eqn):
                 results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
@@ -217,7 +219,7 @@ class Rule:
         """Return the first rule of the policy that matches the equation."""
         if not self._policy.rules:
             return None
-        location = location_within(eqn, around)._replace(parameter=self._parameters.get(path_of(around, eqn), ""))
+        location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
         for rule in self._policy.rules:
             if rule.matches(eqn.primitive.name, location):
                 self.matched.add(rule)
@@ -225,9 +227,10 @@ class Rule:
         return None
 
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
-        """Count the rules as matched that may match an operation in the backward pass of a `jax.custom_vjp` function.
+        """Mark the rules that may match an operation in the backward pass of a `jax.custom_vjp` function as matched.
 
-        They match the line of the function, and its layer or a layer below, which only the backward pass may contain.
+        Such a rule matches the line of the function and its layer or a layer below it. A layer below it may be entered
+        only in the backward pass.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:
@@ -239,7 +242,7 @@ class Rule:
 
 
 def params_in_half(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an operation without the dtype of its result, which is then that of its operands."""
+    """Return the parameters of an operation without its result dtype, so that the result has the operand dtype."""
     params = dict(eqn.params)
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 

@@ -65,7 +65,7 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
-        # Nodes that are alone may depend on the other nodes of their level, but not the other way round.
+        # A node that is alone may depend on the other nodes of its level, but these do not depend on it.
         if level in together:
             groups.append(_with_makers(graph, together[level], makers))
         groups += [[position] for position in alone[level]]

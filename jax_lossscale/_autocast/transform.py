@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.plan import record
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import are_added, autocast_scope, jaxpr_with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype
 from jax_lossscale._program import nnx_objects
@@ -24,84 +24,37 @@ from jax_lossscale._warn import warn_user
 def autocast(
     fun: Callable[..., Any], dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None
 ) -> Callable[..., Any]:
-    """Compute a function that was written for float32 in half precision.
+    """Transform a float32 function so that its matmuls are computed in half precision.
 
-    **The rule.** Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, forward and backward.
-    Data movement and selections (relu, max, clip, sort) have the dtype of their operands. This includes a function with
-    a custom derivative if the function and its derivative only move and select numbers. All other arithmetic is
-    float32. Therefore, only matmuls can overflow, cancel or lose digits in 16 bits. There are three special cases:
+    Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, in the forward pass and in the backward
+    pass. Data movement and selections (transpose, relu, max, clip, sort) have the dtype of their operands. All other
+    arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can overflow or lose digits.
+    Integers, random keys, complex numbers, float64 and the results of manual casts do not change.
 
-    - A pool whose result goes into a matmul is computed in ``dtype``.
-    - A matmul that adds up only one term for each element of its result is arithmetic, because it is an elementwise
-      multiplication. Examples are `jnp.outer`, ``positions[:, None] @ frequencies[None]``, and a convolution with one
-      input channel per group and a window of size 1.
-    - The maximum or minimum of more numbers than ``dtype`` can count (2048 in float16, 256 in bfloat16) is arithmetic.
-      JAX divides its gradient by the number of equal maxima, which it counts in the dtype of the operand.
-
-    **The exceptions.** These matmuls stay in float32:
-
-    - matmuls with ``precision="highest"`` or an algorithm, unless `jax.default_matmul_precision` sets the same
-      precision for all matmuls;
-    - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factor;
-    - matmuls whose result is converted to an integer of more than 8 bits, possibly after other operations, such as the
-      positions of tokens in an expert's buffer. This does not apply if another matmul, `argmax`, the indices of
-      `top_k`, a comparison or a conversion to bool is in between;
-    - matmuls with an operand that is a constant, or is computed from constants by operations other than matmuls, unless
-      its numbers are known to be in the range of ``dtype``. The range is unknown after loops, factorizations,
-      scatter-adds and random number generators;
-    - matmuls in `keep_float32`, and those that a rule of ``policy`` matches. Even ``"half"`` and ``"float32_result"``
-      have no effect on a matmul with a constant operand whose range exceeds that of ``dtype``.
-
-    Only float32 values are changed. Integers, keys, random bits, complex numbers, float64 and the results of manual
-    casts are the same to the bit. Kernels (Pallas, FFI calls), callbacks and solvers such as
-    `jax.scipy.sparse.linalg.cg` are computed as they are written. So is the backward pass of a `jax.custom_vjp` in the
-    rule of a `jax.custom_jvp`. The backward pass of a `jax.custom_vjp` may use its residuals, but no other traced
-    array, as below `jax.checkpoint`: jaxopt's implicit differentiation uses others, and raises
-    `jax.errors.UnexpectedTracerError`. With `in_half`, a kernel that supports 16 bits only can be used.
-    `jls.diagnostics.autocast_report` reports the dtype of each matmul and the reason.
-
-    **Memory.** Every value that the backward pass needs is saved, or recomputed from saved values, whichever moves
-    fewer bytes. A value that is rounded for a matmul is saved in half precision. Matmuls and other expensive operations
-    are never recomputed. A value that is computed by cheap arithmetic from values of less than half its size, such as a
-    mask, is recomputed wherever it is used. A softmax that goes into a matmul is differentiated from its rounded
-    result. In float16, numbers below 2^-25 round to zero, and so do their gradients: if one logit exceeds the others by
-    14 or more, small gradients of logits are lost. ``PrecisionPolicy(recompute=False)`` prevents this. A relu is
-    differentiated from its rounded result, too, if this result goes into a matmul and the float32 result has other
-    uses.
-
-    **Sums.** Carries of loops are float32. The following sums are computed in float32: gradients over the iterations of
-    a loop, cotangents of gathered or broadcast values, gradients of an argument that is used several times, and
-    cotangents of a matmul's result that is used several times between two matmuls. If a half-precision value goes into
-    several matmuls, its cotangents are added in ``dtype``, as with manual casts. A bias and the matmul to which it is
-    added get the same cotangent, which is rounded once.
-
-    The function is rewritten as a program, and goes with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
-    `jax.export` on either side; with `jax.experimental.jet` under a ``PrecisionPolicy(recompute=False)``.
-    ``jax.grad(autocast(fun))`` is the usual order, and the one for a loss scale:
-    ``value_and_scaled_grad(autocast(fun), opt_state)``. In ``autocast(jax.grad(fun))``, the matmuls of the backward
-    pass are treated like all others, and their results do not pass through the casts of the forward pass.
-
-    XLA may leave out a cast to ``dtype`` and back (its option ``xla_allow_excess_precision``, which is on by default).
-    So results may be more exact than is said here, and may differ in the last places with and without `jax.jit`.
+    Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
+    ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a
+    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason.
 
     Args:
-      fun: a function of any pytrees, written for float32. It is traced anew on each call; compile with `jax.jit`.
-        Arrays are traced; other arguments (Python numbers, strings, functions) are passed on as they are.
-      dtype: float16 (which needs a loss scale) or bfloat16. With float32, the result is ``fun`` itself.
-      policy: exceptions, a `PrecisionPolicy`.
+      fun: a function of arbitrary pytrees, written for float32. It is traced again at every call, so use `jax.jit` to
+        compile the result. Arrays are traced, and other arguments (Python numbers, strings, functions) are passed
+        unchanged.
+      dtype: float16, which needs a loss scale, or bfloat16. With float32, the result is ``fun`` itself.
+      policy: exceptions from the rule above, as a `PrecisionPolicy`.
 
     Returns:
-      A function of the same arguments, keyword arguments included. Its results are of the structure, the shapes and the
-      dtypes of those of ``fun``; gradients of float32 arguments are float32. ``autocast`` of it, with the same policy,
-      changes nothing more.
+      A function with the same arguments and keyword arguments as ``fun``. Its results have the same structure, shapes
+      and dtypes as those of ``fun``, and the gradients of float32 arguments are float32. Another ``autocast`` with the
+      same policy has no further effect on this function.
 
     Raises:
-      ValueError: if ``fun`` cannot be called, ``dtype`` is none of the three, or ``policy`` is no `PrecisionPolicy`.
+      ValueError: if ``fun`` is not callable, if ``dtype`` is not float16, bfloat16 or float32, or if ``policy`` is not
+        a `PrecisionPolicy`.
 
     Warns:
-      UserWarning: when it is traced, if a rule of ``policy`` matches no operation. The backward rule of a
-        `jax.custom_vjp` function has not been traced yet. Therefore, there is no warning if the rule matches the line
-        of such a function, and its layer or a layer below.
+      UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. The backward pass of a
+        `jax.custom_vjp` function has not been traced at this time. Therefore, there is no warning if the rule matches
+        the line of such a function and its layer or a layer below it.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -118,7 +71,7 @@ def autocast(
       >>> loss.dtype.name, grads["in"].dtype.name
       ('float32', 'float32')
       >>> print(jls.diagnostics.autocast_report(loss_fn, params, x, y).summary)
-      Matrix products and convolutions: 4 of 4 in float16.
+      Matrix multiplications and convolutions (matmuls): 4 of 4 in float16.
 
       As a decorator:
 
@@ -126,10 +79,48 @@ def autocast(
       ... def predict(params, x):
       ...     return jax.nn.gelu(x @ params["in"]) @ params["out"]
 
+    **Details.** These matmuls stay in float32:
+
+    - matmuls with ``precision="highest"`` or an algorithm, unless `jax.default_matmul_precision` sets the same
+      precision for all matmuls;
+    - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factorization;
+    - matmuls whose result is converted to an integer of more than 8 bits, either directly or after other operations.
+      An example is a matmul that computes positions of tokens. Matmuls are not affected if their result reaches the
+      conversion only through another matmul, `argmax`, the indices of `top_k`, a comparison or a conversion to bool;
+    - matmuls with an operand that is a constant, or that is computed from constants by operations other than matmuls,
+      unless its values are known to be in the range of ``dtype``. The range is unknown after loops, factorizations,
+      scatter-adds and random number generators. A rule of ``policy`` cannot change a matmul whose constant operand is
+      known to be outside of the range;
+    - matmuls in `keep_float32`, and matmuls that a rule of ``policy`` matches.
+
+    Three operations do not follow the general rule:
+
+    - A pool whose result goes into a matmul is computed in ``dtype``.
+    - A matmul whose sums have only one term is an elementwise multiplication and is computed in float32. Examples are
+      `jnp.outer` and a convolution with one input channel per group and a window of size 1.
+    - A maximum or minimum of more elements than ``dtype`` can count (2048 in float16, 256 in bfloat16) is computed in
+      float32, because its gradient is divided by the number of equal maxima.
+
+    Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are not rewritten. Use
+    `in_half` for a kernel that supports only 16-bit dtypes. A `jax.custom_vjp` function must not use traced arrays in
+    its backward pass, except for its residuals. Otherwise, JAX raises an `UnexpectedTracerError`.
+
+    The transformation can be combined in any order with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
+    `jax.export`, and with `jax.experimental.jet` under ``PrecisionPolicy(recompute=False)``. The usual order for
+    gradients is ``jax.grad(autocast(fun))``, or ``value_and_scaled_grad(autocast(fun), opt_state)`` with a loss scale.
+    In ``autocast(jax.grad(fun))``, the results of the backward matmuls are not rounded again by the casts of the
+    forward pass.
+
+    XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``, which is on by default). Results
+    can therefore be more accurate than described here, and can differ slightly with and without `jax.jit`.
+
+    The page "How autocast works" explains which values are saved for the backward pass, and which sums are computed in
+    float32.
+
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. TensorFlow's
-      ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` rewrites programs by lists of operations; torch's
-      ``autocast`` decides operation by operation. Both compute in half precision between the matmuls.
+      ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` selects operations by lists. ``torch.autocast``
+      selects the dtype of each operation separately. Both also use half precision for operations between matmuls.
     """
     check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
@@ -144,7 +135,7 @@ def autocast(
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "
-                "`jls.diagnostics.autocast_report` shows the layers, operations and lines that there are."
+                "`jls.diagnostics.autocast_report` prints the layers, operations and lines of the function."
             )
         return result
 
@@ -154,29 +145,32 @@ def autocast(
 def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
-    """Return the result of a function that is computed under `autocast`, and the planner."""
+    """Evaluate a function under `autocast`. Return its result and the planner."""
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)
     names_parameters = any(rule.parameter != "*" for rule in policy.rules)
-    planner = Planner(dtype, policy, parameters_of_operations(traced, args, kwargs) if names_parameters else {})
+    parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
+    planner = Planner(dtype, policy, parameters, are_added())
     plan = planner.plan(traced.jaxpr)
-    record(plan)
-    if not plan.is_rewritten:
-        return traced.array_result(jaxpr_as_fun(traced.jaxpr)(*traced.inputs)), planner
-    return traced.array_result(Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)), planner
+    with autocast_scope():
+        if plan.is_rewritten:
+            outputs = Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)
+        else:
+            outputs = jaxpr_as_fun(jaxpr_with_reasons(traced.jaxpr, plan.reasons))(*traced.inputs)
+    return traced.array_result(outputs), planner
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
-    """Return ``dtype``; raise a `ValueError` that names the argument if it is not float16, bfloat16 or float32."""
+    """Return ``dtype``, or raise a `ValueError` that names the argument if it is not float16, bfloat16 or float32."""
     dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
-        raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which changes nothing), got {dtype.name}.")
+        raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which has no effect), got {dtype.name}.")
     return dtype
 
 
 def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
-    """Return ``policy``, by default one without rules; raise a `ValueError` that names the argument for all else."""
+    """Return ``policy``, or a policy without rules for None. Raise a `ValueError` if it is neither of these."""
     if policy is None:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):

@@ -1,7 +1,7 @@
-"""Analysis of the uses of values: their uses determine the dtype in which they are stored.
+"""Analysis of the uses of each value, which determine the dtype in which the value is stored.
 
-For example, a value that only matmuls in half precision use is stored in half precision, and a value whose cotangents
-are added in float32 is converted to float32 once.
+For example, a value is stored in half precision if it is used only by matmuls in half precision. If the cotangents of a
+value are added in float32, the value is converted to float32 once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 
 
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the float32 values that only matmuls in half precision use, directly or through data movement.
+    """Return the float32 values that are used only by half-precision matmuls, directly or through data movement.
 
     Such values are cast once, as early as possible. The result of a pool is included if any matmul uses it, because the
-    pool can only overflow where the matmul would overflow, too. A function of `in_half` counts as a matmul, but
-    arguments are cast where the function is called, so that their gradients are summed over devices in float32.
+    pool can overflow only if the matmul would also overflow. A function of `in_half` counts as a matmul. However, its
+    arguments are cast at the call of the function, so that their gradients are summed over devices in float32.
     """
     elsewhere = {*value_ids(graph.outputs)} | _arguments_cast_at_their_uses(graph, node_plans)
     into_matmuls: set[ValueId] = set()
@@ -66,7 +66,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
 
 
 def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the results of pools that any matmul in half precision uses, directly or through moves and selections."""
+    """Return the results of pools that any matmul in half precision uses, directly or through other nodes."""
     into_any: set[ValueId] = set()
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
@@ -99,8 +99,9 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
-    These are the values that are used several times, at least once in arithmetic, and the results of moving them. Each
-    of them is converted to float32 once, so its cotangents are added in float32.
+    A value is included if it is used several times and at least one use is arithmetic. Data movement and selections of
+    an included value are included as well. Each included value is converted to float32 once, so that its cotangents are
+    added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()
@@ -133,9 +134,9 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
 def carried_residual_stream(eqn: Any) -> set[int]:
     """Return the positions of the operands of a scan that are its residual stream.
 
-    These are the largest float32 carries to which each iteration adds something, if the iteration also uses them for
-    something else. The cell of an LSTM is not included because it is multiplied, and a sum over the iterations is not
-    included because the iterations do not use it.
+    These are the largest float32 carries to which each iteration adds a value, if the iteration also uses the carry in
+    another operation. The cell state of an LSTM is not included, because it is multiplied. A sum over the iterations is
+    not included, because no other operation uses it.
     """
     (body,), carried, *_ = subjaxprs(eqn)
     sizes = {
@@ -154,7 +155,7 @@ class _Additions(Propagation[bool | None]):
     """Determine which values are sums of an argument and other values.
 
     A value is represented by None if it is unrelated to the argument, by False if it is the argument, possibly moved,
-    and by True if something was added to the argument.
+    and by True if another value was added to the argument.
 
     Attributes:
       is_used: whether any other operation uses the argument.
@@ -182,7 +183,7 @@ class _Additions(Propagation[bool | None]):
 
 
 def adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds something smaller, such as a bias, to a value in half precision.
+    """Return whether a node adds a smaller value, such as a bias, to a value in half precision.
 
     Args:
       graph: the graph.

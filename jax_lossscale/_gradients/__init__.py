@@ -1,4 +1,4 @@
-"""Gradients of the scaled loss: the scale enters as the cotangent."""
+"""Functions that compute gradients of the scaled loss by scaling cotangents in the backward pass."""
 
 from jax_lossscale._gradients.accumulation import AccumulatedGradients as AccumulatedGradients
 from jax_lossscale._gradients.accumulation import accumulate_gradients as accumulate_gradients

@@ -1,4 +1,8 @@
-"""Gradients of a batch that is too large for memory are summed by a scan over micro-batches, for one step."""
+"""Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
+
+The micro-batches are processed by a `jax.lax.scan`, so that a batch that is too large for the memory of the device can
+be used.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,9 @@ class AccumulatedGradients(NamedTuple):
     """The result of `accumulate_gradients` for all micro-batches of one step.
 
     Attributes:
-      value: the mean of the true losses: ``float32[]``, or of a wider dtype of their own.
-      grads: the mean of the gradients, scaled like those of `value_and_scaled_grad`, in float32 or a wider dtype of
-        their own.
-      aux: the auxiliary data of each micro-batch, stacked along a new first axis; ``None`` without ``has_aux``.
+      value: the mean of the unscaled losses, a scalar in at least float32.
+      grads: the mean of the scaled gradients, in at least float32.
+      aux: the auxiliary data of all micro-batches, stacked along a new first axis; ``None`` if ``has_aux`` is false.
     """
 
     value: jax.Array
@@ -48,40 +51,37 @@ def accumulate_gradients(
     has_aux: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., AccumulatedGradients]:
-    """Like `value_and_scaled_grad`, one micro-batch at a time, so that all of them need the memory of one.
+    """Return a function that computes scaled gradients in micro-batches, with the memory of a single micro-batch.
 
-    The gradients of each micro-batch are unscaled into float32 and added up there. The mean is scaled again, because
-    ``update`` takes scaled gradients. If ``fun`` is a mean over the examples of its batch, the result is that of the
-    whole batch, up to float32 rounding. All micro-batches make one step: if the gradients or the loss of one are not
-    finite, neither is the mean, and ``update`` skips the whole step. The loss scale is updated once.
-
-    Call it under `jax.jit`, as part of the training step. Outside, nothing is kept from call to call, so every call
-    traces ``fun`` and compiles the loop over the micro-batches anew.
+    The batch is split into ``num_microbatches`` parts, and the result consists of the mean of their losses and the mean
+    of their scaled gradients. If ``fun`` computes a mean over the examples of its batch, the result is the same as with
+    `value_and_scaled_grad` on the whole batch, up to float32 rounding. Call the returned function inside `jax.jit`, as
+    part of the training step. Outside `jax.jit`, each call traces ``fun`` and compiles the loop again.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
-      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
-      num_microbatches: into how many the batch is split. Micro-batch ``i`` takes the examples
-        ``i, i + num_microbatches, i + 2 * num_microbatches, ...``, so that a batch that is sharded over devices is not
-        moved between them.
-      argnums: as in `jax.value_and_grad`.
-      batch_argnums: which positional arguments of ``fun`` are the batch: pytrees of arrays whose first axis is that of
-        the examples. All other arguments are passed whole to every micro-batch. That includes random keys, so pass a
-        key for each example if they must differ.
-      has_aux: as in `jax.value_and_grad`.
-      allow_int: likewise.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
+      num_microbatches: the number of micro-batches. Micro-batch ``i`` consists of the examples ``i``,
+        ``i + num_microbatches``, ``i + 2 * num_microbatches``, and so on. With this order, a batch that is sharded over
+        devices need not be moved between devices.
+      argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
+      batch_argnums: the positional argument or arguments that contain the batch, as pytrees of arrays whose first axis
+        is the axis of the examples. All other arguments are passed to each micro-batch unchanged. Random keys are also
+        passed unchanged, so pass one key for each example if the micro-batches must use different keys.
+      has_aux: whether ``fun`` returns a pair of the loss and auxiliary data, as in `jax.value_and_grad`.
+      allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 
     Returns:
-      A function of the arguments of ``fun`` that returns `AccumulatedGradients`.
+      A function that takes the arguments of ``fun`` and returns `AccumulatedGradients`.
 
     Raises:
-      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``num_microbatches`` is not an
-        integer of at least 1. When called: if the batch is missing, cannot be divided evenly, or is itself
-        differentiated; if there is an nnx module among the arguments, for which
-        `jax_lossscale.interop.flax.Optimizer.accumulate_gradients` exists.
+      ValueError: if ``fun`` is not callable, if ``loss_scale`` is not a loss scale and does not contain exactly one, or
+        if ``num_microbatches`` is not an integer of at least 1. The returned function raises a `ValueError` if the
+        batch is missing, cannot be divided evenly, or is itself differentiated, or if ``fun`` or an argument contains
+        an nnx module. For nnx modules, use `jax_lossscale.interop.flax.Optimizer.accumulate_gradients`.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad`.
+      UserWarning: in the same cases as `value_and_scaled_grad`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -92,13 +92,18 @@ def accumulate_gradients(
       >>> mean.value, mean.grads / 1024
       (Array(31.5, dtype=float32), Array(21., dtype=float32))
 
+    **Details.** The gradients of each micro-batch are unscaled and summed in float32. Their mean is scaled again,
+    because ``update`` takes scaled gradients. All micro-batches form a single step. If the loss or the gradients of one
+    micro-batch are not finite, the mean is not finite either, so ``update`` skips the whole step. The loss scale is
+    updated once.
+
     References:
-      With torch's ``GradScaler``, too, one micro-batch that overflows costs the step. `optax.MultiSteps` with
-      `optax.skip_not_finite` drops a micro-batch, and waits for another one in its place.
+      With ``GradScaler`` of PyTorch, an overflow in one micro-batch also leads to a skipped step. In contrast,
+      `optax.MultiSteps` with `optax.skip_not_finite` discards the micro-batch and uses the next one instead.
     """
     check_function(fun, "accumulate_gradients(fun=...)")
     loss_scale = as_loss_scale(loss_scale, "accumulate_gradients(loss_scale=...)")
-    whole = "With 1 the batch stays whole."
+    whole = "With 1, the batch is not split."
     num_microbatches = count(num_microbatches, "accumulate_gradients(num_microbatches=...)", 1, whole)
     differentiated = as_argnums(argnums, "accumulate_gradients(argnums=...)")
     batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
@@ -131,17 +136,18 @@ def sum_over_microbatches(
     num_microbatches: int,
     has_aux: bool,
 ) -> tuple[_Carry, AccumulatedGradients]:
-    """Scan over the micro-batches, and return the last carry and the mean of the values and of the gradients.
+    """Return the last carry of a scan over the micro-batches, and the mean of the values and of the gradients.
 
     Args:
-      value_and_grads: a function of the carry and the positional arguments with one micro-batch. It returns the next
-        carry, the value (with ``has_aux``, a pair of the value and the auxiliary data) and the scaled gradients.
+      value_and_grads: a function of the carry and the positional arguments for one micro-batch, which returns the next
+        carry, the value, and the scaled gradients. If ``has_aux`` is true, it returns a pair of the value and the
+        auxiliary data instead of the value.
       carry: the carry before the first micro-batch.
-      args: the positional arguments with the whole batch.
-      batch_positions: the positions of the batch in ``args``.
+      args: the positional arguments, with the whole batch.
+      batch_positions: the positions in ``args`` of the arguments that contain the batch.
       loss_scale: the loss scale of the gradients.
       num_microbatches: the number of micro-batches.
-      has_aux: whether there is auxiliary data.
+      has_aux: whether ``value_and_grads`` returns auxiliary data.
     """
     microbatches = _split(tuple(args[position] for position in batch_positions), num_microbatches)
     warn_if_frozen(loss_scale)
@@ -152,7 +158,7 @@ def sum_over_microbatches(
             arguments[position] = argument
         carry, result, scaled_grads = value_and_grads(carry, tuple(arguments))
         value, aux = result if has_aux else (result, None)
-        # Sums are in float32. `NoOpLossScale.unscale` does not change the dtype of half-precision gradients.
+        # The gradients are cast to float32 here because `NoOpLossScale.unscale` does not cast half-precision gradients.
         return carry, _tree.widen((value, loss_scale.unscale(_tree.inexact_only(scaled_grads)))), aux
 
     def add(carry_and_sums: tuple[_Carry, chex.ArrayTree], microbatch: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -166,18 +172,18 @@ def sum_over_microbatches(
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raise a `ValueError` if there is an nnx module, whose changes would be lost, among the arguments."""
+    """Raise a `ValueError` if a pytree contains an nnx module, because changes of the module would be lost."""
     if _has_nnx_module(tree):
         raise ValueError(
-            "`accumulate_gradients` got an nnx module, whose changes, such as batch statistics, would be lost. Use the "
-            "method of the optimizer: "
+            "`accumulate_gradients` got an nnx module, but changes of the module, such as updates of batch statistics, "
+            "would be lost. Use the method of the optimizer instead: "
             "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
         )
 
 
 def _has_nnx_module(tree: Any) -> bool:
-    """Return whether a tree contains an nnx module, a method of one, or a `functools.partial` with one."""
-    nnx = sys.modules.get("flax.nnx")  # if the program has not imported nnx, no object is of its classes
+    """Return whether a pytree contains an nnx module, or a method or a `functools.partial` of an nnx module."""
+    nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     if nnx is None:
         return False
     for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
@@ -193,33 +199,38 @@ def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_args: int) -> None:
-    """Raise a `ValueError` unless both name arguments that were given, and no argument in common."""
+    """Raise a `ValueError` if an argument number does not exist, or occurs in both ``argnums`` and ``batch_argnums``.
+
+    ``num_args`` is the number of positional arguments in the call.
+    """
     for name, positions in ("argnums", argnums), ("batch_argnums", batch_argnums):
         if not all(-num_args <= position < num_args for position in positions):
             raise ValueError(
-                f"`accumulate_gradients({name}={positions})` names arguments that were not given: the function was "
-                f"called with {num_args} positional arguments. Pass the batch, and what is differentiated, by position."
+                f"`accumulate_gradients({name}={positions})` refers to arguments that were not passed: the function "
+                f"was called with {num_args} positional arguments. Pass the batch and the differentiated arguments by "
+                "position."
             )
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
-            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` have arguments in common. "
-            "The gradients of a batch that is split cannot be added up: use `value_and_scaled_grad`."
+            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not have arguments in "
+            "common, because the gradients with respect to a batch cannot be summed over its parts. Use "
+            "`value_and_scaled_grad` instead."
         )
 
 
 def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
-    """Give each leaf of the batch a new first axis, over the micro-batches."""
+    """Return the batch with each leaf reshaped to have a new first axis, which is the axis of the micro-batches."""
     sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
             "`accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, "
-            f"got {jax.tree.map(jnp.shape, batch)}. Choose the batch among the arguments with `batch_argnums`."
+            f"got {jax.tree.map(jnp.shape, batch)}. Use `batch_argnums` to specify the arguments with the batch."
         )
     ((size,),) = sizes
     if size % num_microbatches or size == 0:
         raise ValueError(
-            f"`accumulate_gradients(num_microbatches={num_microbatches})` must divide the {size} examples of the batch "
-            "evenly. Drop the last few, or draw as many more."
+            f"`accumulate_gradients(num_microbatches={num_microbatches})` must evenly divide a positive number of "
+            f"examples, got a batch of {size} examples. Change the batch size, for example by omitting some examples."
         )
 
     def split(leaf: Any) -> jax.Array:
@@ -231,12 +242,12 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     if not jax.sharding.get_abstract_mesh().manual_axes:
-        return jnp.zeros_like(like)  # sharded alike, on a mesh of explicit axes
+        return jnp.zeros_like(like)  # on a mesh with explicit axes, this preserves the sharding
     return vary(jnp.zeros(like.shape, like.dtype), _compat.axes_varied_over(like))
 
 
 def _with_float0(grads: chex.ArrayTree, arguments: chex.ArrayTree) -> chex.ArrayTree:
-    """Put the gradients of integers, which are not added up, back in their places."""
+    """Return the gradients with each ``None`` replaced by a float0 array, the cotangent of an integer argument."""
     return jax.tree.map(
         lambda leaf, grad: np.zeros(jnp.shape(leaf), jax.dtypes.float0) if grad is None else grad, arguments, grads
     )

@@ -1,4 +1,8 @@
-"""All scaled gradients are made with one identity, whose cotangent is scaled on its way back."""
+"""Identity functions that multiply or divide the cotangent by a loss scale in the backward pass.
+
+All scaled gradients in this library are computed with `_identity`, which returns its argument unchanged and modifies
+only the cotangent.
+"""
 
 from __future__ import annotations
 
@@ -18,46 +22,51 @@ from jax_lossscale._measure import axes_varied_over, vary
 
 
 def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree unchanged; in the backward pass, multiply its gradient by a scale.
+    """Return the pytree unchanged; in the backward pass, multiply its gradient by a scale.
 
     ::
 
         forward:   y = x
         backward:  cotangent(x) = scale * cotangent(y)
 
-    Applied to a loss, it makes any gradient function return scaled gradients and the true loss. Applied to the result
-    of one part of a model, with `unscale_gradient` applied to all inputs of this part, it gives the part a scale of its
-    own.
-
-    The product is computed in float32 or the leaf's own wider dtype, then rounded to the leaf's dtype; with a power of
-    two it is exact if that dtype can hold the result. Only the first backward pass is scaled: forward-mode derivatives
-    (`jax.jvp`, `jax.jacfwd`) and a backward pass through a backward pass are those of the identity. So a derivative of
-    any order, in any order of modes, is scaled once, and a part between `unscale_gradient` and `scale_gradient` has its
-    true derivatives of every order. (`jax.experimental.jet` goes through this function, but not through its gradient.)
-    The scale is a constant: there is no gradient with respect to it. As in `LossScale.unscale`, at most ``2**126`` is
-    applied.
+    If you apply this function to a loss, any gradient function, such as `jax.value_and_grad`, returns the unscaled loss
+    and scaled gradients. To use a separate scale for part of a model, apply `unscale_gradient` to all inputs of this
+    part, and apply this function to its result.
 
     Args:
-      tree: any pytree, of any shapes and dtypes. Integers, keys and the like stay the same objects.
-      scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
+      tree: any pytree. Leaves that are not inexact arrays, such as integers and random keys, are returned as the same
+        objects.
+      scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
 
     Returns:
-      The same values, in the same structure, shapes and dtypes.
+      A pytree with the values, structure, shapes and dtypes of ``tree``.
 
     Raises:
-      ValueError: if ``tree`` is no pytree of arrays; if ``scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if ``scale`` is not a loss
+        scale and does not contain exactly one.
 
     Warns:
-      UserWarning: if the tree is a scalar, that is, a loss, whose dtype cannot represent the scale that could be
-        reached, or if the scale is one that moves and a constant of a traced program, as in `value_and_scaled_grad`.
+      UserWarning: if ``tree`` is a scalar (a loss) whose dtype cannot represent the largest value that the scale can
+        reach, or if a scale that changes during training becomes a constant of a traced program.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> import jax_lossscale as jls
       >>> jax.value_and_grad(lambda x: jls.scale_gradient(x**2, 1024.0))(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
+
+    **Details.** The product is computed in at least float32, and then rounded to the dtype of the leaf. If the scale is
+    a power of two, the product is exact unless it overflows or underflows in the dtype of the leaf. The scale is a
+    constant with respect to differentiation. It is clipped to the range from ``2**-126`` to ``2**126``, as in
+    `LossScale.unscale`.
+
+    Only the first backward pass is scaled. Forward-mode derivatives (`jax.jvp`, `jax.jacfwd`) and a backward pass
+    through a backward pass are the derivatives of an identity function. Consequently, a derivative of any order is
+    scaled once, for any combination of forward and reverse mode. The part of a model between `unscale_gradient` and
+    `scale_gradient` has the correct derivatives of all orders. `jax.experimental.jet` supports this function, but not
+    the gradient of this function.
     """
-    _tree.check_tree(tree, "scale_gradient(tree=...)", "Of a function, pass the result.")
+    _tree.check_tree(tree, "scale_gradient(tree=...)", "To scale the gradient of a function, pass its result.")
     _check_order(tree, "scale_gradient")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
@@ -68,38 +77,37 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
-    """Return the tree unchanged; in the backward pass, divide its gradient by a scale.
+    """Return the pytree unchanged; in the backward pass, divide its gradient by a scale.
 
     ::
 
         forward:   y = x
         backward:  cotangent(x) = cotangent(y) / scale
 
-    With `scale_gradient` it gives a part of a model a scale of its own, if no single scale is right for the whole
-    model: pass all that goes into the part, parameters and inputs, through this function, and the result of the part
-    through `scale_gradient`. The gradients that leave the part are then true again, or scaled with the scale of the
-    whole model. Outside the part nothing changes::
+    Together with `scale_gradient`, this function gives part of a model a separate scale, for models in which no single
+    scale is suitable for all parts. Apply this function to all parameters and inputs of the part, and apply
+    `scale_gradient` to its result::
 
         def branch_loss(params, x):
-            params, x = jls.unscale_gradient((params, x), branch_scale)  # float32, both
-            ...  # cast to float16 here, inside
+            params, x = jls.unscale_gradient((params, x), branch_scale)  # both in float32
+            ...  # the cast to float16 must be here, after `unscale_gradient`
             return jls.scale_gradient(result, branch_scale)
 
-    The division is that of `LossScale.unscale`, exact for powers of two where the result is a normal number, in float32
-    or the leaf's own wider dtype; then the cotangent is rounded to the leaf's dtype. **A float16 leaf would lose the
-    small gradients that the scale has saved**: apply this function before the cast to float16, to float32 parameters
-    and float32 inputs. Derivatives of derivatives, and forward mode, are as in `scale_gradient`.
+    The gradients outside the part are not affected by ``branch_scale``: they are either unscaled, or scaled with the
+    loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.** If a leaf
+    is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the scale.
 
     Args:
-      tree: any pytree, of any shapes, with dtypes that have the range of float32. Integers, keys and the like stay the
-        same objects.
-      scale: as in `scale_gradient`.
+      tree: any pytree of arrays whose dtypes have at least the range of float32. Leaves that are not inexact arrays,
+        such as integers and random keys, are returned as the same objects.
+      scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
 
     Returns:
-      The same values, in the same structure, shapes and dtypes.
+      A pytree with the values, structure, shapes and dtypes of ``tree``.
 
     Raises:
-      ValueError: as `scale_gradient`.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if ``scale`` is not a loss
+        scale and does not contain exactly one.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -109,6 +117,10 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
       ...     return jls.scale_gradient(2.0**-30 * (w**2).astype(jnp.float32), scale)
       >>> jax.grad(half_precision_loss)(2.0, 1.0), jax.grad(half_precision_loss)(2.0, 2.0**20)
       (Array(0., dtype=float32), Array(3.7252903e-09, dtype=float32))
+
+    **Details.** The division is computed in at least float32, and the result is rounded to the dtype of the leaf. If
+    the scale is a power of two, the division is exact unless the result is subnormal. Higher-order and forward-mode
+    derivatives are computed as described in `scale_gradient`.
     """
     _tree.check_tree(tree, "unscale_gradient(tree=...)")
     _check_order(tree, "unscale_gradient")
@@ -119,10 +131,12 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
-    """Do what `scale_gradient` does, for the value of the function that is differentiated.
+    """Return ``value`` unchanged, and multiply its cotangent by the loss scale in the backward pass.
 
-    Inside `jax.shard_map` the value keeps its type also where the scale differs from device to device and the value
-    does not: the gradient is then that of ``scale * value``, summed over these devices, as `jax.grad` gives it.
+    This function is used instead of `scale_gradient` for the result of a differentiated function. The two functions
+    differ only inside `jax.shard_map`, if the scale varies over some mesh axes but the value does not. In this case,
+    the type of ``value`` does not change, and the gradient is the gradient of ``scale * value``, summed over the
+    devices along these axes.
     """
     scale = constant_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 
@@ -135,24 +149,35 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
 
 
 def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
-    """Return the tree unchanged; in the backward pass, divide its gradient by ``scale``, ``float32[]``."""
+    """Return the pytree unchanged; in the backward pass, divide its cotangents by ``scale``, a ``float32[]``."""
     return _map_adjoint(_unscale_cotangent, tree, scale)
 
 
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
-    """Raise a `ValueError` if the tree is a loss scale or its state. A scalar loss would be accepted as the scale."""
+    """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
+
+    If the arguments were swapped, a scalar loss would otherwise be accepted as the scale.
+    """
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
 
 
 def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
-    """Return the scale, ``float32[]``, without a derivative; ``name`` names the argument in the error."""
+    """Return the current scale as a ``float32[]`` with its derivative stopped.
+
+    Args:
+      loss_scale: any loss scale.
+      name: the name of the argument in the error message.
+
+    Raises:
+      ValueError: if the loss scale contains a batch of scales.
+    """
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale(), jnp.float32))
     if scale.ndim > 0:
         raise ValueError(
-            f"`{name}` holds scales of shape {scale.shape}. To use each with its member of an ensemble, map the whole "
-            "step with `jax.vmap`."
+            f"`{name}` must contain a single scale, got scales of shape {scale.shape}. For an ensemble with one scale "
+            "for each member, apply `jax.vmap` to the whole step."
         )
     return scale
 
@@ -161,7 +186,8 @@ _Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
-    # A cotangent is of the type of its leaf. Where the scale differs over devices, so must the leaf.
+    # A cotangent must vary over the same mesh axes as its leaf, so each leaf is marked as varying over all mesh axes
+    # over which the scale varies.
     axes = axes_varied_over(scale)
     return _tree.map_inexact(
         lambda leaves: [_identity(adjoint, vary(jnp.asarray(leaf), axes), scale) for leaf in leaves], tree
@@ -170,7 +196,7 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return ``leaf``, whose tangents go through `_linear_identity`."""
+    """Return ``leaf`` unchanged, with the derivative `_linear_identity`, whose transpose is ``adjoint``."""
     del adjoint, scale
     return leaf
 
@@ -184,13 +210,17 @@ def _differentiate_identity(
 
 
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    """``leaf``, through a linear map whose transpose is ``adjoint``, and whose transpose's transpose is itself.
+    """Return ``leaf`` as the result of a linear map whose transpose is ``adjoint``.
 
-    `jax.custom_vjp` would refuse forward mode, and would scale the backward pass of the backward pass once more. The
-    solution of a linear system is the only public primitive that takes a transpose of one's own and that `jax.vmap`
-    can map; the system here is ``x = leaf``. (`jax.experimental.jet` does not take it, and so it is in tangents only.)
+    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` cannot be used here, because it does not
+    support forward mode, and because it would apply the scale again in a backward pass through the backward pass.
+    `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive with a
+    custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support `jax.lax.custom_linear_solve`, so
+    only tangents are computed with it.
     """
-    scale = vary(scale, axes_varied_over(leaf))  # the primitive does so, too, but too late
+    # The scale is marked as varying here because `custom_linear_solve` makes its operands vary over the same axes only
+    # after it has traced `transpose_solve`.
+    scale = vary(scale, axes_varied_over(leaf))
     return jax.lax.custom_linear_solve(
         lambda x: x,
         leaf,

@@ -1,4 +1,7 @@
-"""Gradients of the scaled loss, beside the true loss: the scale enters as the cotangent."""
+"""`value_and_scaled_grad` and `scaled_grad`: gradients of the scaled loss.
+
+The forward pass computes the unscaled loss. The backward pass starts from a cotangent equal to the loss scale.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +26,32 @@ def value_and_scaled_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, with the gradients multiplied by a loss scale and the value left alone.
+    """Return a function that computes the value of a function and its gradients, multiplied by a loss scale.
 
-    The gradients are those of ``scale * fun(...)``, but nothing is ever multiplied in the forward pass: the backward
-    pass starts from the cotangent ``scale`` instead of 1. So the value is the true loss to the last bit, also on a step
-    whose gradients overflow.
-
-    If the loss is float16, that cotangent is cast to float16, which holds no power of two above ``2**15``. Return the
-    loss in float32 (take its last mean in float32), or bound the scale with ``max_loss_scale=2.0**15``.
-
-    The scale is that of ``loss_scale`` as it is passed here. So call this function inside the training step, with the
-    state that is an argument of the step: made once before the loop, it would go on with the first scale.
+    This function replaces `jax.value_and_grad` in a training step with loss scaling. The result contains the gradients
+    of ``scale * fun(...)``, but the unscaled value of ``fun(...)``. Call this function inside the training step with
+    the current optimizer state. If you call this function once before the training loop, all steps use the first scale.
 
     Args:
-      fun: a scalar-valued function, called as `jax.value_and_grad` calls it, keyword arguments included.
-      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: likewise; the auxiliary data is not changed.
-      holomorphic: likewise.
-      allow_int: likewise.
+      fun: a scalar-valued function to differentiate.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
+      argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
+      has_aux: whether ``fun`` returns a pair of the loss and auxiliary data. The auxiliary data is not changed.
+      holomorphic: whether ``fun`` is holomorphic, as in `jax.value_and_grad`.
+      allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 
     Returns:
-      A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux), scaled_grads)``
-      with ``has_aux``. The gradients have the dtypes that `jax.grad` gives.
+      A function that takes the arguments of ``fun`` and returns ``(value, scaled_grads)``, or
+      ``((value, aux), scaled_grads)`` if ``has_aux`` is true. The gradients have the same dtypes as with
+      `jax.value_and_grad`.
 
     Raises:
-      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one; if ``fun`` is no function.
+      ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
 
     Warns:
-      UserWarning: at trace time, once for each function made here, if the dtype of the loss cannot represent the scale
-        that could be reached (the value of a `FixedLossScale` that is itself traced is not known then); or if a loss
-        scale that moves is no argument of the program that is being traced, but a constant of it.
+      UserWarning: if the dtype of the loss cannot represent the largest value that the scale can reach, or if a scale
+        that changes during training becomes a constant of a traced program. Each returned function emits each warning
+        at most once, when it is traced. The value of a traced `FixedLossScale` is not known, so it is not checked.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -61,8 +59,16 @@ def value_and_scaled_grad(
       >>> jls.value_and_scaled_grad(lambda x: x**2, 1024.0)(3.0)
       (Array(9., dtype=float32, weak_type=True), Array(6144., dtype=float32))
 
+    **Details.** The forward pass is not scaled. The backward pass starts from the cotangent ``scale`` instead of 1. The
+    value is therefore exactly the loss that ``fun`` computes, even if the gradients overflow.
+
+    If the loss is in float16, this cotangent is cast to float16, in which the largest power of two is ``2**15``. To
+    avoid an overflow, return the loss in float32, for example by computing its final mean in float32. Alternatively,
+    limit the scale with ``max_loss_scale=2.0**15``.
+
     References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2, where the loss itself is multiplied.
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2. In this paper, the loss is multiplied by
+      the scale.
     """
     check_function(fun, "value_and_scaled_grad(fun=...)")
     seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)"), has_aux)
@@ -72,9 +78,14 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return ``fun`` itself, whose value starts the backward pass with the scale instead of 1.
+    """Return a function with the values of ``fun`` whose backward pass starts from the loss scale instead of 1.
 
-    ``in_a_loop``: whether the function is traced as the body of a loop of this library, in which the scale is constant.
+    Args:
+      fun: a scalar-valued function.
+      loss_scale: the loss scale.
+      has_aux: whether ``fun`` returns a pair of the value and auxiliary data.
+      in_a_loop: whether the function is traced as the body of a loop of this library. In such a loop, the scale is a
+        constant on purpose, so there is no warning about a constant scale.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
@@ -86,7 +97,7 @@ def with_scaled_gradient(
         warned_of_frozen = warned_of_frozen or warn_if_frozen(loss_scale)
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
-            return result  # jax.grad refuses it in its own words
+            return result  # if the result is not a pair, `jax.grad` raises a suitable error
         value, aux = result if has_aux else (result, None)
         warned = warned or warn_if_half(value, loss_scale)
         value = seed_gradient(value, loss_scale)
@@ -103,21 +114,27 @@ def scaled_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`, with the gradients multiplied by a loss scale.
+    """Return a function that computes the gradients of a function, multiplied by a loss scale.
+
+    This function replaces `jax.grad` in a training step with loss scaling. For details, see `value_and_scaled_grad`.
 
     Args:
-      fun: this argument, and every other one, is as in `value_and_scaled_grad`.
-      loss_scale: likewise.
-      argnums: likewise.
-      has_aux: likewise.
-      holomorphic: likewise.
-      allow_int: likewise.
+      fun: a scalar-valued function to differentiate.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
+      argnums: the positional argument or arguments to differentiate, as in `jax.grad`.
+      has_aux: whether ``fun`` returns a pair of the loss and auxiliary data. The auxiliary data is not changed.
+      holomorphic: whether ``fun`` is holomorphic, as in `jax.grad`.
+      allow_int: whether integer arguments can be differentiated, as in `jax.grad`.
 
     Returns:
-      A function that returns ``scaled_grads``, or ``(scaled_grads, aux)`` with ``has_aux``.
+      A function that takes the arguments of ``fun`` and returns ``scaled_grads``, or ``(scaled_grads, aux)`` if
+      ``has_aux`` is true.
 
     Raises:
-      ValueError: as `value_and_scaled_grad`.
+      ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
+
+    Warns:
+      UserWarning: in the same cases as `value_and_scaled_grad`.
 
     Examples:
       >>> import jax_lossscale as jls

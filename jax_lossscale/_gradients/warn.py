@@ -1,4 +1,4 @@
-"""Warnings at trace time: the dtype of the loss cannot represent the scale, or the scale is a constant."""
+"""Trace-time warnings about a loss whose dtype cannot represent the scale, and about a scale that is a constant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from jax_lossscale._warn import warn_user
 
 
 def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
-    """Warn if the gradient of a scalar cannot hold the largest scale that could be reached. Return if it warned."""
+    """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach.
+
+    Returns:
+      Whether a warning was emitted.
+    """
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
@@ -27,9 +31,9 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     if bound is not None and np.all(np.asarray(bound) <= largest_power):
         return False
     warn_user(
-        f"The loss is {dtype.name}, which cannot carry a loss scale above {largest_power:.0f} into the backward "
-        "pass: every gradient would overflow. Return the loss in float32 (take its last mean there), or give the "
-        f"loss scale `max_loss_scale={largest_power}`."
+        f"The loss is {dtype.name}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
+        "would overflow. Return the loss in float32 (for example, compute its final mean in float32), or limit the "
+        f"loss scale with `max_loss_scale={largest_power}`."
     )
     return True
 
@@ -37,30 +41,32 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
 def is_frozen(loss_scale: LossScale) -> bool:
     """Return whether a loss scale that changes during training is a constant of the program that is being traced."""
     moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
-    # The fields themselves: NumPy scalars, which a fresh one holds, are traced where its leaves are taken.
+    # The fields are read directly because `jax.tree.leaves` converts the NumPy scalars of a new loss scale to arrays,
+    # which would be tracers inside `jax.jit`.
     fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
     if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
         return False
-    # The result is a tracer only if a program is traced. Transformations for derivatives do not trace constants.
+    # If the result of a simple operation is not a tracer, this code is not traced by `jax.jit`, so a constant scale is
+    # harmless.
     return isinstance(jnp.logical_not(False), jax.core.Tracer)
 
 
 def warn_if_frozen(loss_scale: LossScale) -> bool:
-    """Warn if a loss scale that changes during training is a constant of the program that is being traced.
+    """Warn if a loss scale that changes during training becomes a constant of the program that is being traced.
 
-    The compiled program would always use this scale, but the gradients would be unscaled by the scale in the optimizer
-    state, which changes.
+    The loss scale in the optimizer state changes, so the gradients would later be unscaled with a scale that differs
+    from the scale with which they were computed.
 
     Returns:
-      Whether a warning was issued.
+      Whether a warning was emitted.
     """
     if not is_frozen(loss_scale):
         return False
     warn_user(
-        f"The loss scale (`{type(loss_scale).__name__}`) is not an argument of the function that is being traced. It "
-        "becomes a constant of the compiled program and does not change, although the scale in the optimizer state "
-        "changes. If you write the training step, pass `opt_state` to it as an argument and call "
-        "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)` inside the step. If a library computes the "
-        "gradients, use `jls.MixedPrecision`."
+        f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. It "
+        "will never change, although the loss scale in the optimizer state does. If you write the training step, pass "
+        "`opt_state` to the step as an argument, and create the gradient function inside the step, "
+        "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`. If a library computes the gradients, use "
+        "`jls.MixedPrecision`."
     )
     return True

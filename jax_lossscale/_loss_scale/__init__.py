@@ -1,4 +1,4 @@
-"""The loss scales stand here, one kind a file; `registry` leads to them and back."""
+"""Loss scales, and functions to construct, serialize and find them."""
 
 from jax_lossscale._loss_scale.auto import AutoLossScale as AutoLossScale
 from jax_lossscale._loss_scale.base import LossScale as LossScale

@@ -1,4 +1,4 @@
-"""`AutoLossScale`: keeps the largest recent gradient just below the float16 limit."""
+"""`AutoLossScale`: a loss scale that keeps the largest recent gradient slightly below the float16 limit."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from jax_lossscale._loss_scale.base import register, static_field, with_state
 from jax_lossscale._loss_scale.bounded import BoundedLossScale
 from jax_lossscale._loss_scale.powers import LARGEST_EXPONENT, ceil_log2, power_of_two
 
-# Halfway between the largest finite float16 number and the smallest one that rounds to infinity, so that no rounding of
-# log2 can confuse the two.
+# The float16 limit is defined as the mean of the largest finite float16 number and the smallest number that rounds to
+# infinity in float16, so that rounding errors of log2 do not affect comparisons with the limit.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The numbers of the rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces on which other
-# numbers fail.
-LOG2_MOVE = 8  # decrease of the scale after an overflow, largest allowance, and largest ordinary rise of the gradients
-_LOG2_FORGOTTEN = 1 / 64  # decay of the peak and the margin per step
-_LOG2_HARDLY_FORGOTTEN = 1 / 768  # the same for the allowance, and for the peak if there is an allowance
+# The constants of the update rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces that
+# show why other values are worse.
+LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum normal increase of the peak
+_LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
+_LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-_LOG2_MOST_MARGIN = 30  # plus the allowance; the normal numbers of float16 end 30 bits below its limit
-_LOG2_SEARCH_TOP = 40  # target before the first gradient that is not zero: 2**40 makes gradients above 2**-65 visible
+# Maximum of margin plus allowance after an overflow below the target. Normal float16 numbers span 30 powers of two.
+_LOG2_MOST_MARGIN = 30
+# Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
+# underflow in float16.
+_LOG2_SEARCH_TOP = 40
 
 _LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
 _LEAVES = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
-_Bits = tuple[jax.Array, ...]  # log2 of the scale, peak, margin and allowance; each float32[]
+_Bits = tuple[jax.Array, ...]  # base-2 logarithms of the scale, peak, margin and allowance, each a float32[]
 
 
 @register
@@ -40,107 +43,66 @@ _Bits = tuple[jax.Array, ...]  # log2 of the scale, peak, margin and allowance; 
 class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients and needs no tuning.
 
-    The scale is kept as large as possible while the largest recent gradient, called the peak, stays a few bits (powers
-    of two) below the float16 limit. How many bits are needed is learned from overflows, because values inside the
-    backward pass can be larger than the gradients of all parameters. The number of bits is the sum of the margin and
-    the magnitude of the allowance. After an overflow, the allowance slowly decays to 0, and only then does the margin
-    decay. The target is the largest scale that leaves this number of bits free::
+    The scale is as large as possible while the largest recent gradient, called the peak, remains a few bits (powers of
+    two) below the float16 limit. Values inside the backward pass can be larger than the gradients of all parameters, so
+    the number of bits that must remain free is learned from overflows. This number is the sum of a margin and the
+    magnitude of an allowance, which increase after overflows and then decay slowly.
 
-        target = floor(log2(65512) - log2_headroom - peak - margin - abs(allowance))
+    Each step updates the state by the following rule. All quantities in the rule are base-2 logarithms, including
+    ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is the largest scale with
+    enough free bits::
 
-    The following table contains the complete rule. All quantities are base-2 logarithms, including ``scale`` and
-    ``largest``, the largest gradient of the step. An overflow is a step with gradients that are not finite. Conditions
-    and right-hand sides refer to the values before the step, except that ``scale = ...`` uses the new target::
+        target = floor(min(log2(65512) - log2_headroom - peak, ceiling + 1) - margin - abs(allowance))
 
-        event              effect
-        -----------------  ------------------------------------------------------------------------------------------
-        finite             d = 1/64 if allowance = 0, otherwise 1/768
-                           peak = max(peak - d, largest)
-                           if allowance = 0: margin = max(margin - 1/64, 1)
-                           otherwise: the allowance moves toward 0 by 1/768
-                           if largest > peak + 8, or there was no peak, instead: margin = 1, allowance = 0
-                           scale = scale + 1, but at least target - 7 and at most target
-        all zero           peak = peak - 1/768
-                           scale = scale, but at least target - 1 and at most target
-        overflow           the step is skipped
-                           scale = min(scale, target) - 8
-                           the following changes are made only if scale > target - 8
-        - below target     margin = min(margin + target - scale + 1, 30 - abs(allowance))
-                           if 0 <= allowance <= 7: allowance = allowance + 1
-        - at target        if 0 <= allowance <= 7: allowance = min(allowance + n, 8),
-                               where n = 1 if margin + allowance <= 5, otherwise n = 2
-                           if allowance > 7: margin = margin + 8
-                           if allowance < 0: margin = 1
-        - either           if allowance > 7 and margin > 16, instead: margin = 1, allowance = -8
+    Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. For each event, apply the first row whose
+    condition is true, and then the row "finally". All rows use the values before the step, except that the row
+    "finally" uses the new target, which is computed from the new peak, margin and allowance::
 
-    The reasons for this rule are:
+        event      condition                       effect
+        ---------  ------------------------------  -------------------------------------------------------------
+        finite     no peak, or largest > peak + 8  peak = largest, margin = 1, allowance = 0
+                   allowance = 0                   peak = max(peak - 1/64, largest), margin = max(margin - 1/64, 1)
+                   otherwise                       peak = max(peak - 1/768, largest), allowance decays by 1/768
+                   finally                         scale = clip(scale + 1, target - 7, target)
+        all zero   always                          peak = peak - 1/768
+                   finally                         scale = clip(scale, target - 1, target)
+        overflow   scale <= target - 8             no change, because the previous step has also overflowed
+                   allowance > 7 and margin > 16   margin = 1, allowance = -8
+                   scale < target                  margin = min(margin + target - scale + 1, 30 - abs(allowance)),
+                                                   allowance = allowance + 1 if 0 <= allowance <= 7
+                   allowance > 7                   margin = margin + 8
+                   allowance < 0                   margin = 1
+                   margin + allowance <= 5         allowance = min(allowance + 1, 8)
+                   otherwise                       allowance = min(allowance + 2, 8)
+                   finally                         scale = min(scale, target) - 8, and the step is skipped
 
-    - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and climbs back. If it
-      overflows again on the way, this scale is too high. The margin therefore grows by the distance to the target, and
-      by 1 more bit. The allowance grows as well, so that the margin does not decay at once. The margin is limited to
-      30 bits minus the allowance, because gradients underflow in float16 at lower scales.
-    - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. The
-      overflow therefore adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are free already, because the
-      overflows of a rare kind of batches would otherwise come more slowly than the allowance decays.
-    - **Repeated overflows.** If the allowance is used up, a test decides between the two causes. The margin grows by 8
-      bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop. Otherwise, the
-      margin returns to 1. The allowance is then negative for about 6,000 steps, in which there is no other test. After
-      both tests, an overflow below the target counts as well, because gradients that underflow keep the scale there.
-    - **A gradient that exceeds the peak by more than 8 bits.** The peak was wrong. The margin and the allowance are
-      relative to the peak, so they are discarded.
-    - **Gradients that are all zero.** They do not show how large the other gradients are. The scale therefore stops 1
-      bit below the target, so that an overflow counts as an overflow below the target.
-
-    Before the first gradient that is not zero, there is no peak, and the target is 40, or ``max_loss_scale`` if this is
-    lower. An overflow then only sets the target to ``scale - 24``, and each step in which all gradients are zero raises
-    the target by 1/64 toward its initial value. If an overflow occurs at ``min_loss_scale``, the peak, the margin and
-    the allowance return to their initial values.
-
-    The margin is at least 1. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights are
-    summed in float32 and can be larger than all values inside the backward pass. In such models, up to 5 more bits
-    could be used. However, a search for these bits would cost all other models one overflow in a few hundred steps.
-
-    The rule has the following limits. In these cases, `DynamicLossScale` skips fewer steps. Use it if the skipped
-    batches matter, although it usually leaves more bits unused. ``python -m benchmarks policies`` measures all numbers:
-
-    - **Kinds of batches that are rarer than 1 in 200.** If 1 batch in k contains much larger values than the others,
-      about k / 1536 of these batches are skipped: 6% to 7% if k = 100, 12% to 16% if k = 200, and 26% to 34% if k =
-      400. With `DynamicLossScale`, it is 4%, 9% and 17%.
-    - **NaNs from the data together with large values inside the backward pass.** If these values are 6 bits larger than
-      the gradients, 14 to 20 of 1,000 other steps are skipped with a NaN in 1 of 20 to 400 steps. If they are 12 bits
-      larger, it is 42 to 51 with a NaN in 1 of 50 to 200 steps. With `DynamicLossScale`, or with NaNs alone, fewer than
-      1 of 10,000 is skipped.
-    - **Noise.** If the size of values inside the backward pass varies by up to 4 bits (standard deviation) around 8
-      bits, 1 of 1,000 steps is skipped. If the mean is 16 bits, 11 of 1,000 steps are skipped, and 87 of 1,000 if the
-      standard deviation is 6 bits. With `DynamicLossScale`, at most 11 of 1,000 are skipped.
-    - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
-      the gradients, 1 of 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 of 1,000 are skipped.
-      With `DynamicLossScale`, at most 2 of 1,000 are skipped.
+    The events are: all gradients are finite and at least one of them is not zero ("finite"), all gradients are zero
+    ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, also if it is negative.
 
     Args:
-      initial_loss_scale: the first scale. It need not be a power of two. Every later scale is a power of two, unless
-        it is equal to the floor or the ceiling.
-      min_loss_scale: the floor, a positive number. It need not be a power of two.
-      max_loss_scale: the ceiling, which need not be a power of two; by default ``2**126``. The target never exceeds it.
-      log2_headroom: number of additional bits that are kept free, at least 0. It may be a fraction.
-      current_loss_scale: initial value of this state leaf. It is not part of the configuration. Use it with
-        `dataclasses.replace` to set the state.
-      log2_peak: likewise.
-      log2_margin: likewise.
-      log2_allowance: likewise.
+      initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
+        they are equal to one of the bounds.
+      min_loss_scale: the lower bound of the scale, a positive number that need not be a power of two.
+      max_loss_scale: the upper bound of the scale, which need not be a power of two. The default is ``2**126``.
+      log2_headroom: the number of additional bits that always remain free, a nonnegative number that can be a fraction.
+      current_loss_scale: the initial value of the attribute, which is part of the state instead of the configuration.
+        To change the state of an existing object, use this argument with `dataclasses.replace`.
+      log2_peak: the initial value of the attribute, part of the state.
+      log2_margin: the initial value of the attribute, part of the state.
+      log2_allowance: the initial value of the attribute, part of the state.
 
     Attributes:
-      current_loss_scale: ``float32[]``, a leaf.
-      log2_peak: ``float32[]``, a leaf: base-2 logarithm of the largest recent gradient; -127 before the first gradient
-        that is not zero.
-      log2_margin: ``float32[]``, a leaf: number of bits above the peak that must stay free, 1 to 30. Before there is a
-        peak, the number is larger, because it alone determines the target.
-      log2_allowance: ``float32[]``, a leaf, -8 to 8: its magnitude is the number of additional bits that stay free for
-        some time. It is negative if a lower scale did not prevent the overflows.
+      current_loss_scale: ``float32[]``, the current scale, a leaf.
+      log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
+        that is not zero. The peak is a leaf.
+      log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before there is
+        a peak, the margin is larger, because it alone determines the target. The margin is a leaf.
+      log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
+        free for some time. The allowance is negative if a lower scale did not prevent the overflows. It is a leaf.
 
     Raises:
-      ValueError: if an argument is not a finite number or is out of range, or if the initial scale is not between the
-        floor and the ceiling.
+      ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
+        ``min_loss_scale`` and ``max_loss_scale``.
 
     Examples:
       The largest gradient is 2**-20.5, so the target is 2**35. Three overflows follow. The first occurs at the target
@@ -169,12 +131,66 @@ class AutoLossScale(BoundedLossScale):
       >>> loss_scale = after(loss_scale, *[True] * 8)
       2**26, margin 8.0, allowance 1.99
 
+    **Details.** The following special cases complete the rule:
+
+    - Before the first gradient that is not zero, there is no peak, and the target is 40, or ``ceiling`` if this is
+      less. An overflow then only lowers the target to ``scale - 24``. Each step in which all gradients are zero raises
+      the target by 1/64 toward its initial value.
+    - If an overflow occurs at ``min_loss_scale``, the peak, the margin and the allowance return to their initial
+      values.
+    - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
+      ``min_loss_scale`` to ``max_loss_scale``.
+    - If the gradients are finite, but the largest gradient was not measured, nothing changes. Gradients below the
+      smallest normal float32 number count as zero.
+
+    The reasons for the rule are as follows:
+
+    - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and then increases again.
+      If another overflow occurs before the scale reaches the target, the scale of this overflow is too high. The margin
+      therefore grows by the distance to the target plus 1 bit. The allowance grows as well, so that the margin does not
+      decay immediately. The margin is limited to 30 bits minus the allowance, because gradients underflow in float16 at
+      lower scales.
+    - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. For
+      this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free.
+      Otherwise, the allowance would decay faster than it grows if a rare kind of batches overflows.
+    - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
+      grows by 8 bits, and after another overflow by 8 more bits. If the scale was the cause, the overflows stop.
+      Otherwise, the margin is set to 1, and the allowance becomes negative. It remains negative for about 6,000 steps,
+      during which no other test starts. After the margin has grown twice, an overflow below the target also ends the
+      test, because the scale does not reach the target if gradients underflow.
+    - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
+      discarded, because they are relative to the peak.
+    - **Gradients that are all zero.** They do not show how large other gradients are. The scale therefore remains 1 bit
+      below the target, so that an overflow counts as an overflow below the target.
+
+    The margin is at least 1 bit. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights
+    are summed in float32 and can be larger than all values inside the backward pass. In such models, up to 5 more bits
+    could be used. However, a search for these bits would cost all other models one overflow in a few hundred steps.
+
+    In the following cases, `DynamicLossScale` skips fewer steps. Use it if the skipped batches matter, although it
+    usually leaves more bits unused. All numbers are measured by ``python -m benchmarks policies``:
+
+    - **Kinds of batches that are rarer than 1 in 200.** If 1 in k batches contains much larger values than the others,
+      about k / 1536 of these batches are skipped: 6% to 7% for k = 100, 12% to 16% for k = 200, and 26% to 34% for
+      k = 400. With `DynamicLossScale`, 4%, 9% and 17% are skipped.
+    - **NaNs from the data together with large values inside the backward pass.** If these values are 6 bits larger than
+      the gradients, and 1 in 20 to 400 steps contains a NaN, 14 to 20 in 1,000 of the other steps are skipped. If the
+      values are 12 bits larger, and 1 in 50 to 200 steps contains a NaN, 42 to 51 in 1,000 are skipped. With
+      `DynamicLossScale`, or if there are only NaNs, fewer than 1 in 10,000 are skipped.
+    - **Noise.** If the size of values inside the backward pass varies around 8 bits with a standard deviation of up to
+      4 bits, 1 in 1,000 steps is skipped. If it varies around 16 bits, 11 in 1,000 steps are skipped, or 87 in 1,000 if
+      the standard deviation is 6 bits. With `DynamicLossScale`, at most 11 in 1,000 are skipped.
+    - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
+      the gradients, 1 in 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 in 1,000 are skipped.
+      With `DynamicLossScale`, at most 2 in 1,000 are skipped.
+
     References:
-      ``LogMax`` in OpenSeq2Seq (Kuchaiev et al., 2018) keeps a number of standard deviations free above the mean of the
-      base-2 logarithm of the largest gradient. This assumes a normal distribution, which does not fit gradients of two
-      alternating sizes. It counts an overflow as ``2**65536``, which sets the scale to its floor for 13,000 steps, and
-      gradients that are all zero set the scale to NaN permanently. The histogram rule of Graphcore (PopART) changes the
-      scale at every update and has neither a floor nor a ceiling.
+      ``LogMax`` in OpenSeq2Seq (Kuchaiev et al., 2018) computes the mean and the standard deviation of the base-2
+      logarithm of the largest gradient, and leaves a multiple of the standard deviation free above the mean. This
+      assumes a normal distribution, which does not describe gradients of two alternating sizes. An overflow counts as a
+      gradient of ``2**65536``, which sets the scale to its minimum for 13,000 steps. If all gradients are zero, the
+      scale becomes NaN permanently. The rule of Graphcore (PopART), which uses a histogram of the gradients, changes
+      the scale at every update and has no lower or upper bound.
     """
 
     needs_largest: ClassVar[bool] = True
@@ -184,7 +200,8 @@ class AutoLossScale(BoundedLossScale):
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     log2_headroom: float = static_field(default=0.0, kw_only=True)
 
-    # The state; `...` for fresh, which only the constructor fills in: unflatten does not pass there (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
+    # constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_peak: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     log2_margin: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
@@ -204,13 +221,13 @@ class AutoLossScale(BoundedLossScale):
         """Return the loss scale after a step.
 
         Args:
-          grads_finite: ``bool[]``, agreed over devices.
-          largest: ``float32[]``, the largest finite magnitude among the *unscaled* gradients, agreed over devices; 0 if
-            all are zero. NaN if it was not measured, or left out: a finite step then leaves the loss scale as it is.
-            Ignored if the gradients are not finite.
+          grads_finite: ``bool[]``, whether the gradients on all devices are finite.
+          largest: ``float32[]``, the largest magnitude among the *unscaled* gradients of all devices, or 0 if all
+            gradients are zero. If the magnitude was not measured, omit this argument or pass NaN. The loss scale then
+            changes only if the gradients are not finite. If the gradients are not finite, this argument is ignored.
 
         Returns:
-          The new loss scale, of the same tree structure, shapes and dtypes.
+          The new loss scale, with the same tree structure, shapes and dtypes.
         """
         _check.check_bool_scalar(grads_finite, "AutoLossScale.adjust(grads_finite=...)")
         largest = math.nan if largest is None else largest
@@ -218,10 +235,10 @@ class AutoLossScale(BoundedLossScale):
             raise ValueError(f"`AutoLossScale.adjust(largest=...)` must be a real scalar, got {largest!r}.")
         largest = jnp.asarray(largest, jnp.float32)
         was_measured = (largest >= 0) & (largest < jnp.inf)
-        # XLA may flush subnormal numbers to zero.
+        # Subnormal numbers count as zero, because XLA can flush them to zero.
         has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
-        # By name, because a subclass can have additional leaves.
+        # The leaves are selected by name because a subclass can have additional leaves.
         scale, *learned = (jnp.asarray(getattr(self, name)) for name in _LEAVES)
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
@@ -231,7 +248,7 @@ class AutoLossScale(BoundedLossScale):
         log2_scale, *learned = _where(grads_finite, after_finite, after_overflow)
 
         moved = jnp.clip(power_of_two(log2_scale), self.min_loss_scale, self.max_loss_scale)
-        # A scale that was set below the floor by hand does not rise on an overflow.
+        # A scale that a user has set below `min_loss_scale` must not increase after an overflow.
         moved = jnp.where(grads_finite, moved, jnp.minimum(moved, scale))
         after = _where(was_measured | ~jnp.asarray(grads_finite), (moved, *learned), (scale, *now[1:]))
         return with_state(self, **dict(zip(_LEAVES, after, strict=True)))
@@ -259,39 +276,40 @@ class AutoLossScale(BoundedLossScale):
         target = self._target(peak, margin, allowance)
         can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
 
-        # Below the target, the scale climbs back after an overflow. A second overflow proves that it is too high.
+        # If another overflow occurs while the scale is still increasing toward its target, then the scale at which it
+        # occurs is too high.
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # At the target, the cause can be the scale or the data. Overflows first use up the allowance. The next two then
-        # test lower scales.
+        # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
+        # allowance up to its maximum, and the next two overflows increase the margin in order to test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
         reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the overflows do not stop, the scale is not the cause. Overflows below the target count, too, because
-        # gradients that underflow keep the scale there.
+        # If the overflows continue after the margin has been increased twice, the scale is not the cause. Overflows
+        # below the target also end the test, because the scale does not reach the target if gradients underflow.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
-        # Without a peak, the margin alone determines the target, which becomes lower than the scale that overflowed.
+        # If there is no peak, the margin is increased so that the target is 24 bits below the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
-        has_climbed = s > target - LOG2_MOVE  # otherwise, this overflow directly follows another one
+        has_climbed = s > target - LOG2_MOVE  # false if the previous step has also overflowed
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
-        """Return the largest scale that leaves enough bits free above the peak and does not exceed the ceiling."""
+        """Return the target, which is the logarithm of the largest scale that leaves enough bits free."""
         most = self._log2_ceiling() + _LOG2_LEAST_MARGIN
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 
     def _search_margin(self) -> int:
-        """Return the margin that puts the target at the top of the search, or at a ceiling below it."""
+        """Return the initial margin, with which the target is 40, or ``max_loss_scale`` if this is lower."""
         return max(self._log2_ceiling() - _LOG2_SEARCH_TOP, 0) + _LOG2_LEAST_MARGIN
 
     def _log2_ceiling(self) -> int:

@@ -1,4 +1,4 @@
-"""Every kind of loss scale has this interface, and is a pytree."""
+"""`LossScale`: the base class of all loss scales, and helper functions to implement loss scales as pytrees."""
 
 from __future__ import annotations
 
@@ -21,41 +21,45 @@ from jax_lossscale._measure import AxisName, finite_and_largest
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
 
-# The most recently defined class of each name, because a notebook cell that defines a class can run several times.
+# All subclasses of `LossScale` by name. If a class is defined again, for example because a notebook cell runs twice,
+# the new class replaces the old one.
 KINDS: dict[str, type[LossScale]] = {}
 
 
 class LossScale(abc.ABC):
-    """A number by which the loss is multiplied, and the rule that changes it: an immutable value, a pytree.
+    """Base class of loss scales, which consist of a factor for the loss and a rule that updates the factor.
 
-    Configuration is static, state is array leaves, and every method is a pure function, so a loss scale goes through
-    `jax.jit`, `jax.lax.scan`, `jax.vmap`, donation and checkpoints like any other value. To differentiation, its next
-    state is a constant. Use it in this order::
+    Loss scales are immutable pytrees whose configuration is static and whose state consists of arrays. All methods of a
+    loss scale are pure functions. A loss scale can therefore be used with `jax.jit`, `jax.lax.scan`, `jax.vmap`, buffer
+    donation and checkpoints. Call the methods of a loss scale in the following order::
 
         value, scaled_grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(params, batch)
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    The scale that is *applied*, to the cotangent, by `scale` and by `unscale` alike, never exceeds ``2**126``: then its
-    reciprocal is a normal number, and one exact factor. The state may hold more, and ``loss_scale()`` returns it.
+    To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. The subclass
+    must be a frozen dataclass that is registered as a pytree, for example with `jax.tree_util.register_dataclass`. All
+    functions of this library accept instances of such a subclass. The class attributes below describe additional
+    properties of a loss scale.
 
-    To write your own kind, write a subclass that is a frozen dataclass and is registered as a pytree (for example with
-    `jax.tree_util.register_dataclass`), with the methods `__call__`, `adjust` and `get_config`. Everything in this
-    library then takes it. The class attributes below state other properties of a kind.
+    **Details.** The factor by which arrays are multiplied or divided is clipped to the range from ``2**-126`` to
+    ``2**126``, in which its reciprocal is a normal float32 number. The clipped factor is used for the cotangent of the
+    loss, and in `scale` and `unscale`. The state itself is not clipped, so ``loss_scale()`` can return a number outside
+    this range. The updated state is a constant with respect to differentiation.
 
     References:
-      ``tf.compat.v1.mixed_precision.LossScale``, whose interface this is, with state returned instead of assigned.
+      ``tf.compat.v1.mixed_precision.LossScale`` has the same interface, but assigns its state instead of returning it.
       Micikevicius et al., Mixed Precision Training, ICLR 2018.
     """
 
     checks_gradients: ClassVar[bool] = True
-    """Whether the gradients are looked at. If not, `update` is free and returns the same loss scale."""
+    """Whether the gradients are checked. If not, `update` returns the same loss scale without any computation."""
 
     skip_nonfinite: bool = True
-    """Whether a step whose gradients are not finite is skipped, where they are looked at."""
+    """Whether a step is skipped if its gradients are not finite. It has no effect if gradients are not checked."""
 
     needs_largest: ClassVar[bool] = False
-    """Whether `adjust` is told the largest gradient, too: ``adjust(grads_finite, largest=...)``."""
+    """Whether `adjust` needs the largest gradient, so that it is called as ``adjust(grads_finite, largest=...)``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,57 +67,71 @@ class LossScale(abc.ABC):
 
     @property
     def upper_bound(self) -> ArrayLike | None:
-        """Return what the scale can never exceed: ``float32[]``; ``None`` if only float32's range bounds it."""
+        """Return the largest value that the scale can reach as a ``float32[]``, or ``None`` if there is no bound."""
         return None
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return what overflows never lower the scale below: ``float32[]``; ``None`` if that is not known."""
+        """Return the lowest scale that can result from overflows as a ``float32[]``, or ``None`` if it is unknown."""
         return None
 
     @abc.abstractmethod
     def __call__(self) -> jax.Array:
-        """Return the current scale (linear, not its logarithm): ``float32[]``."""
+        """Return the current scale (not its logarithm) as a ``float32[]``."""
 
     @abc.abstractmethod
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Return the loss scale after a step, from what is already known of its gradients.
+        """Return the loss scale after a step, given the properties of the gradients.
 
-        A kind with ``needs_largest`` takes one more keyword argument, ``largest``: ``float32[]``, the largest finite
-        magnitude among the *unscaled* gradients, agreed over devices; NaN where it was not measured, as of gradients
-        that are not finite.
+        If ``needs_largest`` is true, this method has an additional keyword argument ``largest``, a ``float32[]`` with
+        the largest finite magnitude among the *unscaled* gradients of all devices. The argument ``largest`` is NaN if
+        the gradients are not finite, or if the magnitude was not measured.
 
         Args:
-          grads_finite: ``bool[]``, such as `all_finite` gives, agreed over devices.
+          grads_finite: ``bool[]``, whether the gradients on all devices are finite, as computed by `all_finite`.
 
         Returns:
-          The new loss scale, of the same tree structure, shapes and dtypes.
+          The new loss scale, with the same tree structure, shapes and dtypes.
         """
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments as values that JSON can hold; never the current state."""
+        """Return the arguments of the constructor as JSON-serializable values, without the current state."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make a fresh loss scale from what `get_config` returned; a `ValueError` for anything else."""
+        """Return a loss scale with the given configuration and a new state.
+
+        Args:
+          config: the dictionary that `get_config` returned.
+
+        Returns:
+          The loss scale.
+
+        Raises:
+          ValueError: if ``config`` does not contain valid arguments of the constructor.
+        """
         try:
             return cls(**config)
         except TypeError as error:
             raise ValueError(
-                f"`{cls.__name__}.from_config(config=...)` must be its arguments, got {config!r}: {error}."
+                f"`{cls.__name__}.from_config(config=...)` must contain the arguments of the constructor, got "
+                f"{config!r}: {error}."
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Return whether configuration and state are equal. Batches are equal if all of their members are equal.
+        """Return whether two loss scales have the same configuration and the same state.
+
+        Two batches of loss scales are equal if all of their members are equal.
 
         Raises:
-          ValueError: if a leaf is traced, because its value is not known yet. A user can compare the scales themselves,
-            ``a() == b()``, which is a traced ``bool[]``.
+          ValueError: if a leaf is traced, because its value is not known at trace time. To compare traced loss scales,
+            compare their scales with ``a() == b()``, which is a traced ``bool[]``.
         """
         if type(self) is not type(other):
             return NotImplemented
-        with jax.ensure_compile_time_eval():  # under `jax.jit`, the NumPy scalars of fresh loss scales become arrays
+        # A new loss scale contains NumPy scalars, which would be converted to tracers inside `jax.jit`.
+        with jax.ensure_compile_time_eval():
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
             raise ValueError(
@@ -126,54 +144,61 @@ class LossScale(abc.ABC):
         return hash((type(self), *config_of(self).items()))
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Multiply the floating and complex leaves of a tree by the scale.
+        """Return the pytree with its floating and complex leaves multiplied by the scale.
 
-        To scale a loss, prefer `value_and_scaled_grad`: it does not touch the loss, which therefore cannot overflow.
+        To scale a loss, use `value_and_scaled_grad` instead, which scales only the backward pass, so that the loss
+        itself cannot overflow.
 
         Args:
           tree: any pytree.
 
         Returns:
-          A tree of the same structure, shapes and dtypes, times ``2**126`` at most. A float16 leaf overflows where the
-          product exceeds what float16 holds.
+          A pytree with the structure, shapes and dtypes of ``tree``. The factor is clipped to the range from
+          ``2**-126`` to ``2**126``. Elements of float16 leaves overflow to infinity if the product is too large for
+          float16.
         """
         _tree.check_tree(tree, f"{type(self).__name__}.scale(tree=...)")
         return _tree.scale(tree, self())
 
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Divide the floating and complex leaves of a tree by the scale, in float32.
+        """Return the pytree with its floating and complex leaves divided by the scale, in at least float32.
 
-        Exact when the scale is a power of two and the result a normal number; otherwise within two units in the last
-        place. Like `scale`, it applies at most ``2**126`` (and at least ``2**-126``).
+        If the scale is a power of two and the result is a normal number, the division is exact. Otherwise, the error is
+        at most two units in the last place. As in `scale`, the divisor is clipped to the range from ``2**-126`` to
+        ``2**126``.
 
         Args:
-          tree: scaled gradients, any pytree.
+          tree: any pytree of scaled gradients.
 
         Returns:
-          A tree of the same structure and shapes. Floating leaves narrower than float32 become float32; float64 and
-          complex leaves keep their dtype; other leaves are the same objects.
+          A pytree with the structure and shapes of ``tree``. Floating leaves of less than 32 bits are returned in
+          float32. Float64 and complex leaves have the same dtype as before, and all other leaves are the same objects.
         """
         _tree.check_tree(tree, f"{type(self).__name__}.unscale(tree=...)")
         return _tree.unscale(tree, self())
 
     def update(self, grads: chex.ArrayTree, *, axis_name: AxisName = None) -> tuple[Self, jax.Array]:
-        """Move the scale after a step, and say whether the step may be applied.
+        """Return the loss scale after a step, and whether to apply the step.
 
         Args:
-          grads: **unscaled** gradients, any pytree, as `unscale` returns them. ``None`` leaves are ignored.
-          axis_name: as in `all_finite`, if devices must agree whether all gradients are finite.
+          grads: any pytree of **unscaled** gradients, as returned by `unscale`. Leaves that are ``None`` are ignored.
+          axis_name: the name or names of the mesh axes over which the devices must agree whether all gradients are
+            finite, as in `all_finite`.
 
         Returns:
-          ``(loss_scale, should_apply)``; ``should_apply``: ``bool[]``. If it is false, keep the old parameters,
-          optimizer state and everything else that this step has changed (`select_tree`).
+          ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If ``should_apply`` is false, use
+          `select_tree` to discard all changes made by this step, including changes of the parameters and of the
+          optimizer state.
 
         Raises:
-          ValueError: if ``grads`` is a boolean, or no pytree of arrays.
+          ValueError: if ``grads`` is a boolean, or a single leaf that is neither an array nor a number.
         """
         name = f"{type(self).__name__}.update(grads=...)"
         _tree.check_tree(grads, name)
         if getattr(grads, "dtype", type(grads)) in (bool, np.bool_):
-            raise ValueError(f"`{name}` must be the unscaled gradients, got {grads!r}. For a verdict, use `adjust`.")
+            raise ValueError(
+                f"`{name}` must be the unscaled gradients, got {grads!r}. To pass a boolean, use `adjust`."
+            )
         if not self.checks_gradients:
             return self, jnp.array(True)
         return _update(self, _tree.inexact_leaves(grads), axis_name)
@@ -187,23 +212,23 @@ def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> t
 
 
 def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None) -> _Kind:
-    """Call `LossScale.adjust`, with the largest gradient where the kind needs it."""
+    """Return the result of `LossScale.adjust`, which is called with ``largest`` only if ``needs_largest`` is true."""
     if loss_scale.needs_largest:
         return loss_scale.adjust(grads_finite, largest=largest)  # type: ignore[call-arg]
     return loss_scale.adjust(grads_finite)
 
 
 def static_field(**kwargs: Any) -> Any:
-    """Make a dataclass field that is configuration: part of the tree's structure, not a leaf."""
+    """Return a dataclass field for configuration, which `register` makes part of the pytree structure."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 def register(cls: _T) -> _T:
-    """Register a frozen dataclass as a pytree: static fields are structure, all other fields are children.
+    """Register a frozen dataclass as a pytree, in which static fields are structure and all other fields are children.
 
-    `jax.tree_util.register_dataclass` would call the constructor to unflatten, and so fill in defaults and validate
-    where a library has put strings, ``None`` or shapes in the place of arrays. Here unflatten only puts the leaves
-    back: construction is for users.
+    `jax.tree_util.register_dataclass` is not used, because it calls the constructor when a pytree is unflattened. Some
+    libraries unflatten pytrees with strings, ``None`` or shapes in place of arrays, which the constructor would reject
+    or replace by default values. With `register`, unflattening only assigns the fields.
     """
     fields = dataclasses.fields(cls)
     config_names = tuple(field.name for field in fields if field.metadata.get("static"))
@@ -231,14 +256,19 @@ def register(cls: _T) -> _T:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Make an array of a fresh leaf, a NumPy scalar that started no backend: JAX then compiles once."""
+    """Return a NumPy scalar as a JAX array, and any other leaf unchanged.
+
+    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. With JAX arrays as leaves, a
+    new loss scale has the same types as an updated one, so that a step is compiled only once.
+    """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
 def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
-    """Return the same loss scale with new leaves, which a rule has computed, and which need no validation.
+    """Return a copy of a loss scale with new leaves, which are not validated.
 
-    The leaves are constants to differentiation: a rule has corners, and its counts have no derivative.
+    The derivatives of the leaves are stopped, because an update rule is not differentiable everywhere, and integer
+    counters do not have a derivative.
     """
     moved = copy.copy(loss_scale)
     for name, leaf in leaves.items():

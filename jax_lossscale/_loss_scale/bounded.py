@@ -1,4 +1,4 @@
-"""The kinds that move share a scale between a floor and a ceiling, and a state of leaves."""
+"""`BoundedLossScale`: common code of the loss scales that change within a lower and an upper bound."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jax.typing import ArrayLike
 from jax_lossscale._check import finite_number, is_array_or_scalar, is_real, positive_normal_number
 from jax_lossscale._loss_scale.base import LossScale, config_of
 
-Leaf = tuple[type[np.float32] | type[np.int32], float, Callable[[Any, str], float]]  # dtype, fresh value, check
+# The dtype of a leaf, its initial value, and a function that validates a value given by the user.
+Leaf = tuple[type[np.float32] | type[np.int32], float, Callable[[Any, str], float]]
 
 
 class BoundedLossScale(LossScale):
-    """A loss scale that moves between a floor and a ceiling."""
+    """A loss scale that changes between ``min_loss_scale`` and ``max_loss_scale``."""
 
     initial_loss_scale: float
     min_loss_scale: float
@@ -26,27 +27,28 @@ class BoundedLossScale(LossScale):
 
     @property
     def upper_bound(self) -> float | None:
-        """Return the ceiling, ``max_loss_scale``."""
+        """Return the upper bound ``max_loss_scale``."""
         return self.max_loss_scale
 
     @property
     def lower_bound(self) -> float:
-        """Return the floor, ``min_loss_scale``."""
+        """Return the lower bound ``min_loss_scale``."""
         return self.min_loss_scale
 
     def __call__(self) -> jax.Array:
-        """Return the current scale: ``float32[]``."""
+        """Return the current scale as a ``float32[]``."""
         return jnp.asarray(self.current_loss_scale)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments, without the state."""
+        """Return the arguments of the constructor, without the state."""
         return config_of(self)
 
     def _check_bounds(self) -> None:
-        """Make Python floats of the three scales in the configuration.
+        """Convert the initial scale and its bounds to Python floats.
 
         Raises:
-          ValueError: if one is not a finite number, the floor is not positive, or the first is not within the bounds.
+          ValueError: if one of them is not a finite number, if the lower bound is not positive, or if the initial scale
+            is not between the bounds.
         """
         initial, floor, ceiling = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
         start = finite_number(initial, self._named("initial_loss_scale"))
@@ -66,26 +68,32 @@ class BoundedLossScale(LossScale):
         self._set(initial_loss_scale=start, min_loss_scale=floor, max_loss_scale=ceiling)
 
     def _make_leaves(self, **leaves: Leaf) -> None:
-        """Make leaves of what the constructor was given, or of the fresh value where it was given none (`...`)."""
+        """Set each leaf to the value given to the constructor, or to its initial value if this argument is ``...``."""
         for name, (dtype, fresh, check) in leaves.items():
             argument = getattr(self, name)
             self._set(**{name: leaf(fresh if argument is ... else argument, self._named(name), check, dtype)})
 
     def _named(self, argument: str) -> str:
-        """Return what an argument of the constructor is called in an error."""
+        """Return the name of a constructor argument for an error message."""
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:
-        """Set fields of this frozen dataclass, in its constructor."""
+        """Set fields of this frozen dataclass while it is being constructed."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
 
 def leaf(value: Any, name: str, check: Callable[[Any, str], float], dtype: Any = np.float32) -> ArrayLike:
-    """Make a leaf of a loss scale, a scalar of ``dtype``; or a batch of them.
+    """Return a leaf of a loss scale: a scalar of ``dtype``, or an array of ``dtype`` for a batch of loss scales.
 
-    ``check`` is called with every concrete member. The leaf is NumPy's where that is possible, so that constructing a
-    loss scale starts no backend and makes no tracer.
+    If possible, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes a JAX backend nor
+    creates a tracer.
+
+    Args:
+      value: the value of the leaf. A tracer is not validated.
+      name: the name of the argument in an error message.
+      check: a function that is called with each concrete member and raises a `ValueError` if it is not valid.
+      dtype: the NumPy scalar type of the leaf.
     """
     if not (is_array_or_scalar(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
         return dtype(check(value, name))

@@ -1,4 +1,4 @@
-"""The dynamic scale looks for its own size: down when gradients overflow, up after a run of good steps."""
+"""`DynamicLossScale`: a loss scale that is lowered after an overflow and raised after a series of finite steps."""
 
 from __future__ import annotations
 
@@ -21,42 +21,48 @@ HysteresisRefill = Literal["growth", "finite"]
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class DynamicLossScale(BoundedLossScale):
-    """A loss scale that backs off when gradients overflow and grows while they do not.
+    """A loss scale that decreases when gradients overflow, and increases after a series of finite steps.
 
-    The rule, with ``N = increment_period`` and the state ``(scale, n)``::
+    The state consists of the scale and of the number n of finite steps since the last increase or non-finite step. With
+    ``N = increment_period``, the state is updated by the following rule::
 
-        finite:      n + 1 <  N:  scale' = scale                                n' = n + 1
-                     n + 1 >= N:  scale' = min(scale * multiplier, ceiling)     n' = 0
-        not finite:               scale' = max(scale * backoff_factor, floor)   n' = 0,  and the step is skipped
+        finite, n + 1 <  N:   scale' = scale                                             n' = n + 1
+        finite, n + 1 >= N:   scale' = min(scale * multiplier, max_loss_scale)           n' = 0
+        not finite:           scale' = max(scale * backoff_factor, min_loss_scale)       n' = 0
 
-    Growth comes exactly on the N-th finite step in a row. Without a ceiling, the scale stays as it is if float32 cannot
-    hold the product; the count starts again in any case.
+    A step whose gradients are not finite is skipped.
 
     Args:
-      initial_loss_scale: where to start. ``2**15`` is the largest power of two that a float16 loss can carry.
-      increment_period: how many finite steps in a row let the scale grow.
-      multiplier: the factor by which it grows, more than 1. Powers of two scale without rounding.
-      backoff_factor: the factor by which it is multiplied on a bad step, between 0 and 1; by default
-        ``1 / multiplier``.
-      min_loss_scale: the floor, positive.
-      max_loss_scale: the ceiling; by default the largest finite float32.
-      hysteresis: how many bad steps it takes to lower the scale. Every bad step is skipped in any case.
-      hysteresis_refill: what makes the count of bad steps start again: ``"growth"``, the N-th finite step in a row,
-        or ``"finite"``, any finite step, so that only consecutive bad steps count.
-      current_loss_scale: the state to start with instead of a fresh one, any positive number that float32 holds, also
-        below the floor. Not configuration: use it with `dataclasses.replace` to set the scale by hand.
-      num_good_steps: likewise.
-      hysteresis_left: likewise.
+      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so that it can
+        be used with a float16 loss.
+      increment_period: the number N of consecutive finite steps after which the scale increases.
+      multiplier: the factor by which the scale increases, more than 1. A power of two avoids rounding errors.
+      backoff_factor: the factor by which the scale decreases after a step that is not finite, between 0 and 1. The
+        default is ``1 / multiplier``.
+      min_loss_scale: the lower bound of the scale, positive.
+      max_loss_scale: the upper bound of the scale. The default is the largest finite float32 number.
+      hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
+        skipped, including those that do not lower the scale.
+      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, it restarts after the N-th
+        consecutive finite step. With ``"finite"``, it restarts after any finite step, so that only consecutive
+        non-finite steps count.
+      current_loss_scale: the initial value of the attribute, any positive normal float32 number, which can be less than
+        ``min_loss_scale``. The attribute is part of the state instead of the configuration. To set the scale of an
+        existing object, use this argument with `dataclasses.replace`.
+      num_good_steps: the initial value of the attribute, part of the state.
+      hysteresis_left: the initial value of the attribute, part of the state.
 
     Attributes:
-      current_loss_scale: ``float32[]``, a leaf.
-      num_good_steps: ``int32[]``, a leaf: finite steps since the last growth or bad step.
-      hysteresis_left: ``int32[]``, a leaf: how many more bad steps it takes until the scale goes down; 0 once it has
-        gone down, until refilled. ``None``, and no leaf, if ``hysteresis`` is 1.
+      current_loss_scale: ``float32[]``, the current scale, a leaf.
+      num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
+        leaf.
+      hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
+        decrease, the number is 0 until the count restarts, and each non-finite step lowers the scale. If ``hysteresis``
+        is 1, the attribute is ``None`` instead of a leaf.
 
     Raises:
-      ValueError: if an argument is not a finite number or out of its range, if the period is not integral, or if the
-        initial scale is not between floor and ceiling.
+      ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
+        not an integer, or if ``initial_loss_scale`` is not between ``min_loss_scale`` and ``max_loss_scale``.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -70,12 +76,16 @@ class DynamicLossScale(BoundedLossScale):
       16.0 True
       8.0 False
 
+    **Details.** The scale increases exactly in the N-th consecutive finite step. If ``max_loss_scale`` is not given,
+    and the increased scale would overflow in float32, the scale does not change. In this case, n is set to 0 as well.
+
     References:
-      ``tf.compat.v1.mixed_precision.DynamicLossScale``, which this class follows step for step with the first three
-      arguments. TensorFlow's has the floor 1 and no ceiling, validates nothing (a period of 2.9 becomes 2, a multiplier
-      of 0 is taken), and an initial scale below 1 *rises* to 1 on an overflow; here such an initial scale is refused.
-      ``hysteresis`` with refill ``"growth"`` is Megatron-LM's ``DynamicGradScaler``; ``"finite"`` is DeepSpeed's
-      ``consecutive_hysteresis``.
+      With the first three arguments, this class updates the scale in the same way as
+      ``tf.compat.v1.mixed_precision.DynamicLossScale``. The class in TensorFlow has the lower bound 1 and no upper
+      bound. It does not validate its arguments: a period of 2.9 is truncated to 2, and a multiplier of 0 is accepted.
+      With an initial scale below 1, it *raises* the scale to 1 after an overflow, whereas this class rejects such an
+      initial scale. ``hysteresis`` with ``"growth"`` corresponds to ``DynamicGradScaler`` in Megatron-LM, and with
+      ``"finite"`` to ``consecutive_hysteresis`` in DeepSpeed.
     """
 
     initial_loss_scale: float = static_field(default=2.0**15)
@@ -87,10 +97,11 @@ class DynamicLossScale(BoundedLossScale):
     hysteresis: int = static_field(default=1, kw_only=True)
     hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
 
-    # The state; `...` for fresh, which only the constructor fills in: unflatten does not pass there (see `register`).
+    # The constructor replaces the default `...` of the state fields by their initial values. JAX does not call the
+    # constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
     num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
-    hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None where hysteresis is 1
+    hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None if hysteresis is 1
 
     def __post_init__(self) -> None:
         self._check_bounds()
@@ -104,11 +115,19 @@ class DynamicLossScale(BoundedLossScale):
         self._set(hysteresis_left=None if self.hysteresis == 1 else checked)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Return the loss scale after a step, from whether its gradients were finite: ``bool[]``."""
+        """Return the loss scale after a step.
+
+        Args:
+          grads_finite: ``bool[]``, whether the gradients on all devices are finite.
+
+        Returns:
+          The new loss scale, with the same tree structure, shapes and dtypes.
+        """
         _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
-        # `>=`, not `==`: a counter restored from a run with a longer period must not overshoot for ever.
+        # The counter can already exceed the period if it was restored from a run with a longer period, so it is
+        # compared with `>=` instead of `==`.
         period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier
@@ -116,7 +135,7 @@ class DynamicLossScale(BoundedLossScale):
             grown = jnp.where(jnp.isfinite(grown), grown, scale)
         else:
             grown = jnp.minimum(grown, self.max_loss_scale)
-        # A scale that was set below the floor by hand does not rise on an overflow.
+        # A scale that a user has set below `min_loss_scale` must not increase after an overflow.
         floor = jnp.minimum(scale, self.min_loss_scale)
         lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)
 
@@ -136,10 +155,12 @@ class DynamicLossScale(BoundedLossScale):
         )
 
     def _check_rule(self) -> None:
-        """Make Python numbers of the configuration of the rule; raise a `ValueError` where it makes no sense."""
+        """Convert the configuration of the update rule to Python numbers, and raise a `ValueError` if it is invalid."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
         period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
-        hysteresis = _check.count(self.hysteresis, self._named("hysteresis"), 1, "With 1, every bad step lowers it.")
+        hysteresis = _check.count(
+            self.hysteresis, self._named("hysteresis"), 1, "With 1, every non-finite step lowers the scale."
+        )
         multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(
@@ -150,8 +171,8 @@ class DynamicLossScale(BoundedLossScale):
             backoff_factor = _check.finite_number(backoff_factor, self._named("backoff_factor"))
             if not 0 < np.float32(backoff_factor) < 1:
                 raise ValueError(
-                    f"`{self._named('backoff_factor')}` must be between 0 and 1, both excluded, got "
-                    f"{self.backoff_factor!r}. For `1 / multiplier`, use None."
+                    f"`{self._named('backoff_factor')}` must be more than 0 and less than 1, got "
+                    f"{self.backoff_factor!r}. To use `1 / multiplier`, pass None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(
@@ -161,5 +182,5 @@ class DynamicLossScale(BoundedLossScale):
 
 
 def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """Return the backoff factor, also where it was left to be ``1 / multiplier``."""
+    """Return the backoff factor, which is ``1 / multiplier`` by default."""
     return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor

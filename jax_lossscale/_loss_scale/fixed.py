@@ -1,4 +1,4 @@
-"""Two kinds never move: a fixed scale, and none at all."""
+"""`FixedLossScale` and `NoOpLossScale`: loss scales that never change."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jax_lossscale._loss_scale.bounded import leaf
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class FixedLossScale(LossScale):
-    """A loss scale that stays as it is.
+    """A loss scale that does not change during training.
 
-    By default `update` always says that the step may be applied, even if the gradients are not finite, since skipping a
-    step would not change the scale. Use ``skip_nonfinite=True`` to skip such steps.
+    By default, steps are applied even if their gradients are not finite, because skipping a step would not lower the
+    scale. To skip steps with non-finite gradients, use ``skip_nonfinite=True``.
 
     Args:
-      loss_scale_value: a number, at least 1; Python, NumPy and JAX scalars. A tracer or an array of positive numbers is
-        taken as it is, so ``jax.vmap(FixedLossScale)(scales)`` makes a batch of them. Powers of two scale without
-        rounding.
-      skip_nonfinite: whether `update` refuses steps whose gradients are not finite.
+      loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A power of two avoids rounding errors.
+        An array of positive numbers or a tracer is also accepted, so that ``jax.vmap(FixedLossScale)(scales)`` creates
+        a batch of loss scales. Arrays and tracers are not compared with the lower bound of 1.
+      skip_nonfinite: whether to skip steps whose gradients are not finite.
 
     Attributes:
-      loss_scale_value: ``float32[]``, a leaf: a new value does not recompile.
+      loss_scale_value: ``float32[]``, the scale, a leaf. A different value does not lead to a recompilation.
 
     Raises:
-      ValueError: if ``loss_scale_value`` is not a number, a bool, NaN, infinite, or less than 1; if
+      ValueError: if ``loss_scale_value`` is not a number, is a bool, is not finite, or is less than 1, or if
         ``skip_nonfinite`` is not a bool.
 
     Examples:
@@ -46,8 +46,8 @@ class FixedLossScale(LossScale):
       {'loss_scale_value': 1024.0, 'skip_nonfinite': False}
 
     References:
-      ``tf.compat.v1.mixed_precision.FixedLossScale``. TensorFlow's takes bools, NaN and infinity for numbers, and has
-      no ``skip_nonfinite``, which comes from MindSpore's ``FixedLossScaleManager(drop_overflow_update=True)``.
+      ``tf.compat.v1.mixed_precision.FixedLossScale`` also accepts bools, NaN and infinity as the scale.
+      ``skip_nonfinite`` corresponds to ``FixedLossScaleManager(drop_overflow_update=True)`` in MindSpore.
     """
 
     loss_scale_value: jax.Array  # float32[]
@@ -56,9 +56,9 @@ class FixedLossScale(LossScale):
     def __post_init__(self) -> None:
         name = "FixedLossScale(loss_scale_value=...)"
         value: Any = self.loss_scale_value
-        is_taken_as_it_is = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
-        if not is_taken_as_it_is and finite_number(value, name) < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value!r}. For no scaling at all, use `NoOpLossScale`.")
+        is_traced_or_batch = isinstance(value, jax.core.Tracer) or np.ndim(value) > 0
+        if not is_traced_or_batch and finite_number(value, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value!r}. To disable scaling, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
         object.__setattr__(self, "loss_scale_value", leaf(value, name, positive_normal_number))
@@ -74,7 +74,7 @@ class FixedLossScale(LossScale):
         return self.loss_scale_value
 
     def __call__(self) -> jax.Array:
-        """Return the scale: ``float32[]``."""
+        """Return the scale as a ``float32[]``."""
         return jnp.asarray(self.loss_scale_value)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
@@ -83,7 +83,14 @@ class FixedLossScale(LossScale):
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments; a `ValueError` for a batch or a traced value, which JSON cannot hold."""
+        """Return the arguments of the constructor.
+
+        Returns:
+          A dictionary of JSON-serializable values.
+
+        Raises:
+          ValueError: if the scale is traced or is a batch of scales, because these are not JSON-serializable.
+        """
         return {
             "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),
             "skip_nonfinite": self.skip_nonfinite,
@@ -93,23 +100,24 @@ class FixedLossScale(LossScale):
 @register
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoOpLossScale(LossScale):
-    """No loss scale, behind the same interface: for float32 and bfloat16.
+    """A loss scale that has no effect, for training in float32 or bfloat16.
 
-    Nothing is multiplied, checked or skipped, and there are no leaves. `scale` and `unscale` return what they are
-    given, also in bfloat16. To have float32 gradients checked and bad steps skipped, use
-    ``FixedLossScale(1, skip_nonfinite=True)``.
-
-    The state of `loss_scaled` still counts its steps, and keeps its other counters and its flag. So the compiled step
-    is that of the inner chain and a few operations on scalars. That is the same computation, but XLA may fuse a larger
-    program differently, and then round differently, so a long run may differ from one with the chain alone.
-
-    Do not use it with float16. (`loss_scaled` still converts float16 to float32 for the inner chain, since Adam could
-    make a NaN from it.)
+    A `NoOpLossScale` does not scale, check or skip anything, and it has no state. `scale` and `unscale` return their
+    argument unchanged. To check float32 gradients and skip non-finite steps without scaling, use
+    ``FixedLossScale(1, skip_nonfinite=True)``. Do not use a `NoOpLossScale` for training in float16.
 
     Examples:
       >>> import jax_lossscale as jls
       >>> jls.NoOpLossScale()()
       Array(1., dtype=float32)
+
+    **Details.** The state of `loss_scaled` still contains its counters. The compiled step therefore consists of the
+    step of the inner optimizer and a few additional operations on scalars. XLA can fuse the larger program differently,
+    which changes how intermediate results are rounded. As a consequence, a long run can differ from a run with the
+    inner optimizer alone.
+
+    `loss_scaled` converts float16 arrays to float32 even with a `NoOpLossScale`, because Adam in float16 can divide
+    zero by zero.
 
     References:
       ``jmp.NoOpLossScale``.
@@ -120,7 +128,7 @@ class NoOpLossScale(LossScale):
     upper_bound = lower_bound = 1.0
 
     def __call__(self) -> jax.Array:
-        """Return one: ``float32[]``."""
+        """Return 1 as a ``float32[]``."""
         return jnp.ones([], jnp.float32)
 
     def scale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -137,5 +145,5 @@ class NoOpLossScale(LossScale):
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """Return no arguments."""
+        """Return an empty dictionary, because the constructor has no arguments."""
         return {}

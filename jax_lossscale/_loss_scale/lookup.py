@@ -1,4 +1,4 @@
-"""A tree holds one loss scale, as an optimizer state does, however deep: it is found here."""
+"""Search for the loss scale in a pytree, such as the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from jax_lossscale._loss_scale.registry import is_serialized, made
 _Found = TypeVar("_Found")
 _Tree = TypeVar("_Tree")
 
-# flax puts the dictionary that it has read in the place of an object whose class it does not know.
+# If a class is not registered with flax, flax restores objects of this class as dictionaries.
 READ_WITHOUT_INTEROP = (
-    "has a dictionary in the place of the loss scale. If flax has read it from a checkpoint, `import "
-    "jax_lossscale.interop.flax` before, and read it again."
+    "contains a dictionary instead of a loss scale. If flax restored it from a checkpoint, `import "
+    "jax_lossscale.interop.flax` first, and restore the checkpoint again."
 )
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
-    """Find the loss scale in an optimizer state, however deeply chains and wrappers nest it.
+    """Return the loss scale in an optimizer state, which can be nested in other states at any depth.
 
     Args:
-      opt_state: any pytree that holds one `LossScale`; with ``path``, one or more.
-      path: which part of the tree to look in, if it holds the states of several optimizers: the beginning of a path, as
-        `jax.tree_util.keystr` writes it (``"['critic']"``, as in the error that asks for it), or in its simple form
-        (``"critic"``, ``"critic/0"``).
+      opt_state: any pytree that contains exactly one `LossScale`, or at least one if ``path`` is given.
+      path: the path of the subtree that contains the loss scale, for a pytree with the states of several optimizers. It
+        is the beginning of a path in the format of `jax.tree_util.keystr`, such as ``"['critic']"``, or in its simple
+        format, such as ``"critic"`` or ``"critic/0"``. The message of the error for more than one loss scale lists the
+        possible paths.
 
     Returns:
-      The loss scale, with its current state.
+      The loss scale with its current state.
 
     Raises:
-      ValueError: if there is none, or more than one; the message gives their paths.
+      ValueError: if ``opt_state`` does not contain a loss scale, or if more than one matches. The message contains the
+        paths of all loss scales.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -56,9 +58,11 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
 
 
 def as_loss_scale(argument: Any, name: str) -> LossScale:
-    """Return what `get` makes of an argument, or the loss scale in it if it is an optimizer state.
+    """Return the loss scale that an argument specifies.
 
-    ``name`` is what the argument is called in the error.
+    Args:
+      argument: any value that `get` accepts, or a pytree that contains exactly one loss scale.
+      name: the name of the argument in an error message.
     """
     if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
         return made(argument, name)
@@ -66,18 +70,21 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 
 
 def _found(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
-    """Return the one loss scale in a tree, its leaves unwrapped."""
+    """Return the only loss scale in a pytree, with its leaves converted to arrays by `unwrapped`."""
     return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 
 
 def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
-    """Return the one instance of ``kind`` in a tree, with leaves that may be wrapped, see `unwrapped`.
+    """Return the only instance of a class in a pytree, whose leaves can be wrapped arrays (see `unwrapped`).
 
     Args:
       tree: any pytree.
-      kind: a class.
-      name: what to call the argument in the error.
-      path: the beginning of the path, in either form that `jax.tree_util.keystr` writes.
+      kind: the class to search for.
+      name: the name of the argument in an error message.
+      path: the beginning of the path of the instance, in one of the two formats of `jax.tree_util.keystr`.
+
+    Raises:
+      ValueError: if there is not exactly one instance with this path.
     """
     nodes = [
         (keys, node)
@@ -93,8 +100,8 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         below = "" if path is None else f" below the path {path!r}"
         paths = ", ".join(jax.tree_util.keystr(keys) for keys, _ in chosen or nodes)
         raise ValueError(
-            f"`{name}` holds {len(chosen)} of `{kind.__name__}`{below}. There are: {paths}. Pass the part of the state "
-            "that holds the one you mean, or to `get_loss_scale` its path."
+            f"`{name}` must contain exactly one `{kind.__name__}`{below}, got {len(chosen)}. A `{kind.__name__}` "
+            f"exists at: {paths}. Pass a part of the state that contains only one, or pass a path to `get_loss_scale`."
         )
     ((_, node),) = chosen
     return node
@@ -118,9 +125,11 @@ def not_a_state(argument: Any, name: str) -> ValueError:
 
 
 def unwrapped(tree: _Tree) -> _Tree:
-    """Put arrays in the place of objects that can be converted to one: `nnx.Optimizer` keeps each number in such a one.
+    """Return the pytree with each object that has a method ``__jax_array__`` converted to an array.
 
-    Ask it of numbers alone. The named arrays of haliax, which an optimizer's moments may be, refuse to be converted.
+    `nnx.Optimizer` wraps each number of an optimizer state in such an object. Apply this function only to pytrees of
+    scalars. The moments of an optimizer can be named arrays of haliax, which also have a method ``__jax_array__`` but
+    cannot be converted.
     """
 
     def is_wrapped(node: Any) -> bool:
@@ -130,7 +139,7 @@ def unwrapped(tree: _Tree) -> _Tree:
 
 
 def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
-    """Whether a dictionary is in the place that a state has for its loss scale."""
+    """Return whether a pytree contains a state whose field ``loss_scale`` is a dictionary instead of a loss scale."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return any(
         getattr(above, "name", None) == "loss_scale" and isinstance(key, jax.tree_util.DictKey)
@@ -140,8 +149,8 @@ def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
 
 
 def _holds_nnx_state(tree: chex.ArrayTree) -> bool:
-    """Return whether a tree is or contains an ``nnx.State``, as ``nnx.split`` returns it."""
-    nnx = sys.modules.get("flax.nnx")  # if the program has not imported nnx, no object is of its classes
+    """Return whether a pytree is or contains an ``nnx.State``, as returned by ``nnx.split``."""
+    nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an `nnx.State`
     if nnx is None:
         return False
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.State))
@@ -149,13 +158,13 @@ def _holds_nnx_state(tree: chex.ArrayTree) -> bool:
 
 
 def _is_plain_copy(tree: chex.ArrayTree) -> bool:
-    """Return whether a dictionary in a tree has the fields of the state of `loss_scaled`."""
+    """Return whether a pytree contains a dictionary with the fields of a `LossScaledState`."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return any(key == jax.tree_util.DictKey("consecutive_skips") for path in paths for key in path)
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
-    """Whether the first keys of the path, written in either form, are ``prefix``."""
+    """Return whether a path begins with ``prefix``, in one of the two formats of `jax.tree_util.keystr`."""
     beginnings = [path[:length] for length in range(len(path) + 1)]
     return any(
         prefix in (jax.tree_util.keystr(keys), jax.tree_util.keystr(keys, simple=True, separator="/"))

@@ -1,4 +1,4 @@
-"""The registry leads from what a user writes to a loss scale, and back."""
+"""Construction of loss scales from identifiers (`get`), and conversion to dictionaries (`serialize`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
-# A user's class of the same name does not take over what was saved of one of these.
+# These classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct a saved
+# loss scale of this library.
 OWN_KINDS = (AutoLossScale, DynamicLossScale, FixedLossScale, NoOpLossScale)
 
 _ACCEPTED = (
@@ -25,20 +26,27 @@ _ACCEPTED = (
 
 
 def get(identifier: Any) -> LossScale:
-    """Make a loss scale from an identifier.
+    """Return the loss scale that an identifier specifies.
+
+    To find the loss scale in an existing optimizer state, use `get_loss_scale` instead.
 
     Args:
-      identifier: a number, or a scalar array, for a `FixedLossScale`; ``"dynamic"`` for a `DynamicLossScale` and
-        ``"auto"`` for an `AutoLossScale`, with their defaults; ``None`` for a `NoOpLossScale`; a `LossScale`, which is
-        returned as it is; or a dictionary ``{"class_name": ..., "config": ...}`` as `serialize` makes it, for any kind,
-        a user's own included.
+      identifier: one of the following values:
+
+        - a number or a scalar array, for a `FixedLossScale`;
+        - ``"dynamic"``, for a `DynamicLossScale` with default arguments;
+        - ``"auto"``, for an `AutoLossScale` with default arguments;
+        - ``None``, for a `NoOpLossScale`;
+        - a `LossScale`, which is returned unchanged;
+        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`, also for a class that is
+          defined by the user.
 
     Returns:
       The loss scale.
 
     Raises:
-      ValueError: for anything else, bools included; the message lists what is accepted. For a `LossScale` of a class
-        that is not registered as a pytree.
+      ValueError: if ``identifier`` has any other value, including a bool, or if it is a `LossScale` whose class is not
+        registered as a pytree.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -48,14 +56,14 @@ def get(identifier: Any) -> LossScale:
       2000
 
     References:
-      ``tensorflow.python.training.experimental.loss_scale.get``, which takes bools for numbers, refuses NumPy
-      scalars, and gives ``None`` for ``None``.
+      ``tensorflow.python.training.experimental.loss_scale.get`` accepts bools as numbers, does not accept NumPy
+      scalars, and returns ``None`` for ``None``.
     """
     return made(identifier, "get(identifier=...)")
 
 
 def made(identifier: Any, name: str) -> LossScale:
-    """Do what `get` does; ``name`` is what the argument is called in the error."""
+    """Return `get(identifier)`. ``name`` is the name of the argument in an error message."""
     if isinstance(identifier, LossScale):
         return _checked_pytree(identifier)
     if identifier is None:
@@ -72,21 +80,24 @@ def made(identifier: Any, name: str) -> LossScale:
 
 
 def is_serialized(identifier: Any) -> bool:
-    """Whether this has the form of what `serialize` returns."""
+    """Return whether a value has the form of a dictionary returned by `serialize`."""
     return isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}
 
 
 def serialize(loss_scale: LossScale) -> dict[str, Any]:
-    """Return the dictionary that `get` rebuilds a loss scale from: its class and configuration, never its state.
+    """Return a dictionary from which `get` can reconstruct a loss scale.
+
+    The dictionary contains the class and the configuration of the loss scale, but not its current state.
 
     Args:
-      loss_scale: any kind.
+      loss_scale: any `LossScale`.
 
     Returns:
-      ``{"class_name": ..., "config": ...}``, of values that JSON can hold.
+      A dictionary ``{"class_name": ..., "config": ...}`` with JSON-serializable values.
 
     Raises:
-      ValueError: if it is not a `LossScale`, or of a user's class with the name of one of this library's.
+      ValueError: if ``loss_scale`` is not a `LossScale`, or if its class has the name of a loss scale of this library
+        but is defined elsewhere.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -98,24 +109,25 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     kind = type(loss_scale)
     if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
         raise ValueError(
-            f"`serialize(loss_scale=...)` got a {kind.__name__} of {kind.__module__}, which `get` would take for that "
-            "of this library. Give the class a name of its own."
+            f"`serialize(loss_scale=...)` got a `{kind.__name__}` from {kind.__module__}, but `get` would construct "
+            "the class of the same name in this library. Rename the class."
         )
     return {"class_name": kind.__name__, "config": loss_scale.get_config()}
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
-    """Return the loss scale that training in a compute dtype needs.
+    """Return a suitable loss scale for training in a compute dtype.
 
     Args:
-      dtype: the dtype in which the forward and backward pass compute.
+      dtype: the dtype in which the forward and the backward pass are computed.
 
     Returns:
-      `AutoLossScale` for float16, whose smallest normal number is 6e-5; `NoOpLossScale` for bfloat16, float32 and
-      float64, whose exponents reach below 1e-37.
+      An `AutoLossScale` for float16, whose smallest normal number is 6e-5. A `NoOpLossScale` for bfloat16, float32 and
+      float64, whose smallest normal number is below 1e-37.
 
     Raises:
-      ValueError: for any other dtype. Float8 needs a scale for each tensor, which a loss scale cannot replace.
+      ValueError: if ``dtype`` is any other dtype. Float8 dtypes require a separate scale for each tensor, which a loss
+        scale cannot replace.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -135,8 +147,8 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
     kind = type(loss_scale).__name__
     if jax.tree_util.all_leaves([loss_scale]):
         raise ValueError(
-            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so no state can hold it. Put "
-            "`@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of a state. "
+            "Add the decorator `@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
         )
     return loss_scale
 
@@ -145,12 +157,13 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
     kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
         raise ValueError(
-            f"Could not make a loss scale of the class_name {class_name!r}: known are {', '.join(sorted(kinds))}."
+            f"Could not construct a loss scale of the unknown class {class_name!r}. The known classes are "
+            f"{', '.join(sorted(kinds))}."
         )
     return _checked_pytree(kinds[class_name].from_config(config))
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """Return the classes that can be instantiated, by name."""
+    """Return a dictionary of all loss-scale classes that are not abstract, by name."""
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     return concrete | {kind.__name__: kind for kind in OWN_KINDS}

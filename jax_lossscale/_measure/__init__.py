@@ -1,6 +1,6 @@
-"""Gradients are asked in one pass whether they are finite, where not, and how large; devices agree on it.
+"""Measurements of gradients: whether they are finite, which leaf is not, and how large the largest element is.
 
-Gradients are measured here and nowhere else. Loss scales and the optax wrapper combine the results.
+The measurements can be combined over all devices of a mesh axis.
 """
 
 from jax_lossscale._measure.devices import AxisName as AxisName

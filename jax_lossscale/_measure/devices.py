@@ -1,4 +1,4 @@
-"""Devices must come to one answer, and some values differ from device to device."""
+"""Reductions over the devices of named mesh axes, and the axes over which values vary inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,36 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 def agree(
     flags: Sequence[jax.Array], largest: jax.Array | None, axis_name: AxisName
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Tell which flags are true on every device, and the largest of a ``float32[]``, in one all-reduce.
+    """Combine flags and a magnitude over the devices along mesh axes, in a single all-reduce.
 
-    The largest is NaN if it is on any device.
+    Args:
+      flags: boolean scalars.
+      largest: ``float32[]``, the largest magnitude on each device, or ``None``.
+      axis_name: the name or names of the mesh axes.
+
+    Returns:
+      For each flag, whether it is true on every device; and the maximum of ``largest`` over the devices, which is NaN
+      if it is NaN on any device.
     """
     numbers = [flag.astype(jnp.float32) for flag in flags]
     if largest is not None:
-        numbers.append(jnp.where(jnp.isnan(largest), -jnp.inf, -largest))  # some platforms' minimum passes over NaN
+        # NaN is encoded as -inf because the minimum of an all-reduce ignores NaN on some platforms.
+        numbers.append(jnp.where(jnp.isnan(largest), -jnp.inf, -largest))
     lowest = jax.lax.pmin(jnp.stack(numbers), axis_name)
     agreed = [number > 0 for number in lowest[: len(flags)]]
     return agreed, None if largest is None else jnp.where(lowest[-1] == -jnp.inf, jnp.nan, -lowest[-1])
 
 
 def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return the largest of each number along ``axis_name``."""
+    """Return the elementwise maximum of an array over the devices along ``axis_name``."""
     return jax.lax.pmax(largest, axis_name) if axis_name else largest
 
 
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Mark values as differing along mesh axes, inside `jax.shard_map`, where they are not marked yet."""
+    """Return the array marked as varying over mesh axes, for use inside `jax.shard_map`.
+
+    Axes over which the array already varies are ignored.
+    """
     missing = tuple(sorted(axes - axes_varied_over(leaf)))
     return _compat.as_varying(leaf, missing) if missing else leaf
 

@@ -1,4 +1,7 @@
-"""One number and one flag, which a compiled step can keep, tell which leaf is not finite, and how."""
+"""Search for the first leaf of a pytree that contains a NaN or an infinity.
+
+The results are scalars, so that a compiled training step can compute them and store them in its state.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,22 @@ from jax_lossscale._measure.leaves import as_read
 
 
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
-    """Find the first leaf that holds a NaN or an infinity.
+    """Return the index of the first leaf that contains a NaN or an infinity.
 
-    The result is one number, which can be computed inside `jax.jit` and kept in a state; `leaf_path` turns it into a
-    path on the host.
+    The index can be computed inside `jax.jit` and stored in a state. To convert the index to the path of the leaf, use
+    `leaf_path` outside `jax.jit`.
 
     Args:
-      tree: any pytree. Only floating and complex leaves are checked, but all leaves are counted, and ``None`` counts as
-        one. So the index is right for the parameters, too, even if frozen ones have no gradient.
-      axis_name: as in `all_finite`.
+      tree: any pytree. Only floating and complex leaves are checked. However, every leaf is counted, including each
+        ``None``, so that the index of a gradient is also the index of its parameter, even if some parameters are frozen
+        and have the gradient ``None``.
+      axis_name: the name or names of the mesh axes over which the result is combined, as in `all_finite`.
 
     Returns:
-      ``int32[]``: its index among the leaves, or -1 if all are finite.
+      ``int32[]``, the index of the leaf, or -1 if all leaves are finite.
 
     Raises:
-      ValueError: if ``tree`` is no pytree of arrays.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -45,7 +49,7 @@ def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.
 
 
 def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Return the index of `first_nonfinite`, and whether that leaf holds a NaN: ``int32[]``, ``bool[]``."""
+    """Return the index of the first non-finite leaf (``int32[]``), and whether it contains a NaN (``bool[]``)."""
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)
@@ -66,6 +70,9 @@ def _first_fault(
 
 
 def _severity(leaf: jax.Array) -> jax.Array:
-    """Return 0 if the leaf is finite, `_INFINITE`, or `_NAN` if it holds one: ``int32[]``, in one reduction."""
+    """Return `_NAN` if the leaf contains a NaN, `_INFINITE` if it contains only infinities, and 0 if it is finite.
+
+    The result is an ``int32[]``, which is computed in a single reduction.
+    """
     severities = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
     return jnp.max(severities, initial=0)

@@ -1,8 +1,10 @@
-"""Whether all gradients are finite, and how large the largest is: one number tells both, at every step.
+"""`all_finite` and `finite_and_largest`: checks that are computed in every training step.
 
-This number is the largest magnitude, or infinity where an element is not finite; ``python -m benchmarks finite``
-measures the time to find it. Where a scale is given, the question is about the leaves divided by it. Division keeps
-their order, so it is enough to divide the largest magnitude.
+Both functions compute a single number, which is the largest magnitude of all elements, or infinity if an element is not
+finite. ``python -m benchmarks finite`` measures the run time of this computation.
+
+If a loss scale is given, the result refers to the elements divided by the scale. Division by a positive number does not
+change the order of the elements, so only the largest magnitude is divided.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity.
+    """Return whether all elements of a pytree are finite.
 
-    Exact in every floating and complex dtype. Nothing else is checked: ``None``, integers, booleans, float0 and random
-    keys are ignored.
+    All floating and complex leaves are checked. Other leaves (``None``, integers, booleans, float0 arrays and random
+    keys) are ignored.
 
     Args:
-      tree: any pytree; leaves of any shape, empty ones included.
-      axis_name: inside `jax.shard_map`, `jax.pmap` or a named `jax.vmap`: the name or names of the mesh axes over which
-        devices agree on the answer, so that all know of one bad shard. Under `jax.jit` over a mesh it is not needed,
-        since arrays are global there.
+      tree: any pytree, whose arrays can be empty.
+      axis_name: the name or names of the axes over which the result is combined, inside `jax.shard_map`, `jax.pmap` or
+        a `jax.vmap` with an axis name. All devices along these axes then return the same result. In a `jax.jit` over a
+        mesh, this argument is not necessary, because arrays are global.
 
     Returns:
-      ``bool[]``; true for a tree without such leaves.
+      ``bool[]``, which is true if there are no floating or complex leaves.
 
     Raises:
-      ValueError: if ``tree`` is no pytree of arrays; outside `jax.jit`, if leaves lie on several devices that are no
-        mesh.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if this function is called
+        outside `jax.jit` and leaves are on different devices that do not form a mesh.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -60,25 +62,27 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
         if number < 2:
             raise
         raise ValueError(
-            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, and no one program can read them. Ask "
-            "about the leaves of each, and combine the answers on one device with `jax.device_put`."
+            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, which a single program cannot process. "
+            "Call `all_finite` for the leaves on each of them, and use `jax.device_put` to combine the results on one "
+            "device."
         ) from error
 
 
 def finite_and_largest(
     tree: chex.ArrayTree, scale: ArrayLike | None = None, *, axis_name: AxisName = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether all elements of ``tree / scale`` are finite, and the largest magnitude among them.
+    """Return whether all elements of ``tree / scale`` are finite, and the largest magnitude of these elements.
 
     Args:
-      tree: any pytree. Only the leaves of the leaf rule are looked at.
-      scale: ``float32[]``; ``None`` for 1.
-      axis_name: as in `all_finite`.
+      tree: any pytree. Only floating and complex leaves are used.
+      scale: ``float32[]``, or ``None`` for a scale of 1.
+      axis_name: the name or names of the mesh axes over which the results are combined, as in `all_finite`.
 
     Returns:
-      ``bool[]`` and ``float32[]``. The second is NaN if an element is not finite, and 0 of an empty tree. Of a complex
-      number the larger part counts. A float64 beyond float32 counts as the largest float32. A subnormal may count as
-      0, as in other arithmetic of XLA.
+      A ``bool[]`` that is true if all elements are finite, and a ``float32[]`` with the largest magnitude. The
+      magnitude is NaN if an element is not finite, and 0 if there are no elements. The magnitude of a complex number is
+      the larger magnitude of its real and imaginary parts. A float64 number that is too large for float32 is replaced
+      by the largest float32 number. XLA can flush subnormal numbers to 0.
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf
@@ -87,7 +91,7 @@ def finite_and_largest(
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
-    """Return the largest magnitude, ``float32[]``; infinity if an element is not finite."""
+    """Return the largest magnitude divided by the scale as a ``float32[]``, or infinity if an element is not finite."""
     by_width: dict[jnp.dtype, list[jax.Array]] = {}
     for leaf in map(as_read, leaves):
         if leaf.size != 0:
@@ -102,7 +106,11 @@ def _all_finite(leaves: list[ArrayLike], axis_name: AxisName) -> jax.Array:
 
 
 def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
-    """Divide the largest magnitude by the scale: ``float32[]``, infinite only if the magnitude was infinite."""
+    """Return the largest magnitude divided by the scale as a ``float32[]``.
+
+    The result is infinite only if the magnitude itself is infinite. If a float64 result is too large for float32, the
+    largest float32 number is returned instead.
+    """
     largest = jnp.asarray(largest if scale is None else _tree.unscale(largest, scale))
     if largest.dtype == jnp.float32:
         return largest

@@ -1,7 +1,13 @@
-"""The largest magnitude in leaves, infinity where an element is not finite, is read in three ways.
+"""Computation of the largest magnitude of a list of arrays, which is infinity if an element is not finite.
 
-`of_each` is the definition: one reduction for each leaf, which can be partitioned however the leaf is split. `of_local`
-is for leaves that live on one device, and reads many of them at once. All leaves are of 64 bits, or none.
+There are three implementations, which return the same result:
+
+- `of_each` uses a separate reduction for each array, which XLA can partition for any sharding of the array.
+- `on_cpu` is optimized for arrays on a single CPU device.
+- `anywhere` is optimized for arrays on a single device of any other platform.
+
+`of_local` selects `on_cpu` or `anywhere`. Arrays of 64-bit numbers and arrays of smaller numbers are never passed
+together.
 """
 
 from __future__ import annotations
@@ -15,43 +21,47 @@ import numpy as np
 
 from jax_lossscale._measure.leaves import alike, blocks, large
 
-# How many arrays are combined, element by element, before one reduction: at least the first number on a CPU, where they
-# are parts of one leaf if too few leaves are alike; at most the second, beyond which XLA writes intermediate results.
+# On a CPU, at least `_STREAMS` arrays are combined elementwise before each reduction. If fewer than `_STREAMS` arrays
+# have the same shape and dtype, each array is split into parts.
 _STREAMS = 8
+# At most `_TOGETHER` arrays are combined elementwise before each reduction, because XLA writes intermediate results to
+# memory if more arrays are combined.
 _TOGETHER = 32
 
 
 def width(dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of the answer: float64 for leaves whose real numbers have 64 bits, else float32."""
+    """Return the dtype of the largest magnitude: float64 for float64 and complex128 arrays, and float32 otherwise."""
     return jnp.dtype(jnp.float64 if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
 def of_each(*leaves: jax.Array) -> jax.Array:
-    """Compute the definition: the largest ``where(isfinite(leaf), abs(leaf), inf)`` of all leaves and their parts."""
+    """Return the largest element of ``where(isfinite(part), abs(part), inf)`` for all real and imaginary parts."""
     parts = _real_and_imaginary(leaves)
-    # One dtype for all: XLA merges the all-reduces of a mesh only where they have the same dtype.
+    # All magnitudes are cast to the same dtype because XLA merges only all-reduces of the same dtype.
     magnitudes = (jnp.where(jnp.isfinite(part), jnp.abs(part).astype(width(part.dtype)), jnp.inf) for part in parts)
     return _largest_of(magnitude.max() for magnitude in magnitudes)
 
 
 def of_local(*leaves: jax.Array) -> jax.Array:
-    """Read leaves that live on one device."""
+    """Return the largest magnitude of arrays that are on a single device."""
     return jax.lax.platform_dependent(*leaves, cpu=on_cpu, default=anywhere)
 
 
 def anywhere(*leaves: jax.Array) -> jax.Array:
-    """Reduce many leaves at once, since each reduction costs a GPU two kernels, all of them before the step can begin.
+    """Return the largest magnitude, with as few reductions as possible.
 
-    ``python -m benchmarks cuda`` counts the kernels in the compiled program; no GPU was timed.
+    On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last of them has
+    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. No GPU was timed.
     """
     return _largest_of(map(_largest_of_group, _groups(leaves)))
 
 
 def on_cpu(*leaves: jax.Array) -> jax.Array:
-    """Compare whole arrays first, and reduce one float array last: both are fast on a CPU.
+    """Return the largest magnitude, with elementwise maxima of whole arrays followed by a reduction of one array.
 
-    A reduction that also computes what it reduces takes a CPU element by element. So words are compared between whole
-    arrays. Where a leaf is the only one of its shape and dtype, these arrays are parts of it.
+    On a CPU, a reduction that also computes its elements is not vectorized. The magnitudes are therefore first combined
+    elementwise over arrays of the same shape and dtype, and only the result is reduced. If there are too few arrays of
+    the same shape and dtype, they are split into parts.
     """
     groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
@@ -59,16 +69,17 @@ def on_cpu(*leaves: jax.Array) -> jax.Array:
 
 
 def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Put all real and imaginary parts of one shape and dtype together, the small ones in blocks."""
+    """Return groups of real and imaginary parts of the same shape and dtype, with small arrays joined into blocks."""
     real = _real_and_imaginary(leaves)
     return list(alike([*large(real), *blocks(real)], _TOGETHER))
 
 
 def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
-    """Find the largest magnitude in arrays of one shape and dtype; a NaN counts as infinity.
+    """Return the largest magnitude in arrays of the same shape and dtype, where NaN counts as infinity.
 
-    Arrays are compared as words, since a maximum of floats drops NaN on a CPU. Words without the sign have the order of
-    the magnitudes, and those of NaN come after that of infinity. What is left is compared as floats, which is fast.
+    The arrays are compared as integers, because the maximum of floating-point numbers ignores NaN on a CPU. Without the
+    sign bit, the integers have the same order as the magnitudes, and NaN is greater than infinity. After NaN has been
+    replaced by infinity, the remaining array is reduced in floating point, which is faster.
     """
     dtype = group[0].dtype
     word = np.dtype(f"int{jnp.finfo(dtype).bits}")
@@ -78,7 +89,7 @@ def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
-    """Split a leaf into vectors of one length. Together they hold every element, and some elements twice."""
+    """Return the elements of an array as vectors of the same length, where an element can occur in two vectors."""
     if number == 1:
         return [leaf]
     length = -(-leaf.size // number)
@@ -92,7 +103,10 @@ def _real_and_imaginary(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _largest_of(magnitudes: Iterable[jax.Array]) -> jax.Array:
-    """Return the largest of some scalars. Those of one dtype are compared first, so that few are converted."""
+    """Return the largest of several scalars.
+
+    Scalars of the same dtype are compared first, so that only one scalar of each dtype is converted.
+    """
     by_dtype: dict[jnp.dtype, jax.Array] = {}
     for magnitude in magnitudes:
         so_far = by_dtype.get(magnitude.dtype, magnitude)

@@ -1,6 +1,6 @@
-"""Leaves are read many at once, and without a derivative.
+"""Grouping of arrays, so that many of them are processed by a single reduction.
 
-Each reduction costs time to compile, and a launch on a GPU, however little it reads.
+Each reduction takes time to compile and requires a kernel launch on a GPU, even if the array is small.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-# Leaves of up to this many elements are read together, in blocks that stay in the cache.
+# Arrays of up to `_SMALL_LEAF` elements are concatenated into blocks of up to `_BLOCK` elements, which fit into the
+# cache.
 _SMALL_LEAF = 2**15
 _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """Return the leaf as an array of 16 bits or more, without a derivative."""
+    """Return the leaf as an array of at least 16 bits per number, with its derivative stopped."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
-    # Eight bits and fewer come in a dozen encodings, some without infinities. Float32 holds all their values.
+    # Leaves of 8 bits or less are cast to float32, which can represent all their values. Some dtypes of 8 bits or less
+    # have no infinity.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 
 def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
-    """Return the leaves that `blocks` leaves out."""
+    """Return the arrays that are too large for `blocks`."""
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 
 def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
-    """Group the leaves by shape and dtype, up to ``number`` in a group."""
+    """Yield groups of up to ``number`` arrays of the same shape and dtype."""
     by_type: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
         by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
@@ -39,7 +41,7 @@ def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]
 
 
 def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
-    """Join the small leaves of each dtype to vectors."""
+    """Yield vectors in which the small arrays of each dtype are concatenated."""
     by_dtype: dict[jnp.dtype, list[jax.Array]] = {}
     for leaf in leaves:
         if leaf.size <= _SMALL_LEAF:
@@ -49,7 +51,7 @@ def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
 
 
 def _filled(vectors: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Put vectors into blocks in their order: into the last while they fit, else into a new one."""
+    """Yield lists of consecutive vectors with at most `_BLOCK` elements in total."""
     block: list[jax.Array] = []
     size = 0
     for vector in vectors:

@@ -1,20 +1,23 @@
-"""The largest magnitude in leaves is found wherever they lie: on one device, or in shards on many.
+"""JAX primitive that computes the largest magnitude of a list of arrays, for any sharding of the arrays.
 
-========================================  ============================================================================
-the leaves lie                            and are read
-========================================  ============================================================================
-on the only device of the program         in whatever way is fastest there, many of them together
-in a `jax.shard_map` over all mesh axes   likewise: every shard is on one device
-on a mesh with explicit axes              likewise, shard by shard: their types say how they are split
-on any other mesh                         one at a time
-========================================  ============================================================================
+The implementation depends on the devices of the arrays:
 
-Nothing tells how the leaves of the last row are split. To read two of them together XLA would have to lay them out
-alike first, and so gather whole gradients. One at a time, each gives a scalar, and XLA merges the all-reduces of those.
+=======================================  ==========================================================================
+location of the arrays                   implementation
+=======================================  ==========================================================================
+on the only device of the program        `of_local`, which processes many arrays together
+in a `jax.shard_map` over all mesh axes  `of_local`, because each shard is on a single device
+on a mesh with explicit axes             `of_local` in a `jax.shard_map`, because the types contain the shardings
+on any other mesh                        `of_each`, which processes each array separately
+=======================================  ==========================================================================
 
-Whether a program has one device is known when it is lowered, not yet when it is traced. So the question is a primitive,
-and its lowering rule chooses the row. No host callback has a part in this: programs are found again in the persistent
-compilation cache, and `jax.export` takes them.
+On any other mesh, the shardings of the arrays are not known when the program is lowered. If two arrays were processed
+together, XLA would first have to convert them to the same sharding, and would therefore gather whole gradients. If each
+array is processed separately, each reduction returns a scalar, and XLA merges the all-reduces of these scalars.
+
+The number of devices is not known when a program is traced, but it is known when the program is lowered. The
+computation is therefore a primitive whose lowering rule selects the implementation. The primitive does not use host
+callbacks, so compiled programs can be stored in the persistent compilation cache and exported with `jax.export`.
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ from jax_lossscale._measure.largest import of_each, of_local, width
 
 
 def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest magnitude, or infinity; a ``float64[]`` of leaves of 64 bits, else a ``float32[]``.
+    """Return the largest magnitude of a list of arrays, or infinity if an element is not finite.
 
-    There must be a leaf, and none of size 0.
+    The list and its arrays must not be empty. The result is a ``float64[]`` for arrays of 64-bit numbers, and a
+    ``float32[]`` otherwise.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not all(isinstance(leaf.size, int) for leaf in leaves):
-        return of_each(*leaves)  # exported with symbolic shapes
+        return of_each(*leaves)  # the shapes are symbolic, as in `jax.export`
     if not mesh.manual_axes:
         return _largest_magnitude.bind(*leaves)
     return of_local(*leaves) if len(mesh.manual_axes) == len(mesh.axis_names) else of_each(*leaves)
@@ -47,11 +51,11 @@ def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
 _largest_magnitude = Primitive("largest_magnitude")
 
 
-def _type_of_answer(*types: Any) -> jax.core.ShapedArray:
+def _abstract_eval(*types: Any) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((), width(types[0].dtype))
 
 
-def _answer_each_member(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
+def _batch(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
     return jax.vmap(of_each, in_axes=tuple(axes))(*leaves), 0
 
 
@@ -59,24 +63,28 @@ def _lower(context: mlir.LoweringRuleContext, *leaves: Any) -> Any:
     if getattr(context.module_context.axis_context, "num_devices", None) == 1:
         answer = of_local
     else:
-        answer = _of_each_shard if _say_how_they_are_split(context.avals_in) else of_each
+        answer = _of_sharded if _have_explicit_shardings(context.avals_in) else of_each
     return mlir.lower_fun(answer, multiple_results=False)(context, *leaves)
 
 
-_largest_magnitude.def_impl(of_each)  # where `jax.disable_jit` says so, and nowhere else
-_largest_magnitude.def_abstract_eval(_type_of_answer)
-batching.primitive_batchers[_largest_magnitude] = _answer_each_member
+_largest_magnitude.def_impl(of_each)  # used only inside `jax.disable_jit`
+_largest_magnitude.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[_largest_magnitude] = _batch
 mlir.register_lowering(_largest_magnitude, _lower)
 
 
-def _say_how_they_are_split(types: Sequence[Any]) -> bool:
-    """Whether all of them, on a mesh or on none, are explicit about all axes of one mesh."""
+def _have_explicit_shardings(types: Sequence[Any]) -> bool:
+    """Return whether the types of the arrays contain their complete shardings over a single mesh.
+
+    The types contain the complete shardings if all arrays that are on a mesh are on the same mesh, if all axes of this
+    mesh are explicit, and if no array is an unreduced sum.
+    """
     meshes = {array.sharding.mesh for array in types if not array.sharding.mesh.empty}
     are_explicit = [len(mesh.explicit_axes) == len(mesh.axis_names) for mesh in meshes]
     return are_explicit == [True] and not any(array.sharding.spec.unreduced for array in types)
 
 
-def _of_each_shard(*leaves: jax.Array) -> jax.Array:
+def _of_sharded(*leaves: jax.Array) -> jax.Array:
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
     mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
     split_over = {name for sharding in shardings for name in _axis_names(sharding.spec)}

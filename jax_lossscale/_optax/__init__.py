@@ -1,14 +1,15 @@
-"""The optax wrapper. `transform.loss_scaled` returns it, and `wrapper.Wrapper` has its methods.
+"""Optimizer wrapper for optax that unscales gradients and skips non-finite steps.
 
-A step of `Wrapper` uses the other modules in this order:
+`transform.loss_scaled` constructs the wrapper, and `wrapper.Wrapper` implements its methods. Each optimizer step
+consists of the following operations:
 
-1. `partition`: replace the leaves that are not trained with ``None``.
-2. `decision`: decide whether the step is applied, and compute the next loss scale.
-3. `branch`: run the inner optimizer, or leave the parameters and its state unchanged.
-4. `state`: compute the next state, including the `scaling_evidence`.
-5. `partition`: insert the leaves that are not trained into the result.
+1. `partition`: Replace the leaves that are not trained with ``None``.
+2. `decision`: Decide whether the step is applied, and compute the next loss scale.
+3. `branch`: Run the inner optimizer, or leave the parameters and the state of the inner optimizer unchanged.
+4. `state`: Compute the next state, which includes the `scaling_evidence`.
+5. `partition`: Insert the leaves that are not trained into the result.
 
-`monitoring` reads the state on the host.
+The functions in `monitoring` read the state on the host.
 """
 
 from jax_lossscale._optax.monitoring import metrics, raise_if_stuck

@@ -1,4 +1,4 @@
-"""Conditional execution of a step: with a branch or a selection, also inside `jax.shard_map`."""
+"""Conditional execution of a step with `jax.lax.cond` or `jax.lax.select`, which also works in `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from jax_lossscale._measure import axes_varied_over, vary
 Skip: TypeAlias = Literal["auto", "cond", "select"]
 
 
-def run_or_leave(
+def run_or_skip(
     skip: Skip,
     should_apply: jax.Array | None,
     run: Callable[[], chex.ArrayTree],
     leave: Callable[[], chex.ArrayTree],
 ) -> Any:
-    """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise."""
+    """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
+
+    If ``should_apply`` is traced, ``skip`` determines whether the compiled program contains a branch (``"cond"``) or
+    computes both results and selects one (``"select"``). ``"auto"`` uses a branch on CPUs and a selection elsewhere.
+    """
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
-    run, leave = _varying_alike(should_apply, run, leave)
+    run, leave = _with_same_varying_axes(should_apply, run, leave)
 
     def cond() -> chex.ArrayTree:
         return jax.lax.cond(should_apply, run, leave)
@@ -32,22 +36,23 @@ def run_or_leave(
         return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
 
     if skip == "auto":
-        # On a CPU, selecting takes two to three times as long (`python -m benchmarks optimizer`): XLA copies what it
-        # selects from.
-        # Compiled for a GPU, a selection is part of the kernel that computes the step anyway, and a branch copies all
-        # its results: twice the bytes of the step (`python -m benchmarks cuda`). No GPU was timed.
+        # On a CPU, a selection takes two to three times as long as a branch, because XLA copies both operands of the
+        # selection (measured by `python -m benchmarks optimizer`). In programs compiled for a GPU, a branch copies all
+        # its results, and therefore reads and writes twice as many bytes as a selection, which XLA fuses into the
+        # kernel that computes the step (counted by `python -m benchmarks cuda`; no GPU was timed).
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 
 
-def _varying_alike(
+def _with_same_varying_axes(
     should_apply: jax.Array, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
 ) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
-    """Make two branches agree on the mesh axes that each of their results varies over.
+    """Return two functions whose corresponding results vary over the same mesh axes.
 
-    Inside `jax.shard_map` with ``check_vma``, zeros made from nothing vary over no axis, and a state that has not met a
-    sharded gradient yet varies over fewer axes than the next one. A branch must then be told to vary over more. Where
-    ``should_apply`` itself varies, every result varies, too.
+    Inside `jax.shard_map` with ``check_vma=True``, both branches of a `jax.lax.cond` must return values that vary over
+    the same axes. However, new zeros do not vary over any axis, and the initial optimizer state varies over fewer axes
+    than the state after the first sharded gradient. Each result is therefore marked as varying over the axes of both
+    branches, and over the axes of ``should_apply``.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave

@@ -1,6 +1,7 @@
-"""Whether a step is applied, and how the loss scale reacts to it: the table in the docstring of `loss_scaled`.
+"""Functions that decide whether a step is applied, and compute the next loss scale.
 
-`decide` has three parts: check the step on each device, combine the results over devices, and decide.
+The docstring of `loss_scaled` contains the rule as a table. `decide` checks the step on each device, combines the
+results of these checks over all devices, and then makes the decision.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from jax_lossscale._measure import AxisName, agree, finite_and_largest
 
 
 class StepInputs(NamedTuple):
-    """The optional arguments of `update` on which the decision depends; ``None`` if an argument was not passed.
+    """The optional arguments of ``update`` on which the decision depends, or ``None`` for omitted arguments.
 
     Attributes:
-      value: the true loss.
+      value: the unscaled loss.
       skip_if: ``bool[]``, whether the user requests to skip the step.
       grads_finite: ``bool[]``, whether the unscaled gradients are finite on all devices.
     """
@@ -33,18 +34,18 @@ class StepInputs(NamedTuple):
 
 
 class StepChecks(NamedTuple):
-    """The results of the checks of one step. ``None`` always means that the check is not needed.
+    """The results of the checks of one step, or ``None`` for each check that is not needed.
 
-    A check of the first three fields that is not needed counts as passed.
+    If one of the first three checks is not needed, the step counts as having passed it.
 
     Attributes:
-      grads_finite: ``bool[]``, whether all gradients are finite. Not needed if the loss scale does not check gradients
+      grads_finite: ``bool[]``, whether all gradients are finite, or ``None`` if the loss scale does not check gradients
         (`NoOpLossScale`).
-      value_finite: ``bool[]``, whether the loss is finite. Not needed if the loss scale does not check gradients, or if
-        the loss was not passed or is an integer.
-      allowed: ``bool[]``, the negation of ``skip_if``. Not needed if ``skip_if`` was not passed.
-      largest: ``float32[]``, the largest magnitude among the unscaled gradients, NaN if the gradients are not finite.
-        Not needed if the loss scale does not depend on it.
+      value_finite: ``bool[]``, whether the loss is finite, or ``None`` if the loss scale does not check gradients, or
+        if the loss was not passed or is an integer.
+      allowed: ``bool[]``, the negation of ``skip_if``, or ``None`` if ``skip_if`` was not passed.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients, which is NaN if the gradients are not
+        finite, or ``None`` if the update rule of the loss scale does not use the largest gradient.
     """
 
     grads_finite: jax.Array | None
@@ -57,8 +58,8 @@ class StepDecision(NamedTuple):
     """The decision about one step.
 
     Attributes:
-      should_apply: ``bool[]``, whether the step is applied; ``None`` if no check can prevent the step. In this case, no
-        branch is compiled.
+      should_apply: ``bool[]``, whether the step is applied, or ``None`` if the step is applied unconditionally, so that
+        no branch needs to be compiled.
       loss_scale: the loss scale of the next step.
       checks: the checks on which the decision is based.
     """
@@ -78,8 +79,8 @@ def decide(
 ) -> StepDecision:
     """Return the decision about a step, given its gradients and the loss scale of their backward pass.
 
-    Devices along ``axis_name`` communicate in a single all-reduce. ``are_scaled`` is false if the gradients are already
-    unscaled.
+    The devices along ``axis_name`` communicate in a single all-reduce. If ``are_scaled`` is false, the gradients have
+    already been divided by the loss scale.
     """
     checks = _combine_over_devices(_check(grads, loss_scale, inputs, are_scaled), axis_name)
     next_loss_scale = _next_loss_scale(loss_scale, checks)
@@ -89,7 +90,7 @@ def decide(
 
 
 def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are_scaled: bool) -> StepChecks:
-    """Return the results of the checks on this device."""
+    """Return the results of the checks of a step on the current device."""
     allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
     if not loss_scale.checks_gradients:
         return StepChecks(None, None, allowed, None)
@@ -104,31 +105,35 @@ def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are
 
 
 def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
-    """Return checks that pass if they pass on every device, and the largest gradient of all devices."""
+    """Return the results of the checks over all devices along ``axis_name``.
+
+    A check passes if it passes on every device, and ``largest`` is the maximum over all devices.
+    """
     grads_finite, value_finite, allowed, largest = checks
     known, structure = jax.tree.flatten((grads_finite, value_finite, allowed))
     if known and axis_name:
         known, largest = agree(known, largest, axis_name)
         grads_finite, value_finite, allowed = jax.tree.unflatten(structure, known)
     if grads_finite is not None and largest is not None:
-        # The argument `grads_finite` can be false although every gradient, and therefore `largest`, is finite.
+        # A user can pass `grads_finite=False` although all gradients, and therefore `largest`, are finite.
         largest = jnp.where(grads_finite, largest, jnp.nan)
     return StepChecks(grads_finite, value_finite, allowed, largest)
 
 
 def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
-    """Return the loss scale of the next step."""
+    """Return the loss scale for the next step, given the results of the checks of the current step."""
     grads_finite, value_finite, allowed, largest = checks
     if grads_finite is None:
         return loss_scale
     adjusted = adjust(loss_scale, grads_finite, largest)
-    # The scale reacts to an overflow even if `skip_if` is true.
+    # The scale is lowered after an overflow even if `skip_if` is true, because a condition that is true in every
+    # overflow, such as a limit on the gradient norm, would otherwise prevent the scale from ever being lowered.
     reacts = _all(value_finite, None if allowed is None else allowed | ~grads_finite)
     return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
-    """Return whether all flags are true. `None` counts as true, and the result is `None` if all flags are `None`."""
+    """Return whether all flags are true, ignoring each ``None``. Return ``None`` if all flags are ``None``."""
     result = None
     for flag in flags:
         if flag is not None:

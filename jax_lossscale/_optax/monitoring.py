@@ -1,4 +1,7 @@
-"""Metrics of a run that are read on the host, and the error if the run is stuck."""
+"""Metrics of a training run, and an error if the run is stuck.
+
+The functions in this module take any optimizer state that contains a `LossScaledState`.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,39 @@ from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax import scaling_evidence
 from jax_lossscale._optax.state import LossScaledState
 
-# MindSpore's manager gives up after as many skipped steps in a row.
-_SKIPS_THAT_NO_OVERFLOW_EXPLAINS = 1000
+# An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
+# limit.
+_MAX_CONSECUTIVE_SKIPS = 1000
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
     "the arguments, `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
-    '"When a library takes the gradient" (docs/guide/libraries.md).'
+    '"Libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
-    """Return what to log about loss scaling, as device scalars, which you may read whenever you like.
+    """Return the metrics of loss scaling that are useful in a training log.
+
+    The metrics are arrays on the device, so this function does not wait for the device.
 
     Args:
-      opt_state: any optimizer state that holds one `LossScaledState`.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`.
 
     Returns:
-      A dictionary of ``loss_scale`` (``float32[]``), ``grads_finite`` (``bool[]``), ``applied_steps``,
-      ``skipped_steps`` and ``consecutive_skips`` (``int32[]``); also of ``last_bad_leaf`` (``int32[]``), if bad steps
-      are recorded, and of ``largest`` (``float32[]``), if the loss scale measures it: the largest magnitude among the
-      unscaled gradients of the last step, NaN if it was not measured, as of gradients that were not finite, and
-      before the first step. A log of it is a trace for
-      `jls.diagnostics.simulate`.
+      A dictionary with the following scalars:
+
+      - ``loss_scale``: ``float32[]``, the current loss scale.
+      - ``grads_finite``: ``bool[]``, whether the gradients of the last step were finite.
+      - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
+      - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step (only with
+        ``record_bad_steps=True``).
+      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before
+        the first step, and if the gradients were not finite or not measured (only if the loss scale uses the largest
+        gradient, as `AutoLossScale` does). The logged values of a run can be passed to `jls.diagnostics.simulate`.
 
     Raises:
-      ValueError: if there is no such state, or more than one.
+      ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -63,29 +73,26 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
-    """Raise an error when steps keep being skipped and lowering the scale cannot help.
+    """Raise an error if a run keeps skipping steps that a lower scale cannot fix, or if its gradients are not scaled.
 
-    Call it on the host, now and then: it waits for the device. A run is stuck if the last ``patience`` steps were
-    skipped and the scale is at its ``lower_bound``, the floor of a kind that moves. It is also stuck if the last 1,000
-    steps were skipped, at any scale, which no overflow explains. This finds a loss that stays NaN, which does not lower
-    the scale.
+    This function waits for the device, so call it outside `jax.jit`, and only occasionally, for example once in 100
+    steps. A run is stuck in the following cases:
 
-    From step 20 on, an `AutoLossScale` also shows whether the gradients are scaled. Scaled gradients do not shrink when
-    the scale grows. An error is raised if the gradients did so while the scale grew by 2**8 and more in the first 10
-    steps, and if the largest gradient of the last step is still at least 2**12 times smaller than the recorded peak.
-    This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
-    itself, or if gradients are clipped outside of `loss_scaled`. Such a mistake is not detected if the largest gradient
-    that the user computes is above 4 or changes by more than 2**3 in the first 10 steps, or if clipped gradients
-    overflow in these steps. Steps in which all gradients are zero or not finite do not count.
+    - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
+      ``lower_bound``.
+    - The last 1,000 steps were skipped, at any scale. For example, a run is stuck in this way if the loss is NaN in
+      every step, because a non-finite loss does not lower the scale.
 
     Args:
-      opt_state: any optimizer state that holds one `LossScaledState`; of a batch of runs, one stuck run suffices.
-      patience: how many skipped steps in a row to tolerate at the floor, at least 1.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`. In a batch of runs, one stuck run is
+        sufficient for an error.
+      patience: the number of consecutive steps that must have been skipped at the lower bound, at least 1.
 
     Raises:
-      RuntimeError: if the run is stuck, or if its gradients are not scaled; the message says what to look at.
-      ValueError: if there is no such state, or more than one, or a traced one; if ``patience`` is not an integer of
-        at least 1.
+      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The message lists the possible
+        causes.
+      ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
+        is not an integer of at least 1.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -93,41 +100,59 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
       >>> jls.raise_if_stuck(state)
 
+    **Details.** From step 20 on, the state of an `AutoLossScale` also shows whether the user has scaled the gradients.
+    If they are scaled, the measured gradients (after unscaling) do not depend on the scale. An error is raised if both
+    of the following conditions are true:
+
+    - In the first 10 steps, the scale grew by at least 2**8, and the measured gradients shrank in proportion.
+    - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
+
+    This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
+    itself, or if gradients are clipped outside of `loss_scaled`. The mistake is not detected if the largest gradient
+    that the user computes is above 4 or changes by more than 2**3 in the first 10 steps, or if clipped gradients
+    overflow in these steps. Steps in which all gradients are zero or not finite do not count.
+
     References:
-      fairseq and DeepSpeed raise as soon as the scale is at its floor; MindSpore after 1,000 skipped steps in a row.
+      fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
+      1,000 consecutive skipped steps.
     """
-    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It counts skipped steps in a row.")
+    patience = count(patience, "raise_if_stuck(patience=...)", 1, "It is a number of consecutive skipped steps.")
     state = own_numbers(opt_state, "raise_if_stuck(opt_state=...)")
     check_is_concrete(state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
-            "Most likely the gradients are not scaled: in the first steps, the largest of them has shrunk by as many "
-            f"powers of two as the loss scale has grown. {HOW_TO_SCALE}"
+            "Most likely the gradients are not scaled. In the first steps, the largest gradient (after unscaling) "
+            "decreased by as many powers of two as the loss scale increased. "
+            f"{HOW_TO_SCALE}"
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
-    elif np.any(skips >= max(patience, _SKIPS_THAT_NO_OVERFLOW_EXPLAINS)):
-        situation = f"more than any overflow explains (the loss scale is {scale})"
+    elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
+        situation = f"which overflows alone cannot explain (the loss scale is {scale})"
     else:
         return
     if not state.loss_scale.checks_gradients:
         raise RuntimeError(
-            f"The last {skips.max()} steps were skipped. Under a `{type(state.loss_scale).__name__}` gradients and "
-            "loss are not checked: look at the condition given as `skip_if`, which was true each time."
+            f"The last {skips.max()} steps were skipped. With a `{type(state.loss_scale).__name__}`, the gradients and "
+            "the loss are not checked. Check the condition passed as `skip_if`, which was true in each of these steps."
         )
     raise RuntimeError(
-        f"The last {skips.max()} steps were skipped, {situation}. Look at the gradients for a NaN that is there at "
-        "every scale (log of zero, division by zero, a mask of -1e9 in float16), at the loss (if it is not finite, the "
-        "forward pass overflows), and at the condition given as `skip_if`, if any. If the gradients are infinite "
-        "though the loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, "
-        "`jls.diagnostics.explain(opt_state)` tells which it is."
+        f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
+        "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
+        "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
+        "loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` "
+        "reports the cause."
     )
 
 
 def seem_unscaled(state: LossScaledState) -> np.ndarray:
-    """Return whether the measurements of an `AutoLossScale` suggest that the gradients are not scaled: ``bool``."""
+    """Return whether the gradients are most likely not scaled, as a NumPy boolean.
+
+    The result is always false if the loss scale is not an `AutoLossScale`, because the necessary measurements are not
+    available.
+    """
     if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)
     num_steps = np.asarray(state.applied_steps) + np.asarray(state.skipped_steps)
@@ -137,9 +162,16 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
-    """Find the one `LossScaledState` in an optimizer state, its own numbers unwrapped, its ``inner_state`` as it is.
+    """Return the only `LossScaledState` in an optimizer state, with arrays in place of wrapped numbers.
 
-    ``name`` is what the argument is called in the error.
+    Wrapped numbers in ``inner_state`` are not converted.
+
+    Args:
+      opt_state: any optimizer state.
+      name: the name of the argument in the error message.
+
+    Raises:
+      ValueError: if there is not exactly one `LossScaledState`.
     """
     state = find_one(opt_state, LossScaledState, name)
     return unwrapped(state._replace(inner_state=None))._replace(inner_state=state.inner_state)
@@ -149,11 +181,11 @@ def check_is_concrete(state: LossScaledState, name: str) -> None:
     """Raise a `ValueError` that names the argument if the state is traced."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
         raise ValueError(
-            f"`{name}` got values that are traced, of which nothing is known yet. Call it outside `jax.jit`."
+            f"`{name}` got values that are traced, so they are not known yet. Call this function outside `jax.jit`."
         )
 
 
 def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:
-    """Whether overflows leave the scale where it is: ``bool``, on the host; false of a kind that does not say."""
+    """Return whether the scale is at its lower bound, as a NumPy boolean; false if no lower bound is known."""
     floor = loss_scale.lower_bound
     return np.asarray(False if floor is None else np.asarray(loss_scale()) <= np.asarray(floor, np.float32))

@@ -17,14 +17,14 @@ from jax_lossscale import _tree
 
 
 def is_none(node: Any) -> bool:
-    """Return whether a node is ``None``: the ``is_leaf`` with which ``None`` is a leaf."""
+    """Return whether a node is ``None``, for use as the argument ``is_leaf`` of functions in `jax.tree`."""
     return node is None
 
 
 def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Params:
-    """Return the parameters with ``None`` in place of each parameter without a gradient, such as a frozen layer.
+    """Return the parameters with ``None`` in place of each parameter whose gradient is ``None``, such as a frozen one.
 
-    `jax_lossscale._tree.inexact_only` replaces the leaves that are not inexact arrays.
+    Parameters that are not inexact arrays are replaced separately, by `jax_lossscale._tree.inexact_only`.
     """
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
@@ -37,9 +37,9 @@ def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Par
 
 
 def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
-    """Return a tree with each leaf that is ``None`` replaced with the leaf of ``make_rest()``.
+    """Return the pytree ``trained`` with each ``None`` replaced with the corresponding leaf of ``make_rest()``.
 
-    ``make_rest`` is not called if no leaf is ``None``.
+    If ``trained`` does not contain ``None``, ``make_rest`` is not called.
     """
     if len(jax.tree.leaves(trained)) == len(_tree.leaves_and_nones(trained)):
         return trained
@@ -47,9 +47,9 @@ def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) ->
 
 
 def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
-    """Return ``function(params)``, and for the two copies in `optax.LookaheadParams`, the pair of results.
+    """Return ``function(params)``, or apply ``function`` to both copies if ``params`` is an `optax.LookaheadParams`.
 
-    `optax.lookahead` keeps two copies of the parameters, but the gradients have the structure of one copy.
+    `optax.lookahead` uses two copies of the parameters, whereas the gradients have the structure of a single copy.
     """
     if isinstance(params, optax.LookaheadParams):
         return optax.LookaheadParams(*map(function, params))

@@ -1,12 +1,12 @@
-"""Evidence, collected in the first steps, of whether the gradients are scaled.
+"""Evidence of whether the gradients are scaled, collected in the first steps of a run.
 
-Let g be the largest gradient that the user computes. If g is scaled, the loss scale measures ``largest = g / scale``,
-which does not depend on the scale. If g is not scaled, the division is the same, so the measured gradient is inversely
-proportional to the scale. A fresh `AutoLossScale` changes its scale by many powers of two within a few steps, so that
-the two cases differ by far more than the gradients themselves change in these steps.
+Let g be the largest gradient that the user passes to ``update``. The loss scale measures ``largest = g / scale``. If
+the user has scaled the gradients, ``largest`` does not depend on the scale. If the user has not scaled the gradients,
+``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two
+in the first steps. In these steps, the gradients themselves change much less, so the two cases can be distinguished.
 
-Clipping outside of `loss_scaled` has the same effect, because a scaled gradient of constant norm is divided by a
-growing scale.
+If the scaled gradients are clipped to a constant norm outside of `loss_scaled`, ``largest`` is also inversely
+proportional to the scale.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ import numpy as np
 from jax.typing import ArrayLike
 
 _FIRST_STEPS = 10  # number of steps in which evidence is collected
-_LEAST_GROWTH = 8  # growth of the scale, in bits, from which on a step is evidence
-_MOST_CHANGE = 3  # largest change of g itself since the first step, in bits
-_LEAST_EVIDENCE = 6  # number of steps that must be evidence
-_FIRST_REPORT = 20  # in steps
-_LEAST_SHRINKAGE = 12  # distance of an unscaled gradient from the peak, in bits, at the time of the report
-_REFUTED = -_FIRST_STEPS
+_LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
+_MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
+_LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
+_FIRST_REPORT = 20  # number of steps before the first report
+_LEAST_SHRINKAGE = 12  # minimum distance of `largest` from the peak, in bits, at the time of the report
+_REFUTED = -_FIRST_STEPS  # added for a step that contradicts the assumption, so that the sum remains negative
 
 
 class ScalingEvidence(NamedTuple):
-    """What the first steps show about the scaling of the gradients.
+    """Measurements from the first steps, from which `seem_unscaled` determines whether the gradients are scaled.
+
+    Only steps whose largest gradient is finite and not zero count.
 
     Attributes:
-      scale: the loss scale of the first step whose largest gradient was finite and not zero; 0 before this step.
-      largest: the largest unscaled gradient of this step.
-      num_steps: the number of steps with such a gradient, at most 10.
-      inverse_steps: the number of steps in which the largest gradient was inversely proportional to the scale, after
-        the scale had grown by at least 8 powers of two. It is negative if this was false in one of these steps.
+      scale: the loss scale of the first step that counts; 0 before this step.
+      largest: the largest unscaled gradient of the first step that counts; 0 before this step.
+      num_steps: the number of steps that have been counted, at most 10.
+      inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
+        gradient was inversely proportional to the scale, or a negative number if there was a step in which the scale
+        had grown by at least 8 powers of two but the largest gradient was not inversely proportional to the scale.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32
@@ -45,18 +48,20 @@ class ScalingEvidence(NamedTuple):
 
 
 def no_evidence() -> ScalingEvidence:
-    """Return the evidence before the first step."""
+    """Return the evidence before the first step, in which all fields are 0."""
     scale, largest = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
     return ScalingEvidence(scale, largest, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
 
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
-    """Add a step to the evidence, if it is one of the first steps with a finite gradient that is not zero.
+    """Return the evidence after a step.
+
+    The evidence changes only in the first 10 steps whose largest gradient is finite and not zero.
 
     Args:
-      evidence: the evidence from the steps before.
-      scale: the loss scale of the step.
-      largest: the largest unscaled gradient of the step; NaN if it is not finite.
+      evidence: the evidence from all previous steps.
+      scale: ``float32[]``, the loss scale of the step.
+      largest: ``float32[]``, the largest unscaled gradient of the step; NaN if it is not finite.
     """
     counts = (evidence.num_steps < _FIRST_STEPS) & (largest > 0)
     is_first = counts & (evidence.num_steps == 0)
@@ -75,18 +80,18 @@ def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -
 def seem_unscaled(
     evidence: ScalingEvidence, num_steps: ArrayLike, log2_peak: ArrayLike, largest: ArrayLike
 ) -> np.ndarray:
-    """Return whether the gradients of a run are most likely not scaled: ``bool``, on the host.
+    """Return whether the gradients of a run are most likely not scaled, as a NumPy boolean.
 
-    Besides the evidence from the first steps, the largest gradient of the last step must still be far below the peak.
-    Otherwise the mistake has been fixed since.
+    The result is true only if the largest gradient of the last step is still far below the peak. If the user has
+    corrected the mistake, for example after loading a checkpoint, the largest gradient is close to the peak again.
 
     Args:
-      evidence: the evidence from the first steps.
-      num_steps: the number of steps.
-      log2_peak: the logarithm of the peak of the `AutoLossScale`.
+      evidence: the evidence from the first steps of the run.
+      num_steps: the number of steps of the run.
+      log2_peak: the base-2 logarithm of the peak of the `AutoLossScale`.
       largest: the largest unscaled gradient of the last step.
     """
-    with np.errstate(divide="ignore"):  # all gradients are zero
+    with np.errstate(divide="ignore"):  # log2(0) is -inf if all gradients are zero
         is_far_below = np.asarray(log2_peak) - np.log2(np.asarray(largest)) >= _LEAST_SHRINKAGE
     is_inverse = np.asarray(evidence.inverse_steps) >= _LEAST_EVIDENCE
     return np.asarray((np.asarray(num_steps) >= _FIRST_REPORT) & is_inverse & is_far_below)

@@ -1,4 +1,4 @@
-"""From step to step the loss scale, the inner state, the counters and the last bad step are kept."""
+"""State of `loss_scaled`: the loss scale, the state of the inner optimizer, step counters and the last bad step."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, first_fault
-from jax_lossscale._optax.branch import run_or_leave
+from jax_lossscale._optax.branch import run_or_skip
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
-# What was wrong with a step, in a word, and as a clause; a `BadStep` holds the number of its cause.
+# Causes of bad steps, with a clause that describes each cause in a report. `BadStep.kind` is an index into the keys of
+# this dictionary.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
     "nan": "there was a NaN in the gradients, first in {where}",
     "infinity": "there was an infinity in the gradients, first in {where}",
-    "grads_finite": "`grads_finite` said that the gradients were not finite, though every leaf was",
+    "grads_finite": "`grads_finite` was false, although all gradients were finite",
     "skip_if": "`skip_if` was true",
 }
 
 
 class BadStep(NamedTuple):
-    """What ``loss_scaled(..., record_bad_steps=True)`` records of the last step that was skipped or not finite.
+    """A record of the last bad step, that is, the last step that was skipped or had non-finite gradients.
+
+    The state of ``loss_scaled(..., record_bad_steps=True)`` contains this record.
 
     Attributes:
-      step: its number, from 0, counted over applied and skipped steps; -1 before there was one.
-      leaf: the index of the first leaf of the gradients that was not finite, which `jls.diagnostics.leaf_path` turns
-        into a path; -1 if all were finite.
-      kind: what was wrong, as a number; `cause` says it in words.
-      loss_scale: the scale that the step was made with; 0 before there was one. If the scale is as high later,
-        and steps are finite, the scale was not the cause of the bad step.
+      step: ``int32[]``, the index of the step, counted from 0 over applied and skipped steps; -1 if there was no bad
+        step.
+      leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
+        `jls.diagnostics.leaf_path` converts the index to a path.
+      kind: ``int32[]``, the cause of the bad step as a number, which the property `cause` converts to a string.
+      loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at this
+        scale are finite, the scale was not the cause.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -49,33 +53,40 @@ class BadStep(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Say what was wrong, in a word, on the host.
+        """Return the cause of the bad step as a string, which requires a transfer from the device to the host.
 
         Returns:
-          Of several causes the first that makes the step skipped: ``"loss"``, the loss was not finite; ``"nan"`` or
-          ``"infinity"``, the leaf held one; ``"grads_finite"``, the argument of this name said that the gradients were
-          not finite, though every leaf was; ``"skip_if"``, the user's own condition was true. ``"none"`` before there
-          was a bad step.
+          One of the following strings. If the step had several causes, the first cause in this list that led to a
+          skipped step is returned:
+
+          - ``"loss"``: the loss was not finite.
+          - ``"nan"`` or ``"infinity"``: the gradients contained a NaN or an infinity. If they contained both, the first
+            leaf that was not finite determines the cause, and a NaN in this leaf takes precedence.
+          - ``"grads_finite"``: the argument ``grads_finite`` was false, although all gradients were finite.
+          - ``"skip_if"``: the argument ``skip_if`` was true.
+          - ``"none"``: there has been no bad step.
         """
         return list(CAUSES)[int(self.kind)]
 
 
 class LossScaledState(NamedTuple):
-    """The state of `loss_scaled`.
+    """The state of a `loss_scaled` optimizer.
 
     Attributes:
       loss_scale: the current loss scale.
-      inner_state: the state of the inner chain, which a skipped step does not change by a bit.
-      grads_finite: whether the gradients of the last step were finite; true before the first step, and always true
-        under a `NoOpLossScale`, which does not check.
-      applied_steps: steps that changed the parameters. Schedules in the inner chain count these.
-      skipped_steps: steps that did not change them, for whatever reason.
-      consecutive_skips: how many steps were skipped since the last applied step.
-      last_bad_step: what is known of the last bad step, with ``record_bad_steps=True``.
-      largest: the largest magnitude among the unscaled gradients of the last step, if the loss scale is of a kind that
-        measures it; NaN if it was not measured, as of gradients that were not finite, and before the first step.
-      scaling_evidence: what the first steps show about whether the gradients are scaled, if the loss scale measures
-        the largest gradient; see `raise_if_stuck`.
+      inner_state: the state of the inner optimizer, which a skipped step does not change.
+      grads_finite: ``bool[]``, whether the gradients of the last step were finite; always true before the first step
+        and with a `NoOpLossScale`, which does not check gradients.
+      applied_steps: ``int32[]``, the number of steps that changed the parameters. Learning-rate schedules in the inner
+        optimizer count only these steps.
+      skipped_steps: ``int32[]``, the number of steps that were skipped for any reason.
+      consecutive_skips: ``int32[]``, the number of steps that have been skipped since the last applied step.
+      last_bad_step: a record of the last bad step, or ``None`` unless ``record_bad_steps=True``.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before the
+        first step, and if the gradients were not finite or not measured; ``None`` if the loss scale does not use the
+        largest gradient.
+      scaling_evidence: evidence from the first steps of whether the gradients are scaled, which `raise_if_stuck` uses;
+        ``None`` if the loss scale does not use the largest gradient.
     """
 
     loss_scale: LossScale
@@ -90,10 +101,14 @@ class LossScaledState(NamedTuple):
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
-    """Return the state before the first step. No two of its leaves share a buffer, so that it can be donated."""
+    """Return the state before the first step.
+
+    Each leaf of the state has its own buffer, because JAX cannot donate the same buffer twice.
+    """
     inner_state = _with_own_buffers(inner_state)
     return LossScaledState(
-        # A copy: a state may be donated, and `loss_scale` must serve again. With a dtype, it is not weak.
+        # The leaves are copied because the caller can donate the state and then use `loss_scale` again. The explicit
+        # dtype prevents weakly typed arrays.
         loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), loss_scale),
         inner_state=with_dtypes_of(inner_state, inner_state),
         grads_finite=jnp.array(True),
@@ -113,7 +128,15 @@ def next_state(
     unscaled: Callable[[], optax.Updates],
     axis_name: AxisName,
 ) -> LossScaledState:
-    """Return the state after a step with this decision. ``unscaled`` returns the unscaled gradients of the step."""
+    """Return the state after a step.
+
+    Args:
+      state: the state before the step.
+      decision: the decision about the step.
+      inner_state: the new state of the inner optimizer.
+      unscaled: a function that returns the unscaled gradients.
+      axis_name: the name or names of the axes over which devices agree whether to skip a step.
+    """
     applied = jnp.ones([], jnp.int32) if decision.should_apply is None else decision.should_apply.astype(jnp.int32)
     skipped = 1 - applied
     return LossScaledState(
@@ -130,9 +153,12 @@ def next_state(
 
 
 def check_state(state: Any, method: str, order: str) -> None:
-    """Raise a `ValueError` unless ``state`` is what ``init`` returns.
+    """Raise a `ValueError` if ``state`` is not a `LossScaledState`.
 
-    ``method`` is the name of the called method, and ``order`` contains its positional arguments.
+    Args:
+      state: the argument to check.
+      method: the name of the called method, for the message.
+      order: the positional arguments of the method in the correct order, for the message.
     """
     if not isinstance(state, LossScaledState):
         raise ValueError(f"{not_a_state(state, f'{method}(state=...)')} The order is `{method}({order})`.")
@@ -141,21 +167,26 @@ def check_state(state: Any, method: str, order: str) -> None:
 
 
 def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None:
-    """Return the next ``largest``. A state keeps its structure, also where another kind of loss scale was put in."""
+    """Return the field ``largest`` of the next state.
+
+    A user can replace the loss scale in a state by a loss scale of a different class. The structure of the state must
+    not change in this case, so the field remains ``None`` or an array.
+    """
     if state.largest is None:
         return None
     return _not_measured() if decision.checks.largest is None else decision.checks.largest
 
 
 def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> ScalingEvidence | None:
-    """Return the next ``scaling_evidence``, which has the same structure."""
+    """Return the field ``scaling_evidence`` of the next state, which remains ``None`` if it is ``None``."""
     if state.scaling_evidence is None or decision.checks.largest is None:
         return state.scaling_evidence
     return with_step(state.scaling_evidence, state.loss_scale(), decision.checks.largest)
 
 
 def _not_measured() -> jax.Array:
-    with jax.debug_nans(False):  # this one is no error
+    # This NaN is intended, so the option `jax_debug_nans` must not report it.
+    with jax.debug_nans(False):
         return jnp.asarray(np.float32(np.nan))
 
 
@@ -172,32 +203,40 @@ def _last_bad_step(
         leaf, has_nan = first_fault(unscaled(), axis_name)
         of_leaf = jnp.where(has_nan, _kind("nan"), _kind("infinity"))
         of_gradients = jnp.where(leaf < 0, _kind("grads_finite"), of_leaf)
-        # Of several causes the first that makes the step skipped, which gradients do under some kinds only.
+        # If a step has several causes, the first cause that leads to a skipped step is recorded. Non-finite gradients
+        # lead to a skipped step only if `skip_nonfinite` is true.
         skips = ~grads_finite & state.loss_scale.skip_nonfinite
         reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
         kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
 
-    # A branch on every platform: bad steps are rare, and on a good one there is nothing to look for.
-    return cast(BadStep, run_or_leave("cond", ~is_good, look, lambda: before))
+    # `jax.lax.cond` is used on every platform, because bad steps are rare and the search for their cause is expensive.
+    return cast(BadStep, run_or_skip("cond", ~is_good, look, lambda: before))
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
-    """Cast ``new`` to the dtypes of ``old``, none of them weak, so that a second step is not traced anew."""
+    """Return ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
+
+    If the dtypes or the weak types changed in the first step, the second step would be traced and compiled again.
+    """
 
     def with_dtype(a: Any, b: Any) -> Any:
         if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
             a = jnp.asarray(a)
         is_number = _tree.is_array(a) and jnp.issubdtype(a.dtype, jnp.number)
-        is_abstract = isinstance(b, jax.ShapeDtypeStruct)  # of abstract parameters, where a state holds them
+        # If `init` is called with abstract parameters, a state that contains the parameters also has abstract leaves.
+        is_abstract = isinstance(b, jax.ShapeDtypeStruct)
         return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
 
     return jax.tree.map(with_dtype, old, new)
 
 
 def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """Copy what a fresh state holds twice, as the states of some chains do: it could not be donated."""
+    """Return the state with a copy of each array that occurs more than once.
+
+    The initial states of some optimizers contain the same array several times, and JAX cannot donate an array twice.
+    """
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The optax transformation unscales, checks, and runs a whole chain or leaves it untouched.
+"""`loss_scaled`: an optax transformation that unscales gradients, checks them, and applies or skips the step.
 
-One function decides (`decision.decide`), one runs the step or leaves it (`branch.run_or_leave`), and ``update`` and
-``update_and_apply`` differ only in what they make of the inner chain's updates (`wrapper.Wrapper`).
+`decision.decide` decides whether a step is applied, `branch.run_or_skip` executes this decision, and
+`wrapper.Wrapper` implements the methods ``init``, ``update`` and ``update_and_apply``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation with one more method, ``update_and_apply``; see `loss_scaled`.
+    """An optax transformation with the additional method ``update_and_apply``, as returned by `loss_scaled`.
 
-    Like every optax transformation, it is a value: the tuple ``(init, update)``, which can be used wherever one can.
-    Whatever rebuilds that tuple (`copy.deepcopy`, `jax.tree.map`, ``_replace``, an `equinox.Module`) keeps
-    ``update_and_apply``, since it is found through ``update``.
+    Like every optax transformation, it is a tuple ``(init, update)`` and can be used wherever such a tuple is expected.
+    Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`, ``_replace`` and
+    `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through ``update``.
     """
 
     @functools.cached_property
     def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
-        """``update_and_apply(scaled_grads, state, params, **same as update)`` returns ``(params, state)``.
+        """A function that computes the updates and applies them to the parameters.
 
-        The same as ``update`` and `optax.apply_updates`, faster.
+        It is called as ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of
+        ``update``, and returns ``(params, state)``. The result is the same as with ``update`` and
+        `optax.apply_updates`, but the computation is faster.
         """
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
@@ -42,7 +44,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = self.update(scaled_grads, state, params, **extra_args)
             return apply_updates(params, updates), state
 
-        return update_then_apply  # `_replace` has put another `update` in
+        # `update` has been replaced, for example with `_replace`, by a function that is not a method of a `Wrapper`.
+        return update_then_apply
 
     def __repr__(self) -> str:
         wrapper = getattr(self.update, "__self__", None)
@@ -58,80 +61,60 @@ def loss_scaled(
     skip: Skip = "auto",
     record_bad_steps: bool = False,
 ) -> LossScaledTransformation:
-    """Wrap an optimizer chain so that it takes scaled gradients and skips the steps that overflowed.
+    """Wrap an optax optimizer so that it takes scaled gradients and skips non-finite steps.
 
-    The chain, including clipping, weight decay and schedules, sees true gradients in float32. On a bad step it is not
-    run (on a CPU), or its whole result is discarded (elsewhere; see ``skip``). Its state stays the same, bit for bit,
-    and the updates are zero. Wrap the whole chain, once.
-
-    A step is skipped if the gradients are not finite (and the loss scale skips such steps), if ``value`` is not finite,
-    or if ``skip_if`` is true. The loss scale reacts to the gradients alone:
-
-    | gradients  | ``value``  | ``skip_if`` | the loss scale      |
-    |------------|------------|-------------|---------------------|
-    | finite     | finite     | false       | counts a good step  |
-    | finite     | finite     | true        | stays as it is      |
-    | not finite | finite     | either      | backs off           |
-    | either     | not finite | either      | stays as it is      |
-
-    A loss that is not finite comes from the forward pass, which no loss scale touches. An overflow lowers the scale
-    even if ``skip_if`` is true: conditions such as "the gradient norm is above a threshold" are true on every overflow,
-    so otherwise the scale would never come down.
-
-    The chain gets parameters narrower than float32 in float32, when it is initialized and when it is run, so its
-    moments are float32 and stay so. It does not get integers, keys and other leaves without gradients.
-
-    With a `NoOpLossScale` nothing of this is done, not even the check of ``value`` and the conversion of bfloat16 to
-    float32. Only ``skip_if``, if given, still skips steps, and the state still counts them.
+    The wrapper divides the gradients by the loss scale and checks whether they are finite. If all gradients are finite,
+    the wrapper runs the inner optimizer on the unscaled gradients in float32. Otherwise, the step is skipped: the
+    updates are zero, and the state of the inner optimizer does not change. ``inner`` must be the complete optimizer,
+    including gradient clipping, weight decay and learning-rate schedules, and must be wrapped only once.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps`. It must be pure, since eager steps are compiled, too.
-      loss_scale: whatever `get` accepts; by default an `AutoLossScale`, which needs no numbers from you.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the names of the axes over which devices agree whether to skip a
-        step, so that all skip together. This costs one small all-reduce. The gradients are not touched: sum or average
-        them yourself, in float32. A sum over devices rounds in the dtype of its terms, also the sum that
-        `jax.shard_map` makes of the gradients of replicated weights, in bfloat16 as in float16.
-      skip: how a bad step is skipped: ``"cond"``, a branch; ``"select"``, computing both and choosing; ``"auto"``,
-        ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere: compiled for a GPU it moves half as many
-        bytes, though no GPU has been timed. The results are the same. If you differentiate through steps, as in
-        meta-learning, use ``"cond"``: what a step computed and discarded may have NaN for a derivative.
-      record_bad_steps: whether ``init`` makes a state that has a `BadStep`: which leaf was not finite, and how.
-        ``update`` records it if the state has one. This costs a branch on a good step, and the compilation of one
-        reduction for each leaf.
+      inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
+        because a step outside `jax.jit` is compiled as well.
+      loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
+        whether to skip a step, so that all devices skip the same steps. The agreement requires one small all-reduce.
+        The wrapper does not sum or average the gradients over devices. Sum or average them yourself in float32, because
+        a sum over devices is rounded to the dtype of the gradients. The sum that `jax.shard_map` computes for the
+        gradients of replicated weights is also rounded to their dtype, both in float16 and in bfloat16.
+      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` computes the step in any case, and then selects
+        the new or the old values. ``"auto"`` uses ``"cond"`` on a CPU, where it is faster, and ``"select"`` elsewhere,
+        because a program compiled for a GPU then moves half as many bytes (we have not timed it on a GPU). The results
+        are the same. Use ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the
+        derivative of ``"select"`` can be NaN if the unused values are not finite.
+      record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
+        the first leaf of its gradients that was not finite. The record adds one branch to every step, and one reduction
+        for each leaf to the compiled program.
 
     Returns:
-      A `LossScaledTransformation`. Beside ``init(params)``, it has these functions:
+      A `LossScaledTransformation` with the methods ``init(params)``, ``update`` and ``update_and_apply``.
 
-      ``update(updates, state, params=None, *, value, skip_if, grads_finite, **extra_args)``
-        returns ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as
-        `value_and_scaled_grad` gives them for this state. The other arguments are optional:
+      ``update(updates, state, params=None, *, value, skip_if, grads_finite, **extra_args)`` returns
+      ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as computed by
+      `value_and_scaled_grad` with this state. The following arguments are optional:
 
-        - ``value``: the true loss, a real scalar, which is passed on to the chain;
-        - ``skip_if``: ``bool[]``, skip for a reason of your own;
-        - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if you know it already
-          (for example from their norm). Then they are not read to find out (but a kind with ``needs_largest`` reads
-          them to measure). It is not checked;
-        - other arguments are passed on to the chain unchanged, so gradients among them must be unscaled.
+      - ``value``: the unscaled loss, a real scalar. It is also passed to the inner optimizer.
+      - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
+      - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
+        known, for example from the norm of the gradients. The wrapper then does not check the gradients, and does not
+        verify this argument. A loss scale with ``needs_largest`` still reads the gradients to measure them.
+      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. Gradients among these
+        arguments must be unscaled.
 
-        Outside `jax.jit`, the step is compiled on its first call, and freed with the transformation. With another
-        argument that is no array (a function, a number, a flag) nothing is compiled, and the step is as many dispatches
-        as it has operations.
-
-        The updates of a skipped step are -0.0, which changes no number to which it is added. (XLA may flush subnormal
-        parameters to zero in any addition; ``update_and_apply`` does not add.)
-
-      ``update_and_apply(scaled_grads, state, params, **the same)``
-        returns ``(params, state)``: the same as ``update`` and `optax.apply_updates`, faster. Leaves of ``params``
-        that are no numbers with gradients, and all that have ``None`` for a gradient, come back as the same objects.
+      ``update_and_apply(scaled_grads, state, params, **kwargs)`` takes the keyword arguments of ``update`` and returns
+      ``(params, state)``. The result is the same as with ``update`` and `optax.apply_updates`, but the computation is
+      faster. Leaves that are not inexact arrays, or whose gradient is ``None``, are returned as the same objects.
 
     Raises:
-      ValueError: if ``inner`` is no transformation or contains a `loss_scaled` itself; if ``loss_scale``, ``skip`` or
-        ``record_bad_steps`` is not one of the above. When called: if ``state`` is not what ``init`` makes, if ``value``
-        is no real scalar, or one of the flags no boolean scalar; if `optax.masked` or `optax.partition` is around the
-        wrapper and leaves something out: put it inside.
+      ValueError: if ``inner`` is not an optax transformation or already contains a `loss_scaled`, or if
+        ``loss_scale``, ``skip`` or ``record_bad_steps`` is not one of the values described above. ``update`` and
+        ``update_and_apply`` raise a `ValueError` if ``state`` was not created by ``init``, if ``value`` is not a real
+        scalar, if ``skip_if`` or ``grads_finite`` is not a boolean scalar, or if a surrounding `optax.masked` or
+        `optax.partition` masks some gradients. Pass masked transformations as ``inner`` instead.
 
     Warns:
-      UserWarning: from ``init``, at float16 parameters, in which small updates are lost.
+      UserWarning: if the parameters passed to ``init`` include float16 arrays, because small updates of such parameters
+        are lost.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -144,9 +127,41 @@ def loss_scaled(
       >>> params["x"], state.applied_steps
       (Array(0., dtype=float32), Array(1, dtype=int32))
 
+    **Details.** A step is skipped in any of the following cases:
+
+    - The gradients are not finite. By default, a `FixedLossScale` does not skip such steps (see ``skip_nonfinite``).
+    - The loss that is passed as ``value`` is not finite.
+    - The argument ``skip_if`` is true.
+
+    The following table shows how the loss scale is updated:
+
+    | gradients  | ``value``  | ``skip_if`` | loss scale                    |
+    |------------|------------|-------------|-------------------------------|
+    | finite     | finite     | false       | updated after a finite step   |
+    | finite     | finite     | true        | not changed                   |
+    | not finite | finite     | any         | updated after an overflow     |
+    | any        | not finite | any         | not changed                   |
+
+    A non-finite loss does not change the scale, because the loss is computed in the forward pass, where no scale is
+    applied. An overflow lowers the scale even if ``skip_if`` is true. The reason is that a condition such as "the
+    gradient norm exceeds a threshold" is true in every overflow, so the scale would otherwise never be lowered.
+
+    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32.
+    Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a
+    `NoOpLossScale`, neither the gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32.
+    The state still counts the steps, and ``skip_if`` still skips steps.
+
+    Outside `jax.jit`, the step is compiled in the first call, and the compiled function is freed together with the
+    transformation. If ``extra_args`` contains anything but arrays (such as a function, a number or a flag), the step is
+    not compiled, and each operation is dispatched separately.
+
+    The updates of a skipped step are -0.0, because adding -0.0 does not change any number. However, an addition in XLA
+    may flush subnormal parameters to zero. ``update_and_apply`` avoids this, because it does not add anything in a
+    skipped step.
+
     References:
-      ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer``. TensorFlow's does not check the loss, and
-      scales it itself.
+      ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`` multiplies the loss by the scale itself, and
+      does not check whether the loss is finite.
     """
     options = checked_options(inner, loss_scale, axis_name, skip, record_bad_steps, names=("loss_scaled", "inner"))
     wrapper = Wrapper(**options)
@@ -165,7 +180,8 @@ def checked_options(
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
     if isinstance(inner, optax.MultiSteps):
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)  # its own view drops extra arguments
+        # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
         raise ValueError(
             f"`{function}({argument}=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."

@@ -1,4 +1,8 @@
-"""A wrapped chain has `init`, `update` and `update_and_apply`, refuses what it cannot take, and takes steps."""
+"""`Wrapper`: the methods ``init``, ``update`` and ``update_and_apply`` of a `loss_scaled` optimizer.
+
+The methods check their arguments, replace the leaves that are not trained with ``None``, and call a common function
+that computes the step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.branch import Skip, run_or_leave
+from jax_lossscale._optax.branch import Skip, run_or_skip
 from jax_lossscale._optax.decision import StepInputs, decide
 from jax_lossscale._optax.partition import combine, is_none, map_copies, only_with_gradients
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
@@ -30,7 +34,15 @@ _Stepped = tuple[chex.ArrayTree, LossScaledState]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """A chain and how its steps are taken; the methods are those of the transformation."""
+    """An inner optimizer with the options of `loss_scaled`, and the methods of the wrapped transformation.
+
+    Attributes:
+      inner: the inner optimizer.
+      initial_loss_scale: the loss scale of the first step.
+      axis_name: the name or names of the axes over which devices agree whether to skip a step.
+      skip: how a step is skipped, as in `loss_scaled`.
+      record_bad_steps: whether the state contains a `BadStep`.
+    """
 
     takes_scaled_gradients: ClassVar[bool] = True
 
@@ -44,20 +56,20 @@ class Wrapper:
         return f"loss_scaled({self.initial_loss_scale!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        """Return the object itself, as for a function: a copied train state steps with what is compiled already."""
+        """Return the object itself, so that a copy of a train state uses the step that is already compiled."""
         return self
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """Return the state before the first step, as `optax` wants it; ``params``: arrays or `jax.ShapeDtypeStruct`."""
+        """Return the state before the first step. ``params`` contains arrays or `jax.ShapeDtypeStruct` objects."""
         _tree.check_tree(params, "init(params=...)")
         if self.initial_loss_scale.checks_gradients:
             _check_not_masked(params, "init(params=...)")
-            _warn_of_float16(params)
+            _warn_about_float16(params)
         inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
         if _holds(inner_state, LossScale):
             raise ValueError(
-                "`loss_scaled(inner=...)` already contains a `loss_scaled`: the gradients would be unscaled twice. "
-                "Wrap the whole chain once."
+                "`loss_scaled(inner=...)` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
+                "Wrap the complete optimizer once."
             )
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
@@ -72,7 +84,7 @@ class Wrapper:
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        """Return ``(updates, state)``: those of the inner chain, or zeros for a skipped step; see `loss_scaled`."""
+        """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
         _check_arguments("update", "updates", updates, state, inputs, extra_args)
         with _structures_named("update(updates=...)", updates, params):
@@ -90,9 +102,12 @@ class Wrapper:
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
-        """Return ``(params, state)``, as ``update`` and `optax.apply_updates` would, faster; see `loss_scaled`."""
+        """Return the updated parameters and the new state; see `loss_scaled`."""
         if params is None:
-            raise ValueError("`update_and_apply(params=...)` got None. To compute updates without them, use `update`.")
+            raise ValueError(
+                "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
+                "parameters, use `update`."
+            )
         inputs = StepInputs(value, skip_if, grads_finite)
         _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args)
         _tree.check_tree(params, "update_and_apply(params=...)")
@@ -110,10 +125,11 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Take the step with the leaves that are numbers; outside `jax.jit`, in one dispatch if it can be compiled.
+        """Compute a step on the inexact leaves. Outside `jax.jit`, call the compiled step if all arguments permit it.
 
-        Extra arguments that are no arrays stay what they are, since they may be functions, or numbers and flags that
-        steer Python code. With one of those nothing is compiled, as with a bare optax chain.
+        The step is not compiled if ``extra_args`` contains anything but arrays. Functions cannot be arguments of a
+        compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use
+        them for Python control flow.
         """
         operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
@@ -122,7 +138,10 @@ class Wrapper:
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
-        """Return the compiled step. It is freed with this object, and so is all that the chain has closed over."""
+        """Return the compiled step.
+
+        The compiled function is stored in this object, so that it is freed together with the inner optimizer.
+        """
         return jax.jit(self._step, static_argnums=0)
 
     def _step(
@@ -134,7 +153,7 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Return the parameters if the step ``applies`` the updates, and the updates if not; beside the new state."""
+        """Return the new parameters if ``applies`` is true, and the updates otherwise, together with the new state."""
         decision = decide(
             scaled_grads, state.loss_scale, inputs, self.axis_name, are_scaled=self.takes_scaled_gradients
         )
@@ -160,27 +179,33 @@ class Wrapper:
             return params if applies else _no_updates(jax.eval_shape(run)[0]), state.inner_state
 
         if isinstance(decision.should_apply, jax.core.Tracer):
-            run = jax.jit(run)  # traced once, though it is asked for several times
-        result, inner_state = run_or_leave(self.skip, decision.should_apply, run, leave)
+            run = jax.jit(run)  # `run` is used several times below, but `jax.jit` traces it only once
+        result, inner_state = run_or_skip(self.skip, decision.should_apply, run, leave)
         return result, next_state(state, decision, inner_state, unscaled, self.axis_name)
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """Do what `optax.apply_updates` does, also for half-precision parameters under strict dtype promotion."""
+    """Return `optax.apply_updates(params, updates)`, computed with the standard rules of dtype promotion.
+
+    With strict dtype promotion, adding float32 updates to half-precision parameters would raise an error.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates)
 
 
 def _no_updates(like: optax.Updates) -> optax.Updates:
-    """Return updates that change nothing: -0.0, since 0.0 added to -0.0 would be 0.0."""
+    """Return updates that do not change any parameter.
+
+    Floating updates are -0.0 because adding 0.0 would change a parameter of -0.0 to 0.0.
+    """
     return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
 
 
 def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The update of an array is zero. A Python number without a gradient is part of the configuration of the model and has
-    no update. Without parameters, the updates are the gradients.
+    The updates of arrays are zero. A Python number whose gradient is ``None`` is part of the configuration of the
+    model, so its update is ``None``. If ``params`` is ``None``, the gradients themselves are returned.
     """
     if params is None:
         return grads
@@ -197,25 +222,30 @@ def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> 
 
 
 def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
-    """Cast parameters or unscaled gradients to at least float32 for the inner optimizer.
+    """Return parameters or unscaled gradients, cast to at least float32 for the inner optimizer.
 
-    Without a loss scale, bfloat16 stays bfloat16, as without this library. Float16 is always cast, because the square
-    of a small gradient would be zero in float16, and Adam would divide zero by zero.
+    With a `NoOpLossScale`, bfloat16 leaves are not cast, so that the step is the same as without the wrapper. Float16
+    leaves are always cast, because the square of a small gradient is zero in float16, and Adam would then divide zero
+    by zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
 
 
-def _warn_of_float16(params: optax.Params) -> None:
-    """Warn of float16 parameters. They may be unintended, because some layers create them if their input is float16."""
+def _warn_about_float16(params: optax.Params) -> None:
+    """Warn about float16 parameters.
+
+    Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
+    """
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
     if paths:
         warn_user(
-            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}: "
-            "updates below a 4096th of a parameter are lost in them. Keep them in float32, `params = "
-            "jls.cast_floating(params, jnp.float32)`. If they were not meant to be float16, initialize their layer "
-            "with a float32 input, whose dtype it took."
+            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
+            "Updates that are smaller than 1/4096 of such a parameter are lost. Cast the parameters to float32 with "
+            "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
+            "initialize their layer with a float32 input, because some layers create parameters in the dtype of their "
+            "input."
         )
 
 
@@ -227,15 +257,15 @@ def _check_arguments(
     inputs: StepInputs,
     extra_args: dict[str, Any],
 ) -> None:
-    """Raise a `ValueError` that names the method and the argument if an argument is not of its kind."""
+    """Raise a `ValueError` that names the method and the argument if an argument is not valid."""
     check_state(state, method, f"{grads_name}, state, params")
     _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
-    # Otherwise, `restore_from` would be passed on to the inner optimizer, which ignores it.
+    # Without this check, `restore_from` would be passed to the inner optimizer, which would ignore it.
     if "restore_from" in extra_args:
         raise ValueError(
-            f"`{method}(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore "
+            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
             "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
     if state.loss_scale.checks_gradients:
@@ -243,12 +273,12 @@ def _check_arguments(
 
 
 def _check_inputs(inputs: StepInputs, method: str) -> None:
-    """Raise a `ValueError` that names the method and the argument if an argument has the wrong type."""
+    """Raise a `ValueError` that names the method and the argument if an optional argument has the wrong type."""
     if inputs.value is not None and not is_number(inputs.value):
         got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
         raise ValueError(
-            f"`{method}(value=...)` must be a real scalar, the true loss, got {got}. Of `(loss, aux)`, pass the loss "
-            "alone."
+            f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
+            "function returns `(loss, aux)`, pass only `loss`."
         )
     for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
         if flag is not None:
@@ -257,9 +287,12 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
 
 @contextlib.contextmanager
 def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
-    """Say of a failure that gradients and parameters are not of one structure, if that is so.
+    """Raise a clearer error if the code in the context fails because gradients and parameters differ in structure.
 
-    ``name`` is the name of the gradients in the error.
+    Args:
+      name: the name of the argument with the gradients, for the message.
+      scaled_grads: the gradients.
+      params: the parameters, or ``None`` if they were not passed.
     """
     try:
         yield
@@ -268,13 +301,16 @@ def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Para
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
-            f"`{name}` must be of the structure of `params`, {expected}, got {got}. Of "
-            "`loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`."
+            f"`{name}` must have the same structure as `params`, {expected}, got {got}. If you compute "
+            "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
         ) from error
 
 
 def _have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
-    """Return whether each gradient has a parameter. A gradient that is ``None`` matches any subtree of parameters."""
+    """Return whether each gradient corresponds to one parameter.
+
+    A gradient that is ``None`` can correspond to any subtree of parameters.
+    """
 
     def is_one(grad: Any, param: Any) -> bool:
         return grad is None or jax.tree_util.all_leaves([param])
@@ -289,12 +325,12 @@ def _have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
 
 
 def _check_not_masked(tree: optax.Params, name: str) -> None:
-    """Raise a `ValueError` that names the argument if `optax.masked` is around the wrapper, and not inside it."""
+    """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
     if _holds(tree, optax.MaskedNode):
         raise ValueError(
-            f"`{name}` holds an `optax.MaskedNode`: a mask is around `loss_scaled`, and the gradients outside of it "
-            "would stay scaled. Wrap the whole chain, mask included: `loss_scaled(optax.masked(inner, mask))`, or "
-            "`loss_scaled(optax.partition(...))`."
+            f"`{name}` contains an `optax.MaskedNode`, so `loss_scaled` is inside `optax.masked` or `optax.partition`. "
+            "Gradients outside the mask would remain scaled. Wrap the complete optimizer instead, as in "
+            "`loss_scaled(optax.masked(inner, mask))` or `loss_scaled(optax.partition(...))`."
         )
 
 

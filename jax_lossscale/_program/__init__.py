@@ -1,1 +1,1 @@
-"""Programs as data: jaxprs are traced, read, evaluated and rewritten here, without an opinion about precision."""
+"""Tools that trace, analyze, evaluate and rewrite jaxprs, independently of how `autocast` chooses dtypes."""

@@ -1,7 +1,8 @@
-"""Evaluation of functions with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by another evaluator.
+"""Evaluation of functions with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by a given evaluator.
 
-The rule itself is a private parameter of the equation. Therefore, the original equation is transformed, which applies
-the rule, and the resulting jaxpr is evaluated.
+The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule is a
+private parameter of the equation and is not called directly. JAX transforms the original equation, which applies the
+rule, and then the evaluator evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations
@@ -15,33 +16,37 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_lossscale._program.jaxpr import as_dtype, bind_here
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _Result = TypeVar("_Result")
-# The outputs of a jaxpr for its inputs, which need not be of the dtypes that it names.
+# A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from the dtypes that
+# are declared in the jaxpr.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
-# Returns the results of an equation for its operands and parameters.
+# A function that binds an equation with the given operands and parameters, and returns its results.
 Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
 class EvaluateRule(Protocol):
-    """Evaluates the jaxprs of a function and of its rule."""
+    """Evaluator for the jaxpr of a function with a custom rule, and for the jaxprs that the rule computes."""
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Return the outputs of a jaxpr.
 
         Args:
           closed: the jaxpr.
-          inputs: its inputs. Unless ``forward`` is given, the first ones are operands of the equation. (The cotangents
-            of a `linear_call` take the places of linear operands, which are not constants, because they have tangents.)
-          forward: a jaxpr from the operands to the results of the equation, followed by the first inputs (residuals).
+          inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs correspond to the operands of
+            the equation. In the transpose of a `linear_call`, the cotangents correspond to the linear operands. Neither
+            cotangents nor linear operands are constants.
+          forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. The outputs of
+            ``forward`` are the results of the equation, followed by the residuals, which are the first inputs of
+            ``closed``.
         """
 
 
 def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a `jax.custom_jvp`."""
+    """Evaluate a `jax.custom_jvp` function and return its outputs."""
 
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
@@ -70,8 +75,9 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
       bind: binds the equation.
 
     Returns:
-      A jaxpr from all operands and the tangents of the perturbed operands to the results and their nonzero tangents;
-      and for each result, whether its tangent is a symbolic zero.
+      A jaxpr and a list. The inputs of the jaxpr are all operands, followed by the tangents of the perturbed operands.
+      The outputs of the jaxpr are the results, followed by their nonzero tangents. The list contains, for each result,
+      whether its tangent is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
@@ -91,7 +97,7 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
 
 
 def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
-    """Return an identity function; its derivative records, for each tangent, whether it is a symbolic zero."""
+    """Return an identity function whose derivative records, for each tangent, whether it is a symbolic zero."""
 
     def rule(primals: Any, tangents: Any) -> Any:
         are_zeros[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents]
@@ -103,7 +109,7 @@ def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
 
 
 def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a `jax.custom_vjp`."""
+    """Evaluate a `jax.custom_vjp` function and return its outputs."""
     linearized = functools.cache(functools.partial(_Linearized, eqn))
 
     @jax.custom_vjp
@@ -134,7 +140,7 @@ class _Linearized:
     """A `jax.custom_vjp` function, linearized with respect to its perturbed operands.
 
     Attributes:
-      jaxpr: a jaxpr from the operands to the results and the residuals.
+      jaxpr: the jaxpr of the forward pass, which computes the results and the residuals from the operands.
 
     Args:
       eqn: the equation of the function.
@@ -143,7 +149,7 @@ class _Linearized:
 
     def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
         self._perturbed = perturbed
-        self._are_zeros: list[bool] = []  # for each perturbed operand, whether its cotangent is a symbolic zero
+        self._are_zeros: list[bool] = []  # one entry for each perturbed operand: whether its cotangent is zero
         self._types = _types(eqn)
         record = _recorder_of_zero_cotangents(self._are_zeros)
 
@@ -161,13 +167,18 @@ class _Linearized:
         self._structure = jax.tree.structure(linear)
 
     def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
-        """Return a jaxpr from the residuals and the cotangents of some results to the cotangents of operands.
+        """Return the jaxpr of the backward pass.
+
+        The inputs of the jaxpr are the residuals, followed by the cotangents of the results at the positions
+        ``nonzero``. The outputs of the jaxpr are the nonzero cotangents of the operands.
 
         Args:
-          nonzero: the positions of these results. The rule receives symbolic zeros for the others.
+          nonzero: the positions of the results whose cotangents are inputs. The custom rule receives symbolic zeros as
+            the cotangents of all other results.
 
         Returns:
-          The jaxpr, and the positions of the operands whose cotangents it returns. All others are symbolic zeros.
+          The jaxpr, and the positions of the operands whose cotangents it computes. The cotangents of all other
+          operands are symbolic zeros.
         """
         tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]
 
@@ -188,7 +199,7 @@ class _Linearized:
 
 
 def _recorder_of_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
-    """Return an identity function; its backward pass records, for each cotangent, whether it is a symbolic zero."""
+    """Return an identity function whose backward pass records, for each cotangent, whether it is a symbolic zero."""
 
     def backward(_: None, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
         are_zeros[:] = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
@@ -200,7 +211,7 @@ def _recorder_of_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
 
 
 def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a `jax.custom_batching.custom_vmap`."""
+    """Evaluate a `jax.custom_batching.custom_vmap` function and return its outputs."""
 
     @jax.custom_batching.custom_vmap
     def function(*inputs: Any) -> list[Any]:
@@ -218,7 +229,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
 
 
 def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a `jax.custom_derivatives.linear_call`."""
+    """Evaluate a `jax.custom_derivatives.linear_call` and return its outputs."""
     number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
     residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
 
@@ -238,8 +249,8 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
 
 
 def axes_of_shard_map(eqn: Any) -> frozenset[str]:
-    """Return the axes of the mesh that a `jax.shard_map` is over."""
-    # `manual_axes`: needed before jax 0.10.2.
+    """Return the names of the mesh axes that a `jax.shard_map` binds."""
+    # Before jax 0.10.2, the parameter was called `manual_axes`.
     axes: frozenset[str] = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return axes
 
@@ -247,9 +258,10 @@ def axes_of_shard_map(eqn: Any) -> frozenset[str]:
 def shard_map(
     evaluate: Evaluate, eqn: Any, inputs: Sequence[Any], more_out_specs: Sequence[jax.sharding.PartitionSpec] = ()
 ) -> list[Any]:
-    """Return the outputs of a new `jax.shard_map`, since the jaxpr names axes that are not bound outside of it.
+    """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map`, and return its outputs.
 
-    ``evaluate`` may return more outputs than its jaxpr has, if ``more_out_specs`` says how they lie.
+    The new `jax.shard_map` is necessary because it binds the axis names that the jaxpr uses. ``evaluate`` may return
+    more outputs than the jaxpr has. ``more_out_specs`` contains the partition specs of the additional outputs.
     """
     closed = ClosedJaxpr(eqn.params["jaxpr"], ())
     function = jax.shard_map(
@@ -264,19 +276,19 @@ def shard_map(
 
 
 def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
-    """Return the result of a function that is called where the axes of a `jax.shard_map` are bound."""
+    """Call a function while the axis names of a `jax.shard_map` are bound, and return its result."""
     results: list[_Result] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
         results.append(call())
         return jaxpr_as_fun(closed)(*shards)
 
-    with eqn.ctx.manager:
+    with in_context(eqn):
         jax.make_jaxpr(lambda *inputs: shard_map(evaluate, eqn, inputs))(*_types(eqn))
     return results[0]
 
 
-# By primitive, how it is evaluated.
+# For each primitive with a custom rule, the function that evaluates an equation of this primitive.
 RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
@@ -287,7 +299,7 @@ RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
 
 
 def _as_function(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int], bind: Bind = bind_here) -> Any:
-    """Return an equation as a function of the operands at the positions ``perturbed``; ``inputs`` has the others."""
+    """Return a function that binds ``eqn``: its arguments replace the operands of ``inputs`` at ``perturbed``."""
 
     def function(*values: Any) -> list[Any]:
         operands = list(inputs)
@@ -299,4 +311,5 @@ def _as_function(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int], bind
 
 
 def _types(eqn: Any) -> list[Any]:
+    """Return the types of an equation's operands."""
     return [atom.aval for atom in eqn.invars]

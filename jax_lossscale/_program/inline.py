@@ -1,4 +1,4 @@
-"""Graphs of jaxprs: the equations of a jaxpr as one list of nodes, with all calls of `jax.jit` inlined."""
+"""Graph of a jaxpr: its equations as one list of nodes, with all calls of `jax.jit` inlined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 
-# Identifies a value of a graph. The values of a jaxpr that is called twice have different identifiers in each call.
+# An identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
 ValueId: TypeAlias = int
 
 
@@ -30,14 +30,14 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The nodes of a jaxpr, in an order in which they can be evaluated.
+    """A jaxpr as a list of nodes, in an order in which they can be evaluated.
 
     Attributes:
-      inputs: the identifiers of the arguments.
+      inputs: the identifiers of the jaxpr's arguments.
       constants: the values of the constants, by identifier.
-      nodes: the equations.
-      outputs: for each result, the identifier of its value, or a literal.
-      types: the type of each value in the original jaxpr.
+      nodes: the equations of the jaxpr and of all inlined calls.
+      outputs: for each result of the jaxpr, the identifier of its value, or the literal.
+      types: the type that each value has in the original jaxpr, by identifier.
     """
 
     inputs: tuple[ValueId, ...]
@@ -48,9 +48,9 @@ class Graph(NamedTuple):
 
 
 def inlined(closed: ClosedJaxpr) -> Graph:
-    """Return the graph of a jaxpr, with all calls inlined.
+    """Return the graph of a jaxpr, with the calls of `jax.jit` inlined.
 
-    A call remains one node if it specifies shardings or layouts, or donates arguments.
+    A call of `jax.jit` remains a single node if it specifies shardings or layouts, or donates arguments.
     """
     nodes: list[Node] = []
     constants: dict[ValueId, Any] = {}
@@ -88,7 +88,7 @@ def inlined(closed: ClosedJaxpr) -> Graph:
 
 
 def called_plainly(eqn: Any) -> ClosedJaxpr | None:
-    """Return the jaxpr that an equation calls; None if the equation does more than to call a jaxpr."""
+    """Return the jaxpr that an equation calls, or None if the equation is not a call that can be inlined."""
     if eqn.primitive.name not in CALLS:
         return None
     ((closed, *_),) = subjaxprs(eqn).jaxprs

@@ -16,19 +16,27 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
 
-_UNKNOWN = 2**20
+_UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 
 
 class Traced:
-    """A function that was traced: arrays among its arguments are inputs, and all else is handed on as it is.
+    """A function that has been traced to a jaxpr.
+
+    The arrays in the arguments of the function are traced. Leaves that are not arrays are passed to the function
+    unchanged.
 
     Attributes:
-      jaxpr: the `ClosedJaxpr`, from ``inputs`` to the leaves of the result.
-      inputs: the arrays among the leaves of the arguments.
-      positions: which of the leaves these are.
+      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are ``inputs``. The outputs are the arrays in the result of the
+        function and in the parts of nnx objects that the function changes.
+      inputs: the leaves of the arguments that are arrays.
+      positions: the positions of these arrays among all leaves of the arguments.
 
     Args:
-      dtype: what the function gets instead of float32, if it is not to be traced with the arrays as they are.
+      fun: the function to trace.
+      args: the positional arguments of the function.
+      kwargs: the keyword arguments of the function.
+      dtype: the dtype with which float32 arguments are traced. By default, all arguments are traced with their own
+        dtypes.
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
@@ -54,58 +62,60 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the inputs for other arguments of the same structure."""
+        """Return the inputs of the jaxpr for other arguments, which must have the same tree structure."""
         leaves = nnx_objects.flattened((args, kwargs)).leaves
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return what the function would return for these outputs of the jaxpr, and what it changes in arguments."""
+        """Convert the outputs of the jaxpr to the result of the function and the changed parts of its nnx objects."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
     def array_result(self, outputs: Sequence[Any]) -> Any:
-        """Do what `result` does, but first convert literals among the outputs to `jax.Array`s."""
+        """Return the same value as `result`, but first convert literals among the outputs to `jax.Array`s."""
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return what the function would return for these outputs of the jaxpr; change what it changes."""
+        """Return the result of the function for these outputs of the jaxpr, and apply its changes to nnx objects."""
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
 
 
 def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function, and raise a `ValueError` if the function changes an nnx object that it closes over."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # of nnx, which need not be installed
+        # `TraceContextError` is defined in flax, which may not be installed.
+        if type(error).__name__ != "TraceContextError":
             raise
         raise ValueError(
-            f"The function changes an nnx module or variable that is none of its arguments ({error}). "
+            f"The function changes an nnx module or variable that is not one of its arguments ({error}). "
             "Make the module an argument of the function instead of closing over it."
         ) from error
 
 
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"  # objects and strings
+        return leaf.dtype.kind not in "OSU"  # JAX does not support objects (O) and strings (S, U).
     return isinstance(leaf, jax.Array)
 
 
 def is_half(aval: Any) -> bool:
-    """Return whether a type is a float of fewer than 32 bits, such as float16 or float8; a reference is not."""
+    """Return whether a type is a floating dtype of fewer than 32 bits, such as float16; references do not count."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def is_float32(aval: Any) -> bool:
-    """Whether a value of this type is a float32 number, or holds such numbers."""
+    """Return whether a value of this type is a float32 array, or a reference to one."""
     return getattr(aval, "dtype", None) == np.float32
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
-    """Return the type that is of ``dtype`` where ``aval`` is float32; any other type as it is."""
+    """Return ``aval`` with its dtype replaced by ``dtype`` if it is float32, and unchanged otherwise."""
     return aval.update(dtype=dtype) if is_float32(aval) else aval
 
 
@@ -115,17 +125,17 @@ def size_of(aval: Any) -> int:
 
 
 def size_of_shape(shape: Iterable[Any]) -> int:
-    """Return the number of elements of a shape. Each symbolic dimension of `jax.export` counts as a large number."""
+    """Return the number of elements of a shape. A symbolic dimension of `jax.export` counts as 2**20."""
     return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether an atom is an array that is written to and read from, such as `jax.new_ref` makes."""
+    """Return whether an atom is a mutable array reference, such as the result of `jax.new_ref`."""
     return hasattr(atom.aval, "inner_aval")
 
 
 def jaxprs_of(parameter: Any) -> list[Jaxpr]:
-    """Return the jaxprs that a parameter of an equation is or holds."""
+    """Return the jaxprs in a parameter of an equation, which may be a jaxpr or a tuple of jaxprs."""
     if isinstance(parameter, ClosedJaxpr):
         return [parameter.jaxpr]
     if isinstance(parameter, Jaxpr):
@@ -136,7 +146,7 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
 
 
 def half_dtypes(program: Any) -> list[jnp.dtype]:
-    """Return the dtypes of fewer than 32 bits among the floats of a jaxpr or an equation, including inner jaxprs."""
+    """Return the floating dtypes of fewer than 32 bits in a jaxpr or an equation, including its sub-jaxprs."""
     atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
     found = [atom.aval.dtype for atom in atoms if is_half(atom.aval)]
     inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))
@@ -146,12 +156,12 @@ def half_dtypes(program: Any) -> list[jnp.dtype]:
 
 
 def has_effects(eqn: Any) -> bool:
-    """Whether the equation does more than to compute; JAX counts it as an effect, too, to name an axis of a mesh."""
+    """Return whether an equation has effects. The use of a mesh axis, which JAX lists as an effect, does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
-    """Return, for each equation, the variables that nothing needs after it."""
+    """Return, for each equation, the variables that are used or defined there and are not needed afterwards."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     uses: list[list[Any]] = []
     for eqn in reversed(jaxpr.eqns):
@@ -163,7 +173,11 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """Give what is computed the layer, line and mesh of the equation, called from ``within``."""
+    """Give new equations the name stack, source line and mesh of ``eqn``.
+
+    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls precede
+    the name stack of ``eqn``.
+    """
     stack = current_name_stack()
     for holder in (*within, eqn):
         stack = stack + holder.source_info.name_stack
@@ -172,44 +186,44 @@ def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Return the outputs of the equation's primitive, computed in the context of the equation."""
+    """Bind the primitive of an equation in the context of the equation, and return its outputs."""
     with in_context(eqn):
         return bind_here(eqn, inputs, params)
 
 
 def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Return the outputs of the equation's primitive; the context of the equation must have been entered before."""
+    """Bind the primitive of an equation, and return its outputs. The caller must have entered `in_context`."""
     outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 class RuleError(Exception):
-    """An error in the rule by which an equation is differentiated. The rule may be user code."""
+    """An error in the differentiation rule of an equation. The rule may be user code."""
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Return what `bind_here` returns; raise a `RuleError` if the equation cannot be differentiated.
+    """Call `bind_here`, and convert any exception to a `RuleError`.
 
-    JAX calls a differentiation rule where the equation is bound. Therefore, this separates errors in such rules from
-    errors in the code that differentiates the equation.
+    JAX calls the differentiation rule of an equation while the equation is bound. An exception is therefore an error in
+    the rule, and not in the code that differentiates the equation.
     """
     try:
         return bind_here(eqn, inputs, params)
     except Exception as error:
-        raise RuleError(f"The rule of {eqn.primitive} raised {error!r}.") from error
+        raise RuleError(f"The differentiation rule of {eqn.primitive} raised {error!r}.") from error
 
 
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """Return what the primitive gives for the parameters that its equation has in a jaxpr."""
+    """Bind a primitive with the parameters that its equation has in a jaxpr."""
     bound = primitive.get_bind_params(params)
-    if isinstance(bound, tuple):  # needed before jax 0.9.0
+    if isinstance(bound, tuple):  # Before jax 0.9.0, `get_bind_params` returns a tuple.
         functions, options = bound
         return primitive.bind(*functions, *inputs, **options)
     return primitive.bind(*inputs, **bound)
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:
-    """Return ``value`` in a dtype; what is no traced array stays a constant."""
+    """Return ``value`` in a dtype. A Python or NumPy value becomes a NumPy value, so it remains a constant."""
     if getattr(value, "dtype", None) == dtype:
         return value
     if isinstance(value, jax.Array):
@@ -219,7 +233,7 @@ def as_dtype(value: Any, dtype: Any) -> Any:
 
 
 def as_declared(value: Any, aval: Any) -> Any:
-    """Return ``value`` with the dtype of a type, and weakly typed if the type is."""
+    """Return ``value`` with the dtype of ``aval``, and weakly typed if ``aval`` is weakly typed."""
     value = as_dtype(value, aval.dtype)
     if not aval.weak_type or jax.typeof(value).weak_type:
         return value

@@ -1,7 +1,8 @@
-"""Locations of equations: their layer, their source line, and whether they belong to the backward pass."""
+"""Location of an equation: its layer, its source line, and whether it belongs to the backward pass."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -14,12 +15,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-# Differentiation and vectorization wrap the names of layers in these names.
+# The names in which the transformations of JAX wrap the names of scopes, as in `transpose(jvp(Dense_0))`.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
+# Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-_NO_CLASSES_OF_LAYERS = {"Messenger"}  # which handles effects, in numpyro
-# Each directory ends in a separator. Otherwise that of `jax` would be a prefix of that of `jaxopt`.
+# Scopes whose names begin with this prefix are omitted from locations.
+HIDDEN_SCOPE = "jls: "
+_NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` handles effects, and is not a layer.
+# Each directory must end in a separator, because otherwise the directory of `jax` would be a prefix of the directory of
+# `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
 _OURS = os.path.join(Path(__file__).parent.parent, "")
 _JAX = os.path.join(Path(jax.__file__).parent, "")
@@ -31,16 +36,17 @@ class Location(NamedTuple):
 
     Attributes:
       stack: the names of the enclosing scopes and transformations, the outermost first.
-      layer: the names of the enclosing scopes, or else the classes whose ``__call__`` was running; "" without both.
-      source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the file is
-        replaced by the cell.
-      column: the innermost expression outside of JAX, as "file:line:column": two operations on a line have two. It is
-        "" if this library added the equation.
+      layer: the names of the enclosing scopes; if there are no scopes, the classes whose ``__call__`` was running; ""
+        if there are neither scopes nor such classes.
+      source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the
+        cell replaces the file.
+      column: the innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the
+        same line; "" if this library added the equation.
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether the equation belongs to the backward pass.
-      instructions: the bytecode positions from JAX up to that line of the user's. Two equations have the same ones only
-        if the line was run twice.
-      parameter: the path of the leaf of an argument that the equation uses; "" if it was not determined.
+      instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
+        equations have the same positions only if the same user code was executed twice.
+      parameter: the tree path of the argument leaf that the equation uses; "" if it was not determined.
     """
 
     stack: str
@@ -54,9 +60,9 @@ class Location(NamedTuple):
 
 
 def location_of(eqn: Any, within: Location | None = None) -> Location:
-    """Return the location of an equation; ``within`` is the location of the equation that contains it, if any."""
+    """Return the location of an equation. ``within`` is the location of the equation that contains it, if any."""
     outer = within or Location("", "", "", "", (), False)
-    stack = "/".join(filter(None, [outer.stack, str(eqn.source_info.name_stack)]))
+    stack = "/".join(filter(None, [outer.stack, _shown_names(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
     column = summarize(eqn.source_info)
@@ -64,7 +70,8 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # A function that is compiled separately has no frames of its caller.
+        # If the equations of a separately compiled function lack the frames of user code, the location of the enclosing
+        # equation is used.
         source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
@@ -74,7 +81,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the location of an equation; ``within`` contains the equations around it, the outermost first."""
+    """Return the location of an equation. ``within`` contains the equations around it, the outermost first."""
     location = None
     for outer in within:
         location = location_of(outer, location)
@@ -82,17 +89,24 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
-    """Return whether one of the equations is in a scope with exactly this name."""
+    """Return whether at least one of the equations is in a scope with exactly this name."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
 
 
+def _shown_names(stack: Any) -> str:
+    """Return a name stack as text, without scopes whose names begin with `HIDDEN_SCOPE`."""
+    return str(dataclasses.replace(stack, stack=tuple(e for e in stack.stack if not e.name.startswith(HIDDEN_SCOPE))))
+
+
 def _layer(stack: str) -> str:
+    """Return the names of layers in a name stack, without the names that JAX adds."""
     while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
         stack = stripped
     names: list[str] = []
     for name in stack.split("/"):
-        names += [name] if name not in _NO_LAYERS and "->" not in name else []  # which is an `einsum`
-        # Recomputed equations have the names of the scopes around `jax.checkpoint` twice.
+        # A name with an arrow is the specification of an `einsum`, such as "ij,jk->ik".
+        names += [name] if name not in _NO_LAYERS and "->" not in name else []
+        # In recomputed equations, the names of the scopes around `jax.checkpoint` occur twice.
         for number in range(1, len(names)):
             if names[-number:] == names[-2 * number : -number]:
                 del names[-number:]
@@ -100,21 +114,22 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """Return the frames outside of JAX and this library, the innermost first, up to where the function was traced."""
+    """Return the frames outside of JAX and this library, from the innermost to the one that traced the function."""
     traceback = eqn.source_info.traceback
-    # Needed before jax 0.9.1: a traceback includes the callers, whose classes are no layers.
+    # Before jax 0.9.1, a traceback also includes the callers of the tracing function, whose classes are not layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
 
 def _instructions(traceback: Any) -> tuple[int, ...]:
+    """Return the bytecode positions of the frames up to and including the innermost frame of user code."""
     codes, positions = traceback.raw_frames() if traceback else ([], [])
     number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
     return tuple(positions[:number])
 
 
 def _readable(file_name: str) -> str:
-    """Return the path relative to the working directory, or the number of a cell in a notebook."""
+    """Return the name of the notebook cell, or the path, relative to the working directory if it is below it."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file_name) if shell else None
     if cell:
@@ -124,11 +139,14 @@ def _readable(file_name: str) -> str:
 
 
 def _classes(frames: list[Any]) -> list[str]:
-    """Return the classes that are being called, the outermost first. Modules of nnx and equinox add no scopes."""
+    """Return the classes whose ``__call__`` is running, the outermost first.
+
+    For nnx and equinox modules, the classes replace scopes, because these modules do not add names to the name stack.
+    """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]
     return [parts[-2] for parts in reversed(calls) if parts[-2] not in _NO_CLASSES_OF_LAYERS]
 
 
 def _is_of_user(file_name: str) -> bool:
-    """Return whether a file belongs neither to an installed library nor to this one."""
+    """Return whether a file contains user code: it belongs neither to an installed library nor to this library."""
     return not file_name.startswith((*_LIBRARIES, "<frozen", _OURS))

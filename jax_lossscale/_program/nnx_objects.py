@@ -1,7 +1,9 @@
-"""Modules and variables of flax nnx are objects among the arguments, which a function may change while it runs.
+"""Support for modules and variables of flax nnx in the arguments of a traced function.
 
-As pytrees they would be copied, and what the function changes in the copies (batch statistics, the counts of random
-streams) would be lost, silently. So they are split and merged as nnx does it, and what was changed is a result.
+Modules and variables of nnx are mutable, and a function may change them while it runs. If modules were flattened as
+pytrees, the function would change copies of them (for example, of the batch statistics and the counters of random
+streams), and the changes would be lost without an error. Therefore, modules and variables are split and merged with
+`nnx.split` and `nnx.merge`, and the changed parts become additional results of the traced function.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import jax
 
 
 class Flattened(NamedTuple):
-    """A tree, taken apart.
+    """A flattened tree.
 
     Attributes:
-      leaves: those of the tree outside of objects, and then those of the objects.
+      leaves: the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects.
       objects: the nnx modules and variables in the tree.
-      with_leaves: makes of other leaves the same tree, and returns the tree and the new objects in it.
+      with_leaves: a function that rebuilds the tree with new leaves, and returns the new tree and the new nnx objects.
     """
 
     leaves: list[Any]
@@ -29,7 +31,7 @@ class Flattened(NamedTuple):
 
 
 def flattened(tree: Any) -> Flattened:
-    """Take a tree apart; objects are split and merged as nnx does it."""
+    """Flatten a tree, and use `nnx.split` to flatten the nnx objects in it."""
     parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [part for part in parts if _is_object(part)]
     if not objects:
@@ -48,7 +50,7 @@ def flattened(tree: Any) -> Flattened:
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
-    """Return the leaves of each variable in the objects, and all else that they hold, by path."""
+    """Return, by path, the leaves of each variable in nnx objects, and the values of all other attributes and items."""
     return {
         path: jax.tree.leaves(value.get_raw_value()) if isinstance(value, _nnx().Variable) else [value]
         for path, value in _parts(objects)
@@ -56,7 +58,7 @@ def contents(objects: list[Any]) -> dict[Any, Any]:
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the parts of objects, by path, that are no longer what they were."""
+    """Return, by path, the parts of nnx objects that have changed since `contents` returned ``before``."""
     now = contents(objects)
     return {
         path: value
@@ -67,12 +69,12 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Change the objects as their copies were changed."""
+    """Apply the changes that `changes` found in copies of the nnx objects to the objects themselves."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            if holder is not None:  # or else it is part of what is new itself
+            if holder is not None:  # If there is no holder, the value is in a new container, which is set as a whole.
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
@@ -81,7 +83,11 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
 
 
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a module, or a method of one, as a function and its first argument; any other function as it is."""
+    """Return a function, and the nnx object that it needs as its first argument.
+
+    If ``fun`` is an nnx module or a method of one, the result is the unbound method and a tuple with the module. Any
+    other function is returned unchanged, together with an empty tuple.
+    """
     if _is_object(fun):
         return type(fun).__call__, (fun,)
     owner = getattr(fun, "__self__", None)
@@ -89,14 +95,14 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return by path the variables in the objects, and what else their modules, dictionaries and lists hold."""
+    """Return the paths and values of all variables, and of other contents of modules, dictionaries and lists."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
 
 
 def _held(holder: Any) -> list[tuple[Any, Any]]:
-    """Return what a module, dictionary or list holds by name, but for modules and variables."""
+    """Return the names and values in a module, dictionary or list, except for nnx modules and variables."""
     if isinstance(holder, list):
         named: Iterable[tuple[Any, Any]] = enumerate(holder)
     elif isinstance(holder, dict):
@@ -107,10 +113,14 @@ def _held(holder: Any) -> list[tuple[Any, Any]]:
 
 
 def _is_object(value: Any) -> bool:
+    """Return whether a value is an nnx module or an nnx variable."""
     nnx = _nnx()
     return nnx is not None and isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def _nnx() -> Any:
-    """Return the package, if the program has imported it: without it there are no objects of it."""
+    """Return the module `flax.nnx`, or None if it has not been imported.
+
+    Without this import, there cannot be any nnx objects.
+    """
     return sys.modules.get("flax.nnx")

@@ -1,4 +1,4 @@
-"""Paths of the parameters that operations use. They distinguish layers that share a class and a source line."""
+"""Tree paths of the parameters that operations use, which distinguish layers with the same class and source line."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# The ids of the equations that contain an equation, the outermost first, followed by its own.
-Path: TypeAlias = tuple[int, ...]
-
-
-def path_of(within: Sequence[Any], eqn: Any) -> Path:
-    """Return the path of an equation."""
-    return tuple(map(id, (*within, eqn)))
+# An equation and the equations that contain it, the outermost first.
+Path: TypeAlias = tuple[Any, ...]
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
-    """Return the path of the leaf of an argument that each operation uses, possibly after data movement and casts.
+    """Return, for each operation, the tree path of the argument leaf that it uses.
 
-    If an operation uses several leaves, the leaf of the first argument is returned, because the first argument usually
-    contains the parameters. Variables of nnx modules have no such path.
+    Data movement and casts may be applied to the leaf before the operation uses it. If an operation uses several
+    leaves, the leaf of the first argument is returned, because the first argument usually contains the parameters. If
+    there are nnx objects in the arguments, the result is empty.
     """
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}
@@ -41,14 +37,14 @@ def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -
 
 
 class _Leaf(NamedTuple):
-    """A leaf of an argument, with the number of the argument."""
+    """A leaf of an argument: the number of the argument, and the path of the leaf in the argument."""
 
     argument: int
     path: str
 
 
 class _Taken(Propagation[_Leaf | None]):
-    """Determine which values are leaves of arguments; ``found`` contains the path that each operation uses."""
+    """Determine which values are leaves of arguments. ``found`` maps each operation to the path of its leaf."""
 
     follows = Propagation.follows | {"shard_map"}
 
@@ -70,7 +66,7 @@ class _Taken(Propagation[_Leaf | None]):
             return [self._first(operands[n] for n in of_result) for of_result in moved]
         leaf = self._first(operands)
         if leaf is not None:
-            self.found[path_of(self.within, eqn)] = leaf.path
+            self.found[*self.within, eqn] = leaf.path
         return [None] * len(eqn.outvars)
 
     def _first(self, leaves: Iterable[_Leaf | None]) -> _Leaf | None:

@@ -1,7 +1,7 @@
-"""Tables of the primitives of JAX, by kind of operation.
+"""Tables of the primitives of JAX, grouped by kind of operation.
 
-A primitive that is in no table is computed in float32, and any jaxprs in its parameters are evaluated as they are. This
-is always correct. Reports list the names of such primitives.
+A primitive that is not in any table is computed in float32, and the jaxprs in its parameters are evaluated unchanged,
+which is always correct. Reports list the names of primitives that are not in any table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_lossscale._program.jaxpr import size_of_shape
 
-# The primitives of `autocast`.
+# The primitives that `autocast` defines.
 FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
     "float32_result_matmul",
     "saved",
@@ -21,19 +21,19 @@ FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
 
 
 def _names(words: str) -> frozenset[str]:
+    """Return the set of names in a string that is separated by spaces."""
     return frozenset(words.split())
 
 
-# Matrix multiplications and convolutions, which tensor cores compute.
+# Matrix multiplications and convolutions (matmuls), which tensor cores compute.
 MATMULS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general") | {FLOAT32_RESULT_MATMUL}
 
-# Operations that only determine the devices or the memory on which an array is stored.
+# Operations that only determine the devices or the memory in which an array is stored.
 PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# Operations that only move numbers, or select them by a mask. The results have the dtype of the operands, all of which
-# have the same dtype.
+# Operations that only move numbers, or select them by a mask. All moved operands and all results have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
@@ -42,21 +42,22 @@ PLAIN_DATA_MOVEMENT = (
     | PLACEMENTS
     | {SAVED}
 )
-# The same, but one number may be copied to many positions. Its cotangent is a sum, which is arithmetic.
+# Data movement that may replicate a number, whose cotangent is then a sum, and therefore arithmetic.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
-# The same, between devices. The results are saved for the backward pass rather than communicated again.
+# Data movement between devices, whose results are saved for the backward pass instead of being communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
-# Each result has the dtype of the operand at the same position.
+# Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# Operations that select numbers by their size, which commutes with rounding. Pools select from each window.
+# Operations that select numbers by their size, which commutes with rounding. Pooling operations select a number from
+# each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = (
     PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 )
-# The number of leading operands that are moved, for data movement that does not move all its operands.
+# For data movement with other operands such as indices or sizes, the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
@@ -64,13 +65,14 @@ _NUM_MOVED_OPERANDS = {
 # Operations that convert their operand to another dtype.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
-# Sums of many numbers. If the numbers have both signs, they may cancel, as in a sum of two numbers.
+# Sums of many numbers, which may cancel if the numbers have different signs.
 SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
 SUMS = _names("add add_any sub") | SUMS_OF_MANY
-# Functions that are infinite at zero, or have an infinite derivative there.
+# Functions that are infinite at zero, or whose derivative is infinite at zero.
 STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 
-# The next three tables describe how XLA computes operations. Reductions along axes, such as the statistics of norms.
+# Reductions along axes, such as the mean and the variance in a normalization layer. The tables REDUCTIONS, WRITTEN and
+# CHEAP describe how XLA fuses operations.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # Operations whose result is written to memory, because XLA does not fuse it into its consumers.
 WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
@@ -86,14 +88,14 @@ LINEAR_ALGEBRA = _names(
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve"
 )
-# Operations whose computation is not described by a jaxpr, or was written for specific dtypes or memory spaces.
+# Operations whose computation is not described by a jaxpr, or is written for specific dtypes or memory spaces.
 OPAQUE = _names(
     "call_exported compute_on custom_partitioning dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The two halves of asynchronous collectives. Between them, the value is a future, which has no dtype.
+# The start and done operations of asynchronous collectives, between which the value is a future without a dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(
@@ -102,7 +104,7 @@ ASYNCHRONOUS = frozenset(
     )
     for half in ("start", "done")
 )
-# Expensive, random or opaque operations, whose results are saved for the backward pass rather than recomputed.
+# Expensive, random or opaque operations, whose results are saved for the backward pass instead of being recomputed.
 COMPUTED_ONCE = (
     _names(
         "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "
@@ -114,9 +116,9 @@ COMPUTED_ONCE = (
     | LINEAR_ALGEBRA
     | OPAQUE
 )
-# Operations whose result depends on the bits of their operands, or that have no result.
+# Operations that have no result, or whose result depends on the bits of the operand.
 BITS = _names("bitcast_convert_type debug_callback debug_print")
-# Operations that read, write or order state outside of the values of the program, or check it.
+# Operations that read, write, order or check state that is not a value of the jaxpr.
 EFFECTS = _names(
     "accum_grad_in_ref addupdate after_all check create_token dce_sink empty_ref free_ref freeze get inspect_sharding "
     "new_ref shape_assertion swap"
@@ -139,7 +141,8 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
     """Return, for each result of data movement or a cast, the positions of the operands whose numbers it contains.
 
-    The other operands, such as masks, indices and sizes, determine the positions. Return None for other operations.
+    Operands such as masks, indices and sizes are not returned, because they only determine which numbers are moved, and
+    to which positions. For operations that are neither data movement nor casts, return None.
     """
     name = eqn.primitive.name
     if name not in DATA_MOVEMENT | CONVERSIONS:
@@ -152,7 +155,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive, followed by the name of the library that defined it unless this is JAX."""
+    """Return the name of a primitive, followed by the name of the library that defines it if this is not JAX."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
@@ -161,20 +164,20 @@ def name_in_reports(primitive: Any) -> str:
 def is_matmul(eqn: Any) -> bool:
     """Return whether an equation is a matmul: a matrix multiplication or a convolution.
 
-    A matmul that adds up one term for each element of its result, such as ``t[:, None] @ freq[None]``, does not count,
+    A matrix product with one term for each element of its result, such as ``t[:, None] @ freq[None]``, is not a matmul,
     because it is an elementwise multiplication.
     """
     return terms_per_sum(eqn) != 1
 
 
 def is_cheap(eqn: Any) -> bool:
-    """Return whether the compiler fuses an equation into its consumers, where it costs almost nothing."""
+    """Return whether XLA fuses an equation into its consumers at almost no cost."""
     name = eqn.primitive.name
     return name in CHEAP or (name == "dot_general" and not is_matmul(eqn))
 
 
 def terms_per_sum(eqn: Any) -> int:
-    """Return the number of terms that a matmul adds up for each element of its result; 1 for any other equation."""
+    """Return the number of terms in the sum for each element of a matmul's result, and 1 for any other equation."""
     params = eqn.params
     name = params["matmul"].name if eqn.primitive.name == FLOAT32_RESULT_MATMUL else eqn.primitive.name
     if name not in MATMULS:

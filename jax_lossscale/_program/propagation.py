@@ -1,7 +1,8 @@
 """Propagation of static information through the values of a jaxpr, from operation to operation.
 
-A subclass defines the information, and computes the information about an operation's results from that about its
-operands. The base class passes the information through calls, loops and branches.
+A subclass of `Propagation` defines the information. For each operation, the subclass computes the information about the
+results from the information about the operands. The base class propagates the information through calls, loops and
+branches.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ Known = TypeVar("Known")
 
 
 class Propagation(Walk[Known]):
-    """Propagates information through jaxprs, in the order of their equations.
+    """Base class that propagates static information through jaxprs, in the order of their equations.
 
     Attributes:
-      follows: the names of the primitives whose jaxprs are entered.
+      follows: the names of the primitives whose sub-jaxprs are entered.
       within: the equations that contain the current equation, the outermost first.
     """
 
     follows: frozenset[str] = REBOUND | {*CUSTOM_CALLS}
     within: tuple[Any, ...] = ()
-    _location: Location | None = None  # of the last element of `within`
+    _location: Location | None = None  # the location of the last element of `within`
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Known]) -> Sequence[Known]:
-        """Return the information about the results of an equation whose jaxprs are not entered."""
+        """Return the information about the results of an equation whose sub-jaxprs are not entered."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Known]) -> Known:
-        """Return the information about a result of a conditional, given that of the result of each branch."""
+        """Return the information about a result of a conditional, given the information from each branch."""
         raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
-        """Return the information about a carry within a loop, given that of its initial value."""
+        """Return the information about a carry inside a loop, given the information about its initial value."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:
-        """Process the information about a carry at the start (``within``) and at the end of an iteration."""
+        """Process the information about a carry at the start (``within``) and the end (``at_end``) of an iteration."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
+        """Return the information about the results of an equation, and enter its sub-jaxprs if `follows` names it."""
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
@@ -60,7 +62,7 @@ class Propagation(Walk[Known]):
         ]
         self.within, self._location = outside
         for result, operand in inner.carried:
-            (results,) = results_of_jaxprs  # A loop has one body.
+            (results,) = results_of_jaxprs  # A loop has exactly one body.
             self.carried_on(carries[operand], results[result])
         if len(results_of_jaxprs) == 1:
             return results_of_jaxprs[0]

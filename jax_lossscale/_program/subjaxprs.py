@@ -1,7 +1,7 @@
 """The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
-`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its jaxprs. All other modules use
-this mapping.
+`subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. Every module of
+this library that enters sub-jaxprs uses this mapping.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import bind_here
 
-# These primitives only evaluate their jaxpr.
+# Primitives that only evaluate their jaxpr.
 CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` to `eval_jaxpr`.
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
-# These primitives can be bound with other jaxprs, by `with_jaxprs`.
+# Primitives whose jaxprs `with_jaxprs` can replace.
 REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr in an equation.
+    """A jaxpr in the parameters of an equation.
 
     Attributes:
       closed: the jaxpr.
       operands: for each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
-      results: for each result of the jaxpr, the position of the equation's result; -1 if there is none.
+      results: for each result of the jaxpr, the position of the corresponding result of the equation; -1 if the
+        equation has no corresponding result.
     """
 
     closed: ClosedJaxpr
@@ -42,13 +43,14 @@ class SubJaxpr(NamedTuple):
 
 
 class SubJaxprs(NamedTuple):
-    """All jaxprs in an equation.
+    """All jaxprs in the parameters of an equation.
 
     Attributes:
-      jaxprs: the jaxprs. The last one of a loop is its body, and those of a conditional are its branches.
-      carried: for each carry of a loop, the positions of its result and its operand.
-      sliced: the positions of the operands of which each iteration of a scan takes a slice.
-      times: the number of iterations, if known.
+      jaxprs: the jaxprs. The last jaxpr of a loop is its body. The jaxprs of a conditional are its branches.
+      carried: for each carry of a loop, the position of its final value among the results, and the position of its
+        initial value among the operands.
+      sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each.
+      times: the number of iterations of a `scan`, and 1 for all other primitives.
     """
 
     jaxprs: tuple[SubJaxpr, ...]
@@ -58,13 +60,13 @@ class SubJaxprs(NamedTuple):
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
-    """Return the jaxprs in an equation; none if its primitive is not a known higher-order primitive."""
+    """Return the jaxprs in an equation, or an empty result if it has no known higher-order primitive."""
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation of `REBOUND`, with its jaxprs replaced."""
+    """Bind an equation whose primitive is in `REBOUND` with other jaxprs, and return its outputs."""
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
@@ -73,7 +75,8 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     else:
         (closed,) = jaxprs
         name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-        if not isinstance(params[name], ClosedJaxpr):  # A `Jaxpr` has no constants, so they become arguments.
+        # A `Jaxpr` cannot contain constants, so the constants become arguments.
+        if not isinstance(params[name], ClosedJaxpr):
             jaxpr, consts = closed.jaxpr, list(closed.consts)
             closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
             if isinstance(params.get("prevent_cse"), tuple):
@@ -84,11 +87,14 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
 
 
 def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
+    """Return a `SubJaxpr` whose results are, by default, the results of the equation."""
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
     return SubJaxpr(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 
 
 def _called(*names: str) -> Callable[[Any], SubJaxprs]:
+    """Return a rule for primitives that call the jaxpr in the first existing parameter of ``names``."""
+
     def rule(eqn: Any) -> SubJaxprs:
         jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
         return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))

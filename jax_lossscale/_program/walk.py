@@ -1,4 +1,4 @@
-"""Base class for interpreters of jaxprs, which visit each equation once, in order.
+"""Base class of interpreters of jaxprs, which visit each equation once, in order.
 
 Each subclass chooses how to represent a value: as an array, as a tuple of arrays, or as static information that is
 available at trace time.
@@ -17,18 +17,18 @@ Datum = TypeVar("Datum")
 
 
 class Walk(Generic[Datum]):
-    """Interprets jaxprs. Values are deleted after their last use."""
+    """Base class that interprets a jaxpr and deletes each value after its last use."""
 
     def value_of(self, constant: Any, aval: Any) -> Datum:
-        """Return the value of a literal or of a constant, which has the type ``aval`` in the jaxpr."""
+        """Return the value that represents a literal or a constant. ``aval`` is its type in the jaxpr."""
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: list[Datum]) -> Sequence[Datum]:
-        """Return the values of the results of an equation."""
+        """Return the values that represent the results of an equation."""
         raise NotImplementedError
 
     def outputs(self, closed: ClosedJaxpr, inputs: Sequence[Datum]) -> list[Datum]:
-        """Return the values of the results of a jaxpr."""
+        """Return the values that represent the results of a jaxpr. ``inputs`` are the values of its arguments."""
         jaxpr = closed.jaxpr
         values: dict[Any, Datum] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):

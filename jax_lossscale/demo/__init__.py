@@ -1,6 +1,10 @@
-"""The main job: a float16 training on real data, with and without loss scaling, beside float32.
+"""Demonstration: a network is trained on real data in float32, and in float16 with and without loss scaling.
 
-`job` is the training, and the file to read; `report` says what came of it, `command` is ``python -m jax_lossscale``.
+The demonstration consists of three modules. Start with `job`.
+
+- `job`: the training.
+- `report`: output of the results as a table, a JSON file and a plot.
+- `command`: the command line, ``python -m jax_lossscale``.
 """
 
 from jax_lossscale.demo.command import main

@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale`` has these options, and shows its progress."""
+"""Command line of the demonstration, ``python -m jax_lossscale``, with its options and a progress bar."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax_lossscale.demo import job, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and report.
+    """Run all trainings and report the results.
 
     Args:
-      argv: the options; by default those of the command line.
+      argv: the options; by default, the options of the command line.
 
     Returns:
       The exit status, 0.
 
     Raises:
-      SystemExit: with code 2, before any training, if an option is wrong or a package missing; with code 1, if a file
-        could not be written.
+      SystemExit: with code 2, before any training, if an option is invalid or a package is missing; with code 1 if a
+        file cannot be written.
     """
     parser = _make_parser()
     try:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = run(steps=options.steps, seed=options.seed)
         text = report.as_json(results, steps=options.steps, seed=options.seed)
         report.print_table(results, sys.stderr if options.json == "-" else sys.stdout)
-        if options.json == "-":  # standard output
+        if options.json == "-":  # "-" means standard output.
             sys.stdout.write(text)
         elif options.json:
             Path(options.json).write_text(text)
@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Train the five arms, one after the other, under one progress bar on stderr, if that is a terminal.
+    """Run the five trainings one after the other, and return their results by name.
 
-    The initial parameters are the same for all arms, and so is the number of steps.
+    All trainings have the same number of steps and the same initial parameters. If stderr is a terminal, a
+    progress bar is shown there.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -67,20 +68,31 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command-line options."""
     description = (
-        "The main job: a small neural network learns a photograph five times, in float32, and in float16 without a "
-        "loss scale, with a fixed one, with a dynamic one and with an automatic one. A table then says how each of "
-        "them ended."
+        "Train a small neural network on a photograph five times: in float32, in float16 without a loss scale, and in "
+        "float16 with a fixed, a dynamic and an automatic loss scale. Then print a table of the results."
     )
     parser = argparse.ArgumentParser(prog="python -m jax_lossscale", description=description, allow_abbrev=False)
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--version", action="version", version=f"jax_lossscale {jls.__version__}")
-    add("--steps", type=_positive_integer, default=job.STEPS, metavar="N", help=f"steps of each training {default}")
-    seed = f"of the initial parameters {default}; the same seed gives the same numbers"
+    add(
+        "--steps",
+        type=_positive_integer,
+        default=job.STEPS,
+        metavar="N",
+        help=f"number of steps of each training {default}",
+    )
+    seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)
-    json = "write the results to this file; - is standard output, and the table then goes to stderr"
+    json = "write the results to this file as JSON; with -, write them to standard output, and the table to stderr"
     add("--json", type=_file, metavar="PATH", help=json)
-    add("--plot", type=_picture, metavar="PATH", help="draw them; the suffix gives the format: .png, .svg, .pdf")
+    add(
+        "--plot",
+        type=_picture,
+        metavar="PATH",
+        help="plot the results to this file, in the format of its suffix: .png, .svg or .pdf",
+    )
     return parser
 
 
@@ -92,7 +104,7 @@ def _positive_integer(text: str) -> int:
 
 def _file(text: str) -> str:
     if Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file, in a directory that exists, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must name a file in a directory that exists, got {text!r}")
     return text
 
 
@@ -103,9 +115,9 @@ def _picture(text: str) -> str:
 
 
 def _require(parser: argparse.ArgumentParser, extra: str, **distributions: str) -> None:
-    """End with an error unless the modules are there, each given with what pip calls it."""
+    """Exit with an error if a module cannot be imported. ``distributions`` maps each module to its name on PyPI."""
     for module, name in distributions.items():
         try:
             importlib.import_module(module)
         except ImportError:
-            parser.error(f"this needs {name}, which the extra `{extra}` brings; install it with: pip install {name}")
+            parser.error(f"{name} is not installed. Install the extra `{extra}`, or run: pip install {name}")

@@ -1,13 +1,15 @@
-"""A neural network is trained in float16, with and without loss scaling, beside float32.
+"""Training of a small neural network in float32, and in float16 with and without loss scaling.
 
-A photograph (``china.jpg`` of scikit-learn) is cut into 4 x 4 patches. Each patch gets a code of 32 numbers, and one
-small network decodes every code into the 48 values of its patch; codes and network are learned together, by gradient
-descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth and sees all patches at each
-step, so nothing happens by chance: arms that compute alike end alike.
+A photograph (``china.jpg`` from scikit-learn) is divided into patches of 4 x 4 pixels. Each patch has a code of 32
+numbers, and a small network decodes each code into the 48 values of its patch. The codes and the network are trained
+together by gradient descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth, and
+each step uses all patches. Differences between the results are therefore caused by the precision, and not by random
+batches.
 
-The mean over 814,080 values makes the gradient of each one 2.5e-6 times its error, and float16 rounds to zero what is
-below ``2**-25`` = 3e-8. So the better a patch is decoded, the fewer of its gradients exist: float16 alone gets stuck.
-Large batches, long contexts and dense prediction do the same to larger networks.
+The loss is a mean over 814,080 values. The gradient of each value is therefore 2.5e-6 times its error. Gradients below
+``2**-25`` = 3e-8 become zero in float16. The better a patch is decoded, the more of its gradients become zero, and
+training in float16 without a loss scale stops making progress. In larger networks, large batches, long contexts and
+dense prediction have the same effect.
 
 References:
   Park et al., DeepSDF: Learning Continuous Signed Distance Functions for Shape Representation, CVPR 2019.
@@ -31,7 +33,7 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 
 STEPS = 700
-STEPS_PER_CHUNK = 20  # between two movements of the progress bar
+STEPS_PER_CHUNK = 20  # The progress bar is updated after each chunk.
 PATCH_SIZE = 4
 CODE_SIZE = 32
 HIDDEN_SIZE = 64
@@ -44,14 +46,14 @@ _clock = time.perf_counter  # seconds
 
 
 class Trace(NamedTuple):
-    """What happened at each step.
+    """Metrics of each step of a training.
 
     Attributes:
       loss: the loss before the step.
-      zero_fraction: the share of gradient values that are exactly zero, over all values of all parameters, as the
-        backward pass delivered them: before they are unscaled.
-      loss_scale: the loss scale after the step, as `jls.metrics` gives it; 1 where there is none.
-      skipped_steps: how many steps were skipped so far, this one included.
+      zero_fraction: the fraction of gradient values that are exactly zero, over all values of all parameters. The
+        gradients are the result of the backward pass, before they are unscaled.
+      loss_scale: the loss scale after the step, from `jls.metrics`; 1 without a loss scale.
+      skipped_steps: the number of steps that were skipped so far, including the current step.
     """
 
     loss: Any  # shape=(steps,), dtype=float32
@@ -62,12 +64,12 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The outcome of one arm.
+    """The result of one training.
 
     Attributes:
-      final_loss: the mean squared error of the trained float32 parameters, computed in float32 whatever the arm.
-      seconds: wall-clock time of the steps: neither starting JAX nor compiling is part of it.
-      trace: what happened at each step.
+      final_loss: the mean squared error after the training, which is always computed in float32.
+      seconds: the wall-clock time of all steps, without the time to start JAX and to compile.
+      trace: the metrics of each step.
     """
 
     final_loss: float
@@ -76,12 +78,12 @@ class Result:
 
     @property
     def zero_gradient_fraction(self) -> float:
-        """Return `Trace.zero_fraction`, averaged over all steps, skipped ones included."""
+        """Return the mean of `Trace.zero_fraction` over all steps, including skipped steps."""
         return float(np.mean(self.trace.zero_fraction, dtype=np.float64))
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps did not change the parameters."""
+        """Return the number of skipped steps, which did not change the parameters."""
         return int(self.trace.skipped_steps[-1])
 
     @property
@@ -91,20 +93,20 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """Return the five trainings by name: the dtype to compute products in, and the loss scale for `jls.get`."""
+    """Return the settings of the five trainings by name: the dtype of matmuls, and the argument of `jls.get`."""
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
         "float16_fixed": (jnp.float16, 2.0**15),
-        # Far too high to begin with, and eager to grow: it must find its place.
+        # The initial scale is far too high and grows often, to show that it still reaches a suitable value.
         "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
-        # Nothing to choose: it finds its place by itself.
+        # The automatic scale does not need any settings.
         "float16_auto": (jnp.float16, jls.AutoLossScale()),
     }
 
 
 def load_patches() -> jax.Array:
-    """Return the photograph, cut into patches: ``float32[patches, values]``, from -0.5 for black to 0.5 for white."""
+    """Return the patches of the photograph: ``float32[patches, values]``, from -0.5 (black) to 0.5 (white)."""
     from sklearn.datasets import load_sample_image
 
     photograph = load_sample_image("china.jpg")
@@ -116,7 +118,7 @@ def load_patches() -> jax.Array:
 
 
 def init_params(key: jax.Array, patches: jax.Array) -> Params:
-    """Make small random codes, and a float32 decoder of two hidden layers; only the patches' shape matters."""
+    """Return small random codes and a float32 decoder with two hidden layers. Only the shape of ``patches`` is used."""
     count, patch_values = patches.shape
     sizes = [CODE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, patch_values]
     codes_key, *keys = jax.random.split(key, len(sizes))
@@ -128,7 +130,7 @@ def init_params(key: jax.Array, patches: jax.Array) -> Params:
 
 
 def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
-    """Return the mean squared error of the decoded patches, written for float32."""
+    """Return the mean squared error of the decoded patches. `loss_fn` contains no casts to half precision."""
     *hidden_layers, last_layer = params["decoder"]
     activations = params["codes"]
     for layer in hidden_layers:
@@ -138,9 +140,10 @@ def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """Make Adam, with a higher learning rate for the codes, each of which sees one patch, than for the decoder.
+    """Return Adam with a cosine schedule whose learning rates reach zero after ``steps`` steps.
 
-    After so many steps the learning rates reach zero, along a cosine.
+    The learning rate of the codes is higher than the learning rate of the decoder, because each code is used by only
+    one patch.
     """
 
     def adam(learning_rate: float) -> optax.GradientTransformation:
@@ -153,15 +156,15 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 def train(
     patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, advance: Callable[[int], None]
 ) -> Result:
-    """Train one arm, as `arms` describes it.
+    """Run one training and return its result.
 
     Args:
-      patches: what is learned.
-      dtype: what `jls.autocast` computes the products in, forward and backward.
-      loss_scale: whatever `jls.get` accepts.
-      steps: how many steps to train, at least 1.
-      seed: of the initial parameters.
-      advance: called with the number of steps done since the last call.
+      patches: ``float32[patches, values]``, the patches to learn, from `load_patches`.
+      dtype: the dtype in which `jls.autocast` computes matrix multiplications (matmuls).
+      loss_scale: any argument that `jls.get` accepts.
+      steps: the number of training steps, at least 1.
+      seed: the random seed of the initial parameters.
+      advance: a function that is called regularly with the number of steps since its last call.
     """
     tx = jls.loss_scaled(make_optimizer(steps), loss_scale)
 
@@ -197,6 +200,6 @@ def train(
 
 
 def zero_fraction(grads: Any) -> jax.Array:
-    """Return the share of values in a tree that are exactly zero: ``float32[]``, from 0 to 1."""
+    """Return the fraction of values in a tree that are exactly zero: ``float32[]``, from 0 to 1."""
     leaves = jax.tree.leaves(grads)
     return jnp.stack([jnp.sum(leaf == 0) for leaf in leaves]).sum() / sum(leaf.size for leaf in leaves)

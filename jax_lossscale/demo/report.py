@@ -1,4 +1,4 @@
-"""The results of the main job become a table and a sentence, JSON, and a picture."""
+"""Output of the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import jax_lossscale as jls
 from jax_lossscale.demo.job import Result
 
-# Wong, Points of view: Color blindness, Nature Methods 2011; told apart by width and dashes as well.
+# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines also differ in line style.
 _LINES: dict[str, dict[str, Any]] = {
     "float32": {"color": "#c4c4c4", "linewidth": 8.0, "solid_capstyle": "butt"},
     "float16": {"color": "#d55e00", "linewidth": 2.0},
@@ -22,8 +22,8 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-# The settings of `job.arms`, in words.
-_DYNAMIC = "from 2^32, doubled after 50 good steps"
+# The settings of `job.arms` as text for the legend.
+_DYNAMIC = "from 2^32, doubled after 50 finite steps"
 _SETTINGS = {
     "float32": "float32",
     "float16": "float16, no loss scale",
@@ -31,11 +31,11 @@ _SETTINGS = {
     "float16_dynamic": f"float16, dynamic: {_DYNAMIC}",
     "float16_auto": "float16, automatic",
 }
-_SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # the markers of skipped steps
+_SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skipped steps.
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a line for each training, then the conclusion; by default, to standard output."""
+    """Print a table with one row for each training, and the conclusion; by default, to standard output."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -55,38 +55,41 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
         )
     console = Console(file=file, highlight=False)
     console.print(table)
-    begins = "float16_dynamic begins far too high on purpose: DynamicLossScale(2.0**32, increment_period=50)."
-    console.print(f"{begins} Its scale comes down with each skipped step, then goes up as gradients shrink.")
+    setting = "DynamicLossScale(2.0**32, increment_period=50)"
+    console.print(f"The initial loss scale of float16_dynamic is far too high on purpose: {setting}.")
+    console.print(
+        "Each skipped step halves this loss scale. Later, the loss scale grows again, because the gradients shrink."
+    )
     console.print(conclusion(results))
 
 
 def psnr(loss: float) -> float:
-    """Return the peak signal-to-noise ratio in dB, of a signal between 0 and 1 that has this mean squared error."""
+    """Return the peak signal-to-noise ratio in dB for a mean squared error ``loss`` and a peak signal of 1."""
     return -10 * float(np.log10(loss))
 
 
 def conclusion(results: dict[str, Result]) -> str:
-    """Say what the numbers say, in one sentence."""
+    """Return three sentences that summarize the results in float16."""
 
     def ending(name: str) -> str:
         zeros = _percent(results[name].zero_gradient_fraction)
-        return f"{zeros} of the gradient values were zero, and training ended {_beside_float32(name, results)}"
+        return f"{zeros} of the gradient values were zero, and the final loss was {_beside_float32(name, results)}."
 
     return (
-        f"Float16 without loss scaling: {ending('float16')}; with a dynamic loss scale ({_DYNAMIC}): "
-        f"{ending('float16_dynamic')}; with an automatic one: {ending('float16_auto')}."
+        f"Float16 without a loss scale: {ending('float16')} With a dynamic loss scale ({_DYNAMIC}): "
+        f"{ending('float16_dynamic')} With an automatic loss scale: {ending('float16_auto')}"
     )
 
 
 def _beside_float32(name: str, results: dict[str, Result]) -> str:
-    """Tell where a training ended, beside the end of float32."""
+    """Compare the final loss of a training with the final loss in float32, in words."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     if not math.isfinite(loss + reference):
-        return f"at a loss of {loss:.2e}, where float32 ended at {reference:.2e}"
+        return f"{loss:.2e} (in float32: {reference:.2e})"
     change = loss / reference - 1
     if abs(change) < 5e-5:
-        return "at the loss of float32"
-    return f"at a loss {_percent(abs(change))} {'above' if change > 0 else 'below'} that of float32"
+        return "the same as in float32"
+    return f"{_percent(abs(change))} {'higher' if change > 0 else 'lower'} than in float32"
 
 
 def _percent(share: float) -> str:
@@ -94,7 +97,7 @@ def _percent(share: float) -> str:
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """Return the results, and the versions of the packages, as strict JSON, where a loss that is not finite is null."""
+    """Return the results and the package versions as strict JSON. A loss that is not finite is written as null."""
     fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
     arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
     for arm in arms.values():
@@ -106,9 +109,9 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Draw the losses, the gradients that vanished, and the loss scales that move, with the steps they skipped.
+    """Plot the losses, the fractions of zero gradients, and the loss scales that change, with their skipped steps.
 
-    The suffix of ``path`` gives the format of the file.
+    The suffix of ``path`` determines the format of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -118,7 +121,8 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6"}
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.2, 6.6), layout="constrained")  # a page's width: letters stay legible
+        # At this size, the text is legible if the plot is as wide as a page.
+        figure = Figure(figsize=(7.2, 6.6), layout="constrained")
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
         for name, result in results.items():
             trace, steps = result.trace, np.arange(1, len(result.trace.loss) + 1)
@@ -132,7 +136,7 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
                 line |= {"drawstyle": "steps-mid", "markevery": skipped, "label": label}
                 panels["scale"].plot(steps, trace.loss_scale, **line)
         panels["loss"].set(title="Training loss", ylabel="mean squared error", yscale="log")
-        panels["loss"].legend(title="products computed in, and loss scale (PSNR at the end)", alignment="left")
+        panels["loss"].legend(title="matmul dtype and loss scale (final PSNR)", alignment="left")
         panels["zeros"].set(title="Gradient values that are zero", ylim=(-0.05, 1.05))
         panels["zeros"].yaxis.set_major_formatter(PercentFormatter(1))
         panels["scale"].set(title="Loss scale after each step")

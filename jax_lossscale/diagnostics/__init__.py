@@ -1,4 +1,4 @@
-"""What the gradients do, and why steps are skipped: for when a float16 run goes wrong, and before it does."""
+"""Diagnostics of half-precision training: reports on gradients, skipped steps, loss scales and dtypes."""
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report

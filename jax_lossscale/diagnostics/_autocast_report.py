@@ -1,4 +1,4 @@
-"""What `autocast` makes of a function and its gradient: which operation is computed in which dtype, where, and why."""
+"""Report on the dtypes of all operations of a function and its gradient under `autocast`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
+from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
@@ -28,27 +29,31 @@ from jax_lossscale.diagnostics._operations import (
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
-_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "why"]
+_HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AutocastReport(Report[OperationPrecision]):
-    """An `OperationPrecision` for every operation on floats, the matmuls first, and of these those in float32.
+    """The result of `autocast_report`: the dtype, location and reason for each operation.
 
-    Printed, or shown in a notebook, it says how many products are in the dtype, and where the first is that is not. A
-    table of the products follows. Iterating over it gives the operations.
+    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision,
+    and the location of the first matmul in another dtype. A table then lists the matmuls. Notebooks display the report
+    as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar operations on
+    floats. Matmuls that are not in half precision come first, then all other matmuls, then the other operations.
 
     Attributes:
-      operations: the operations of value and gradient.
-      dtype: the name of the dtype of `autocast`.
-      bytes_before: what the function without `autocast` keeps for its backward pass, beside its own arguments; `None`
-        if it is not to be had without, as a kernel in `in_half` that takes 16 bits only.
-      bytes_after: the same with `autocast`.
-      casts: how many casts between floating dtypes value and gradient hold with `autocast`.
-      opaque_operations: the operations whose code `autocast` cannot see, each with its name and line. They are computed
-        as written.
-      arguments: what is wrong with the arguments themselves, a sentence each.
-      not_in_half: where ``fallback`` of an `in_half` is computed: the lines, and why.
+      operations: the operations of the value and the gradient.
+      dtype: the name of the half-precision dtype of `autocast`.
+      bytes_before: the size in bytes of the residuals that the function saves for its backward pass without `autocast`,
+        excluding its arguments. It is ``None`` if the function cannot run without `autocast`, because a kernel in an
+        `in_half` function only accepts 16-bit inputs.
+      bytes_after: the size in bytes of the residuals that the function saves for its backward pass with `autocast`,
+        excluding its arguments.
+      casts: the number of casts between floating dtypes in the value and the gradient with `autocast`.
+      opaque_operations: the name and line of each operation whose implementation `autocast` cannot inspect, such as a
+        kernel. These operations are computed as written.
+      arguments: one sentence for each leaf of the arguments that contains NaN.
+      not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -70,23 +75,26 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def half_share(self) -> float:
-        """The fraction of the flops of all matmuls that is done in the dtype; 1 if there are no matmuls."""
+        """The fraction of the floating-point operations of all matmuls that is done in half precision.
+
+        It is 1 if there are no matmuls.
+        """
         return self.summary.half_share
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls, how many are in the dtype, and why the first other matmul is not."""
+        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
         forward = sum(operation.count for operation in self.matmuls if not operation.is_backward)
         backward = sum(operation.count for operation in self.matmuls if operation.is_backward)
-        without = "" if self.bytes_before is None else f", without `autocast` {_in_bytes(self.bytes_before)}"
+        without = "" if self.bytes_before is None else f" ({_in_bytes(self.bytes_before)} without `autocast`)"
         return (
             f"{self.summary}\n"
-            f"Forward pass: {forward}. Backward pass: {backward}. "
-            f"{percent(self.half_share)} of their work is in {self.dtype}.\n"
-            f"Kept for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
+            f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
+            f"{percent(self.half_share)} of their floating-point operations are in {self.dtype}.\n"
+            f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 
     def _rows(self) -> list[list[str]]:
@@ -94,12 +102,12 @@ class AutocastReport(Report[OperationPrecision]):
 
     def _notes(self) -> list[str]:
         more = len(self.matmuls) - _MOST_ROWS
-        notes = [f"... and {more} more: `report.matmuls`."] if more > 0 else []
+        notes = [f"... and {more} more (see `report.matmuls`)."] if more > 0 else []
         notes += self.arguments
         if self.opaque_operations:
-            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
+            notes.append(f"Computed as written, without conversion: {', '.join(self.opaque_operations)}.")
         if self.not_in_half:
-            notes.append(f"`fallback` of `in_half` is computed: {'; '.join(self.not_in_half)}.")
+            notes.append(f"`in_half` functions that use their `fallback`: {'; '.join(self.not_in_half)}.")
         return notes
 
 
@@ -112,29 +120,27 @@ def autocast_report(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> AutocastReport:
-    """Tell what `autocast` makes of a function and its gradient: what is computed in which dtype, where, and why.
+    """Report the dtype, location and reason for each operation of a function and its gradient under `autocast`.
 
-    Value and gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, and not run. Operations are counted as
-    they stand in the program, those in the body of a loop once; their work is counted as often as it is done, as far as
-    that is known when the program is made (not for while loops, and for both branches of a conditional). Layer,
-    operation and line are what the rules of a `PrecisionPolicy` go by.
+    The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, but not run.
 
     Args:
-      fun: a scalar-valued function, written for float32. The report on a function that casts by hand, or that is
-        `autocast` already, tells what is in it.
-      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
-      dtype: as in `autocast`.
-      policy: likewise.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: likewise.
-      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `functools.partial`.
+      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, or already uses `autocast`,
+        the report includes these casts.
+      *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
+        `compare_gradients`.
+      dtype: the half-precision dtype, as in `autocast`.
+      policy: the `PrecisionPolicy`, as in `autocast`.
+      argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
+      has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
+      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
+        `autocast_report` must be bound to ``fun`` beforehand, with `functools.partial`.
 
     Returns:
       An `AutocastReport`.
 
     Raises:
-      ValueError: if an argument is not of its kind.
+      ValueError: if an argument is invalid.
 
     Examples:
       >>> import jax
@@ -155,6 +161,13 @@ def autocast_report(
       [('energy/keep_float32', 'float32', 1, 'inside `keep_float32`'), ('', 'float16', 1, '')]
       >>> report.bytes_before, report.bytes_after
       (384, 256)
+
+    Notes:
+      The report shows layers, operations and lines in the form in which the rules of a `PrecisionPolicy` match them.
+
+      ``count`` is the number of operations in the traced program, so an operation in the body of a loop counts once.
+      ``flops`` is the number of floating-point operations, including all iterations of a scan. The body of a while loop
+      and each branch of a conditional count once, because the number of their executions is unknown during tracing.
     """
     call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
@@ -168,28 +181,32 @@ def autocast_report(
     under_autocast = call._replace(fun=half)
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
     program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    original = Traced(call.fun, call.args, call.kwargs)
+    with adding_reasons():
+        forward = Traced(half, call.args, call.kwargs)
     entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
-        bytes_before = _bytes_kept(call)
-    except Exception:  # Of a kernel that takes 16 bits only, since all else was traced above.
+        bytes_before = _bytes_saved(call)
+    # The trace under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
+    except Exception:
         bytes_before = None
     return AutocastReport(
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
-        bytes_after=_bytes_kept(under_autocast),
+        bytes_after=_bytes_saved(under_autocast),
         casts=casts(program.used.jaxpr),
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(argument_faults(call).nan),
-        not_in_half=tuple(not_in_half(Traced(call.fun, call.args, kwargs).jaxpr.jaxpr, program.float32_matmuls)),
+        not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
     )
 
 
-def _bytes_kept(call: LossCall) -> int:
-    """Count the bytes that `jax.vjp` of a function keeps for the backward pass, beside its arguments and constants."""
+def _bytes_saved(call: LossCall) -> int:
+    """Return the size in bytes of the residuals that `jax.vjp` saves, excluding arguments and constants."""
 
-    def kept(*args: Any, **kwargs: Any) -> list[Any]:
+    def residuals(*args: Any, **kwargs: Any) -> list[Any]:
         def of_moved(moved: dict[int, Any]) -> Any:
             return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
@@ -197,7 +214,7 @@ def _bytes_kept(call: LossCall) -> int:
         value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
         return jax.tree.leaves(value_and_pullback[1])
 
-    jaxpr = Traced(kept, call.args, call.kwargs).jaxpr.jaxpr
+    jaxpr = Traced(residuals, call.args, call.kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}
     names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
     return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)

@@ -1,7 +1,7 @@
-"""Numbers as integers in the order of their magnitudes, and how the leaves of a tree are read as such.
+"""Conversion of floating-point numbers to integers that have the same order as the magnitudes of the numbers.
 
-XLA takes subnormal numbers for zero on a CPU; their bits it does not. So whatever is told about the range of numbers is
-told by their bits.
+On a CPU, XLA flushes subnormal numbers to zero, but not integers that contain their bits. Therefore, all statistics
+about the range of numbers are computed from the bits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-# Leaves of up to this many elements that lie on one device are read together.
+# Leaves with at most this many elements are concatenated if they are on the same device.
 _SMALL_LEAF = 2**14
 LARGEST_LOG2_SCALE = 127
 
 
 class Layout(NamedTuple):
-    """An IEEE format as an integer: a sign, an exponent, a mantissa."""
+    """The layout of the bits of an IEEE floating-point format: a sign, an exponent and a mantissa."""
 
     integer: type[np.unsignedinteger[Any]]
     floating: type[np.floating[Any]]
@@ -30,12 +30,12 @@ class Layout(NamedTuple):
 
     @property
     def largest_field(self) -> int:
-        """The field of the exponent that stands for infinities and NaN."""
+        """The value of the exponent field that represents infinities and NaN."""
         return 2 * self.bias + 1
 
     @property
     def infinity(self) -> Any:
-        """The magnitude of infinity; all larger ones are NaN, all smaller ones are finite."""
+        """The bits of infinity. Larger integers represent NaN, and smaller integers represent finite numbers."""
         return self.integer(self.largest_field << self.mantissa_bits)
 
 
@@ -44,20 +44,21 @@ DOUBLE = Layout(np.uint64, np.float64, 52, 1023)
 
 
 def layout_of(dtype: DTypeLike) -> Layout:
-    """Give `DOUBLE` for a dtype of 64 bits (of complex ones, for each part), and `SINGLE` for everything narrower."""
+    """Return `DOUBLE` for float64 and complex128, and `SINGLE` for all narrower dtypes."""
     return DOUBLE if jnp.finfo(dtype).bits == 64 else SINGLE
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Give integers in the order of the absolute values: their bits as float32, or float64, without the sign.
+    """Return the bits of the absolute values of a leaf in float32 or float64, as integers with the same order.
 
-    Of a complex leaf both parts, along a new last axis.
+    The real and imaginary parts of a complex leaf are stacked along a new last axis.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     layout = layout_of(leaf.dtype)
-    if leaf.dtype == jnp.bfloat16:  # the upper half of a float32; a conversion might drop subnormals
+    if leaf.dtype == jnp.bfloat16:
+        # A conversion to float32 may flush subnormal numbers to zero, so the bits are shifted instead.
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:
         bits = jax.lax.bitcast_convert_type(leaf.astype(layout.floating), layout.integer)
@@ -65,7 +66,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """Give the magnitude of the largest number of the layout that is not above ``number``: a NumPy integer."""
+    """Return the bits of the largest number in the layout that is at most ``number``, as a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -74,31 +75,33 @@ def bits_of(number: float, layout: Layout) -> Any:
 
 
 def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
-    """Give `bits_of` a number over each loss scale, a power of two from ``2**0`` to ``2**127``."""
+    """Return `bits_of` the number divided by each loss scale from ``2**0`` to ``2**127`` (powers of two)."""
     return np.array([bits_of(number * 2.0**-k, layout) for k in range(LARGEST_LOG2_SCALE + 1)])
 
 
 def number_of(magnitude: int, layout: Layout) -> float:
-    """Give the number that has this magnitude, on the host."""
+    """Return the number whose bits are ``magnitude``, on the host."""
     return float(layout.integer(magnitude).view(layout.floating))
 
 
 def as_float32_bits(largest: jax.Array) -> jax.Array:
-    """Turn a magnitude of either layout into that of the nearest float32, subnormal ones too: ``uint32``."""
+    """Convert the bits of a number in either layout to the bits of the nearest float32 number, ``uint32``."""
     if largest.dtype == jnp.uint32:
         return largest
     number = jax.lax.bitcast_convert_type(largest, jnp.float64)
     converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
-    # The bits of a subnormal float32, of which the conversion may have made a zero, count multiples of 2**-149.
+    # The conversion may flush subnormal numbers to zero. The bits of a subnormal float32 number are its value
+    # divided by 2**-149, so they are computed directly.
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
 def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Give the leaves in lists that are read by one compiled call each.
+    """Group leaves into lists, each of which is processed by one call of a compiled function.
 
-    Called eagerly, a call for each large leaf, which is compiled once for all that are alike, and one for many small
-    leaves of the same dtype. Under a user's `jax.jit`, or on a mesh, each leaf alone: to join leaves that are split
-    differently XLA would have to gather them.
+    Outside of `jax.jit`, all small leaves with the same dtype and device are in one list, and each large leaf is in a
+    list by itself. The function is compiled only once for large leaves with the same shape and dtype. Under `jax.jit`,
+    or on several devices, every leaf is in a list by itself. Otherwise, XLA would have to gather leaves with different
+    shardings in order to concatenate them.
     """
     small: dict[Any, list[Any]] = {}
     for leaf in leaves:
@@ -111,7 +114,7 @@ def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _only_device(leaf: Any) -> Any:
-    """Where a leaf lies, if that is one device and known; ``"host"`` for what is no `jax.Array`."""
+    """Return the device of a leaf, or None if it is traced or on several devices; "host" if it is not a `jax.Array`."""
     if not isinstance(leaf, jax.Array):
         return "host"
     if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
@@ -120,19 +123,22 @@ def _only_device(leaf: Any) -> Any:
 
 
 def joined(part: Sequence[ArrayLike]) -> jax.Array:
-    """Give the magnitudes of a part: of one leaf in its shape, of several as a vector."""
+    """Return the `magnitudes` of a list of leaves: one leaf keeps its shape, several leaves become one vector."""
     if len(part) == 1:
         return magnitudes(part[0])
     return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])
 
 
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
-    """Find the largest magnitude in each of some arrays, and the sums of others; all have one shape, and 32 or 64 bits.
+    """Return the largest magnitude in each array of ``largest`` and the sum of each array of ``sums``.
 
-    Where an array holds NaN, so is its result: magnitudes are compared as words, among which NaN come last, since XLA
-    drops NaN from a maximum of floats on a CPU. Flags are counted, in ``uint32``; on a mesh only the results travel.
-    Floats are added up one by one, first along the last axis, then over the others: a sum of more than ``2**24`` along
-    one of them may be too small.
+    All arrays must have the same shape, and 32-bit or 64-bit elements. They are reduced together, and only the results
+    are communicated between devices.
+
+    If an array contains NaN, its largest magnitude is NaN. The bits are compared as integers, in which NaN is larger
+    than any number, because XLA ignores NaN in a maximum of floats on a CPU. Booleans are counted in ``uint32``. Floats
+    are added one by one, first along the last axis and then over the remaining axes. A sum of more than ``2**24``
+    floats along one of these axes may be too small.
     """
     words = [magnitudes(array) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in largest]
     counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]

@@ -1,4 +1,4 @@
-"""Which operations make a result wrong, where their error begins, and what helps."""
+"""Identification of the operations in which errors of the value and gradients begin, and suggestions to fix them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
 
-# An error above this is followed: float16 rounds by 0.0005, and what works stays below a hundredth.
+# Relative errors above this threshold are traced to their origin. The rounding error of float16 is 0.0005, and
+# functions that work in float16 usually have errors below 0.01.
 _WRONG = 0.1
-# An error that an operation multiplies by less has come in a loop, from iteration to iteration.
+# If an operation amplifies an error by less than this factor, the error is assumed to accumulate in a loop.
 ACCUMULATED = 2
 # An operation is reported if more than this fraction of its results becomes zero.
 MANY_ZEROS = 0.5
-# Nothing but a mask is so large on purpose.
+# Values of at least this magnitude are assumed to be the fill value of a mask.
 _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
 
@@ -24,47 +25,53 @@ _MAY_MASK = ("add", "convert_element_type", "sub")
 def blame(
     flow: Dataflow, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
 ) -> tuple[set[int], set[int]]:
-    """Find the nodes by way of which a result becomes wrong, each wrong itself, and those where that begins.
+    """Find the operations that make the results of a function inaccurate.
 
     Args:
-      flow: the operations.
-      measured: what was measured at each node that is no carry.
-      results: the nodes that the results are.
-      least: an error above this is followed.
+      flow: the dataflow of the function.
+      measured: the statistics of each node that is not a carry.
+      results: the nodes that represent the results of the function.
+      least: the threshold for errors. Larger errors are traced to their origin.
+
+    Returns:
+      A pair of sets of nodes: the inaccurate nodes through which an error propagates to a result, and the subset of
+      nodes in which these errors begin.
     """
-    # An outlier may hide the error of the other elements, but a result is only wrong if its norm is.
+    # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
+    # However, a result of the function only counts as inaccurate if its error including outliers is large.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # What overflows may be right again soon after, as where `tanh` is flat, and wrong in the derivative made of it.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. The overflow is included
+    # anyway, because the derivative of this operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
-    # If the iterations of a loop add up an error, no operation multiplies it. The operation that computes the carry is
-    # reported instead.
-    ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_loops[loop]}
+    # If an error accumulates over the iterations of a loop, no single operation amplifies it. The operation that
+    # computes the carry is reported instead.
+    ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_carries[loop]}
     return harmful, begins or harmful & ends
 
 
 def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
-    """Collect some nodes and all that they are made of, as far as a condition holds."""
+    """Search backwards from the results, through nodes that satisfy a condition, and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
         node = ahead.pop()
         if node not in reached and holds(node):
             reached.add(node)
-            ahead += flow.made_of[node]
+            ahead += flow.sources[node]
     return reached
 
 
 def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
-    """Find the rounded operands of the operations of the forward pass that make rounding errors larger.
+    """Find the half-precision values whose rounding errors are amplified by an operation of the forward pass.
 
-    Such an operation, for example the cosine of an angle, may be in float32 itself. To compute it correctly, the last
-    half-precision results before it must be computed in float32, too.
+    An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. To make its
+    result accurate, the half-precision values from which it is computed must be in float32 as well.
 
     Returns:
-      These results, each with the operation that makes its rounding error larger.
+      A dictionary from each half-precision value to the operation that amplifies its rounding error, both as nodes.
     """
     found: dict[int, int] = {}
     for origin in origins:
@@ -78,7 +85,7 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
 
 
 def attention_scores(flow: Dataflow) -> set[int]:
-    """Find the matmuls of two activations whose results are exponentiated, such as the scores of an attention."""
+    """Return the matmuls of two activations whose results are exponentiated, such as attention scores."""
     sites = flow.sites
     exponentials = [node for node, site in sites.items() if site.operation == "exp"]
     matmuls = _ends(flow, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
@@ -86,31 +93,33 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Go back from some nodes through those that are passed, and collect the first ones that are not."""
-    passed = _followed(flow, [operand for node in nodes for operand in flow.made_of[node]], is_passed)
-    return {operand for node in (*nodes, *passed) for operand in flow.made_of[node]} - passed
+    """Search backwards from some nodes, and return the first node of each path that does not satisfy a condition."""
+    passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
+    return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 
 
 def _adds_up_in_half(site: Site) -> bool:
+    """Return whether an operation computes a sum of many numbers in half precision."""
     return is_half(site.aval) and site.operation in SUMS_OF_MANY
 
 
-# What helps where nothing else is known of an overflow.
+_FLOAT32_RESULT = (
+    "make the matmul return float32 (with `jls.keep_float32` under `autocast`, or with `preferred_element_type` in "
+    "code with manual casts)."
+)
+# Suggestions for overflows in the forward pass, by operation, if no more specific suggestion applies.
 _FORWARD_OVERFLOWS = {
-    "convert_element_type": "Do not cast it, or scale it down before the cast.",
-    "dot_general": "Make the operands smaller, or give it a float32 result: with `jls.keep_float32` under `autocast`, "
-    "with `preferred_element_type` in code with manual casts.",
+    "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
+    "dot_general": f"Make the operands smaller, or {_FLOAT32_RESULT}",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
-    "reduce_sum": "Take sums in float32 and divide there: `jnp.mean`, or `jnp.sum(x, dtype=jnp.float32)`.",
-    "exp": "Subtract the maximum before (`jax.nn.softmax` and `jax.nn.logsumexp` do), or compute it in float32.",
+    "reduce_sum": "Compute the sum and the subsequent division in float32: use `jnp.mean`, or divide the result of "
+    "`jnp.sum(x, dtype=jnp.float32)`.",
+    "exp": "Subtract the maximum first, as `jax.nn.softmax` and `jax.nn.logsumexp` do, or compute `exp` in float32.",
     "div": "Divide in float32, or bound the divisor from below.",
-    "mul": "Multiply in float32, or make one factor smaller before.",
+    "mul": "Multiply in float32, or make one of the factors smaller.",
 }
-
-
 _OVERFLOW_OF_SCORES = (
-    "Divide the queries by the square root of their dimension before the matmul, or give it a float32 result: with "
-    "`jls.keep_float32` under `autocast`, with `preferred_element_type` in code with manual casts."
+    f"Divide the queries by the square root of their dimension before the matmul, or {_FLOAT32_RESULT}"
 )
 
 
@@ -124,66 +133,79 @@ def suggestion_for(
     is_score: bool = False,
     amplified_by: Site | None = None,
 ) -> str:
-    """Return a suggestion how to fix an operation; "" if nothing is wrong with it.
+    """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
 
     Args:
-      site: the operation.
-      measured: what was measured of its result.
-      is_harmful: whether it makes a result wrong, as `blame` says.
-      is_origin: whether that begins with it.
-      is_autocast: whether it is of a function under `autocast`, which makes its casts.
-      is_score: whether it computes scores of an attention, as `attention_scores` says.
-      amplified_by: the operation that makes its rounding error larger, as `sources_of_rounding` says.
+      site: the result of the operation.
+      measured: the statistics of the result.
+      is_harmful: whether an error of the result propagates to the value or a gradient, according to `blame`.
+      is_origin: whether the error begins in this operation, according to `blame`.
+      is_autocast: whether the function is under `autocast`, which adds the casts.
+      is_score: whether the operation computes attention scores, according to `attention_scores`.
+      amplified_by: the operation that amplifies the rounding error of this operation, according to
+        `sources_of_rounding`.
     """
     is_backward, operation = site.location.is_backward, site.derivative_of
     if measured.nan and not measured.overflow:
         return (
-            "It is not a number in float32 either, so no loss scale helps. Look for a root, a norm or a logarithm at "
-            "zero, and for 0 * inf behind a `jnp.where`."
+            "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm "
+            "of zero, and for 0 * inf hidden by a `jnp.where`."
         )
     if measured.overflow and operation:
         return (
             f"The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
-            f"`{operation}` in float32 (as all statistics of a normalization), or keep it away from zero by a larger "
-            "epsilon."
+            f"`{operation}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to keep "
+            "its operand away from zero."
         )
     if measured.overflow and is_backward:
-        return "A smaller loss scale helps. If it loses other gradients, give this part a scale of its own."
+        return (
+            "Use a smaller loss scale. If other gradients then underflow, give this part of the model a separate loss "
+            "scale."
+        )
     if measured.overflow and is_autocast and site.operation == "convert_element_type":
         return (
-            "`autocast` casts it for the product there. Keep that product in float32, with `jls.keep_float32`, or let "
-            "`find_precision` measure what must be."
+            "`autocast` casts this operand of a matmul on the same line. Keep the matmul in float32 with "
+            "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32."
         )
     if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
         return (
-            "If it is a mask, choose by it: `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. One that is added "
-            "must leave room for what it is added to, such as -1e4. Or take the softmax in float32."
+            "If this is the fill value of a mask, use `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. If the "
+            "mask is added to the scores, use a smaller magnitude, such as -1e4, so that the sum does not overflow. "
+            "Alternatively, compute the softmax in float32."
         )
     if measured.overflow and is_score:
         return _OVERFLOW_OF_SCORES
     if measured.overflow:
-        return _FORWARD_OVERFLOWS.get(site.operation, "Compute it in float32.")
+        return _FORWARD_OVERFLOWS.get(site.operation, f"Compute `{site.operation}` in float32.")
     vanishes = is_harmful and measured.zero > MANY_ZEROS
     if is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0)):
         return (
-            "A larger loss scale helps. If other gradients overflow then, give this branch a scale of its own: "
-            "`jls.scale_gradient` for its result in float32, `jls.unscale_gradient` for its parameters and inputs."
+            "Use a larger loss scale. If other gradients then overflow, give this branch a separate loss scale: Apply "
+            "`jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its parameters and inputs."
         )
     if vanishes:
-        return "A loss scale does not help in the forward pass. Compute it in float32, or make it larger before."
+        return (
+            "A loss scale does not affect the forward pass. Compute this operation in float32, or make its operands "
+            "larger."
+        )
     if not is_origin and amplified_by is not None:
         where = at(amplified_by.location.layer, amplified_by.location.source, amplified_by.instance)
-        suggestion = f"`{amplified_by.operation}`{where} makes its rounding error larger. Compute both in float32"
-        return f"{suggestion}, this one with `jls.keep_float32`." if is_autocast else f"{suggestion}."
+        suggestion = (
+            f"`{amplified_by.operation}`{where} amplifies the rounding error of this operation. Compute both in float32"
+        )
+        return f"{suggestion}, this operation with `jls.keep_float32`." if is_autocast else f"{suggestion}."
     if not is_origin:
         return ""
     parts = float(f"{measured.amplification:.0e}")
     if not is_half(site.aval) and site.operation in SUMS | MATMULS and parts > 1:
         return (
-            f"Its terms cancel: what is left is about one part in {parts:,.0f} of them, and their rounding errors are "
-            "that many times larger in it. Compute the terms in float32, too."
+            f"The terms of this sum cancel. The result is about {parts:,.0f} times smaller than the terms, so their "
+            "rounding errors are amplified by this factor. Compute the terms in float32 as well."
         )
     if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
-        return "A sum in 16 bits stands still when what is added is smaller than its last bit: add up in float32."
-    them = "it and its operands in float32" if is_half(site.aval) else "them in float32, too"
-    return f"It makes the rounding errors of its operands larger. Compute {them}."
+        return (
+            "A sum in 16 bits stops changing when the added numbers are smaller than its last bit. Compute the sum in "
+            "float32."
+        )
+    where = "this operation and its operands in float32" if is_half(site.aval) else "the operands in float32 as well"
+    return f"This operation amplifies the rounding errors of its operands. Compute {where}."

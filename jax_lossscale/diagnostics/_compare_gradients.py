@@ -1,4 +1,4 @@
-"""How far float16's gradients are from float32's, leaf by leaf, as a function of the loss scale."""
+"""Comparison of half-precision gradients with float32 gradients, for each leaf and each loss scale."""
 
 from __future__ import annotations
 
@@ -26,32 +26,39 @@ _MOST_ROWS = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientComparison(Report[LeafGradientError]):
-    """Gradients in float16 compared with those in float32: whether it will train, and the numbers that show it.
+    """The result of `compare_gradients`: a verdict, and the errors of the gradients of each leaf.
 
-    Printed, or shown in a notebook, it says how many products are in half precision, where the first is that is not,
-    and whether the function will train. A table of the leaves follows, the worst first. Iterating over it gives a
-    `LeafGradientError` for each leaf.
+    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision,
+    and the verdict on whether the function will train. A table then lists the errors of the leaves, with the largest
+    errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
+    `LeafGradientError` per leaf.
 
     Attributes:
-      verdict: in a sentence or two: whether it will train, and the scale to start from; or why not, and what helps.
-      cause: ``"none"``, ``"no half precision"``, ``"reference not finite"``, ``"no gradients"``,
-        ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
-        ``"forward rounding"``, or ``"run-time error"``.
-      will_train: whether there is a loss scale with which all gradients are right.
-      loss_scale: the scale to start from, a power of two if the scales compared are; ``None`` if no scale helps.
-      inaccurate_leaves: the paths of the leaves whose gradients are wrong at the best of the scales.
+      verdict: a few sentences that state whether the function will train. They recommend an initial loss scale, or
+        explain why the function will not train and suggest a fix.
+      cause: the main numerical problem: ``"none"``, ``"no half precision"``, ``"reference not finite"``,
+        ``"no gradients"``, ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
+        ``"forward rounding"``, or ``"run-time error"``. The function can train in spite of a problem that a loss scale
+        solves, such as an underflow.
+      will_train: whether all gradients are accurate with at least one of the loss scales compared.
+      loss_scale: the recommended initial loss scale, or ``None`` if no loss scale helps. It is a power of two if all
+        ``loss_scales`` are powers of two.
+      inaccurate_leaves: the paths of the leaves whose gradients are wrong even at the best loss scale; empty if
+        ``will_train`` is True.
       dtype: the name of the half-precision dtype.
-      loss_scales: the scales that were compared, in ascending order.
-      leaves: a `LeafGradientError` for each leaf, the worst first.
-      total: the same for all leaves together.
-      value: the value of the function, which a loss scale does not change.
-      reference_value: that of the reference.
-      opaque_operations: the operations that `in_precision` cannot evaluate in float32. They are in half precision in
-        the reference, too.
-      summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
-      working_scales: those of the scales compared at which all gradients are right.
-      run_time_errors: the scales at which the program raised an error, which counts as an overflow, each with the first
-        sentence of the error message.
+      loss_scales: the loss scales that were compared, in ascending order.
+      leaves: a `LeafGradientError` for each leaf, with the largest errors first. Leaves whose float32 gradients consist
+        of rounding errors come last.
+      total: a `LeafGradientError` for all leaves together.
+      value: the value of the function in half precision, which does not depend on the loss scale.
+      reference_value: the value of the float32 reference.
+      opaque_operations: the operations that `in_precision` cannot evaluate in float32. The reference also computes
+        these operations in half precision.
+      summary: the number of matmuls, the number of matmuls in ``dtype``, and the reason why the first other matmul is
+        not in ``dtype``.
+      working_scales: the loss scales at which all gradients are accurate.
+      run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
+        error counts as an overflow. The message is the first sentence of the original error message.
     """
 
     verdict: str
@@ -73,26 +80,30 @@ class GradientComparison(Report[LeafGradientError]):
     _entries: ClassVar[str] = "leaves"
 
     def _header(self) -> str:
-        lines = [str(self.summary), self.verdict, f"Loss: {self.value:.6g}; reference: {self.reference_value:.6g}."]
+        losses = f"Loss: {self.value:.6g}; float32 reference: {self.reference_value:.6g}."
+        lines = [str(self.summary), self.verdict, losses]
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
-            lines.append(f"Of the loss scales compared, those from {' to '.join(ends)} work.")
+            lines.append(f"All gradients are accurate at the compared loss scales from {' to '.join(ends)}.")
         if self.run_time_errors and self.cause != "run-time error":
             (first, message), *_ = self.run_time_errors
             lines.append(
-                f"At {power_of_two(first)} the program raises an error, which counts as an overflow: {message} So "
-                "would a training step. If the error is equinox's, as those of lineax, optimistix and diffrax are, set "
-                "the environment variable EQX_ON_ERROR=nan: then such a step is skipped."
+                f"At a loss scale of {power_of_two(first)}, the program raises an error, which counts as an overflow: "
+                f"{message} A training step at this loss scale would raise it as well. If equinox raises the error "
+                "(lineax, optimistix and diffrax use equinox), set the environment variable EQX_ON_ERROR=nan so that "
+                "the step is skipped instead."
             )
         if self.opaque_operations:
             names = ", ".join(self.opaque_operations)
-            lines.append(f"Not followed, and in half precision in the reference, too: {names}.")
+            lines.append(f"The float32 reference also computes these operations in half precision: {names}.")
         if any(leaf.is_rounding for leaf in self):
             lines.append(
-                "*: in float32, too, rounding alone changes its gradient by more than 5%, so its errors say nothing."
+                "*: Even in float32, rounding errors change this gradient by more than 5%, so its errors are "
+                "meaningless."
             )
         lines.append(
-            "Relative error of the gradients, by loss scale, where it changes (lost: zero, where the reference is not):"
+            "Relative error of the gradients, for the loss scales at which it changes (lost: nonzero elements that "
+            "become zero):"
         )
         return "\n".join(lines)
 
@@ -114,11 +125,14 @@ class GradientComparison(Report[LeafGradientError]):
             name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
             rows.append(row(name, str(list(leaf.shape)), leaf))
         rest = [f"... {len(shown_leaves) - _MOST_ROWS} more"] * (len(shown_leaves) > _MOST_ROWS)
-        rest += [f"{zero} that {'is' if zero == 1 else 'are'} zero in float32"] * (zero > 0)
+        rest += [f"{zero} {'leaf' if zero == 1 else 'leaves'} with zero gradients in float32"] * (zero > 0)
         return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
 
     def _shown(self, leaves: Sequence[LeafGradientError]) -> list[int]:
-        """Choose the scales, by their positions, at which a digit changes: the ends of each run that is alike."""
+        """Return the indices of the loss scales to print.
+
+        If consecutive loss scales have identical cells in the table, only the first and the last of them are printed.
+        """
         numbers = range(len(self.loss_scales))
         cells = [[(bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
         ends = {0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]}
@@ -136,43 +150,34 @@ def compare_gradients(
     progress: bool | Callable[[Sequence[float]], Iterable[float]] = False,
     **kwargs: Any,
 ) -> GradientComparison:
-    """Compare a function's float16 gradients with float32's at several scales, to see whether it will train.
+    """Compare the half-precision gradients of a function with its float32 gradients at several loss scales.
 
-    For each leaf and each loss scale ``s``, with ``g32`` the gradients of the reference,
-
-        relative_error = norm(unscale(grad(s * fun)) - g32) / norm(g32)
-
-    How this error changes with the scale shows the cause. If it falls, the gradients underflow, which loss scaling
-    cures. If it is flat and large, the forward pass rounds away what matters. If it is infinite at large scales, the
-    backward pass overflows. If it is small as a whole, but 1 for some leaves, a part of the model gets no gradients.
-    The answer is for one batch and one set of parameters: compare again after some training.
-
-    Two programs are compiled: the function, with the scale as an argument, and the reference. Each holds the gradients
-    of only one scale at a time. Every operation rounds to its own dtype, since the compiler may not fuse the casts
-    away.
+    The comparison shows whether the function will train in half precision, and with which initial loss scale. The
+    result is valid for one batch and one set of parameters, so repeat the comparison after some training.
 
     Args:
-      fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
-      *args: its arguments: one batch, and float32 parameters, or a whole model. What has no gradients in one that is
-        differentiated (functions, keys, counters) stays as it is.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: likewise.
+      fun: a scalar-valued function that casts to ``dtype`` internally, as it does in the training step.
+      *args: the positional arguments of ``fun``: the float32 parameters (or a whole model) and one batch. Leaves that
+        have no gradients, such as functions, random keys and counters, are passed to ``fun`` unchanged.
+      argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
+      has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype in which ``fun`` computes.
-      loss_scales: the scales to compare, positive numbers. By default powers of two from ``2**-8`` to ``2**24``, and
-        further where the gradients are very large or very small.
-      reference: the same function in float32, of the same arguments. By default it is made from ``fun``, as by
-        `in_precision`.
-      progress: whether to print a line for each scale, on standard error; or a function that wraps the sequence of
-        scales, such as ``tqdm.tqdm`` or ``rich.progress.track``.
-      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `functools.partial`.
+      loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
+        ``2**-8`` and ``2**24`` are compared, and further powers of two if the gradients are very large or very small.
+      reference: a float32 version of ``fun`` with the same arguments. By default, the reference is derived from
+        ``fun``, as by `in_precision`.
+      progress: whether to print a line to standard error for each loss scale. If it is a function, such as
+        ``tqdm.tqdm`` or ``rich.progress.track``, this function wraps the sequence of loss scales.
+      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
+        `compare_gradients` must be bound to ``fun`` beforehand, with `functools.partial`.
 
     Returns:
       A `GradientComparison`.
 
     Raises:
-      ValueError: if ``dtype`` is no real floating dtype; if ``loss_scales`` is empty or holds anything but positive
-        finite numbers; if there are no gradients; inside `jax.jit` and other transformations.
+      ValueError: if ``dtype`` is not a real floating dtype, if ``loss_scales`` is empty or contains anything other than
+        positive finite numbers, if there are no gradients, or if the function is called inside `jax.jit` or another
+        transformation.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -183,8 +188,25 @@ def compare_gradients(
       >>> comparison = jls.diagnostics.compare_gradients(
       ...     loss_fn, jnp.ones((4, 2)), jnp.ones((8, 4))
       ... )
-      >>> print(comparison.verdict)
-      It will train; start from 2^29.
+      >>> comparison.will_train, comparison.loss_scale
+      (True, 536870912.0)
+
+    Notes:
+      The relative error of a leaf at the loss scale ``s`` is
+
+          norm(unscale(grad(s * fun)) - reference) / norm(reference)
+
+      where ``reference`` is the float32 gradient. The dependence of this error on the loss scale reveals its cause:
+
+      - If the error decreases as the scale increases, the gradients underflow. Loss scaling solves this problem.
+      - If the error is equally large at all scales, it is caused by rounding in the forward pass.
+      - If the error is infinite at large scales, the backward pass overflows.
+      - If the error of all leaves together is small, but the error of some leaves is 1, these leaves receive no
+        gradients.
+
+      Only two programs are compiled: the function, with the loss scale as an argument, and the reference. In addition
+      to the float32 gradients, only the gradients for one loss scale are in memory at a time. The function is compiled
+      without excess precision, so every operation rounds its result to its own dtype.
     """
     if reference is not None:
         check_function(reference, "compare_gradients(reference=...)")
@@ -200,7 +222,10 @@ def compare_gradients(
     with_progress = progress if callable(progress) else _with_progress if progress else iter
     errors = errors_by_scale(gradients, float32_program, scales, with_progress)
     if errors is None:
-        raise ValueError(f"`compare_gradients(argnums={argnums})` selects no floating or complex argument.")
+        raise ValueError(
+            f"`compare_gradients(argnums={argnums})` selects no floating or complex argument. Select an argument with "
+            "parameters."
+        )
     ranges = functools.cache(lambda scale: ranges_at(gradients, scale, progress is True))
     finding = Finder(gradients, errors, ranges).found()
     at = finding.at
@@ -227,7 +252,7 @@ def compare_gradients(
 def _with_progress(scales: Sequence[float]) -> Iterator[float]:
     for done, scale in enumerate(scales, 1):
         yield scale
-        report_progress("compare_gradients", f"{done} of {len(scales)} loss scales; {power_of_two(scale)}")
+        report_progress("compare_gradients", f"compared {done} of {len(scales)} loss scales ({power_of_two(scale)})")
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
@@ -236,7 +261,7 @@ def _checked_scales(loss_scales: Sequence[float]) -> list[float]:
     are_positive = all(0 < scale <= float(np.finfo(np.float32).max) for scale in scales)
     if not scales or not are_positive or not all(map(is_number, numbers)):
         raise ValueError(
-            f"`compare_gradients(loss_scales=...)` must be positive finite numbers, got {loss_scales!r}. By default "
-            "useful ones are chosen."
+            f"`compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got {loss_scales!r}. "
+            "Omit this argument to use the default scales."
         )
     return scales

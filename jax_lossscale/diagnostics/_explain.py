@@ -1,4 +1,4 @@
-"""How a run stands, from its state: what was bad, why, and what to do."""
+"""Explanation of the state of a training run: why steps were skipped, and how to fix the cause."""
 
 from __future__ import annotations
 
@@ -27,75 +27,83 @@ from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
-# A dynamic scale costs one step in `increment_period`; from here on something else is going on.
-_LARGE_SHARE_OF_SKIPS = 0.01
+# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If a
+# larger fraction of the steps is skipped, there is another cause.
+_LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
-# If more than this fraction of the steps, and at least this number, is skipped, one kind of batch can be the cause.
-_SHARE_OF_A_KIND = 1 / 500
+# If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be
+# the cause.
+_FRACTION_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
-# It takes 15 skipped steps from the default scale, 2**15, down to 1.
+# Starting from the default loss scale, 2**15, 15 consecutive skipped steps lower the scale to 1. If more consecutive
+# steps are skipped, the cause is not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
-# Powers of two that the scale is below what the gradients allow, before it is told: `AutoLossScale` keeps a few free.
-_MUCH_ROOM = 6
-# From so much room on, the gradients may be unscaled, or clipped outside of `loss_scaled`, without any other sign.
-_ROOM_OF_UNSCALED = 12
+# Unused headroom of the loss scale is reported if it is at least this number of bits. `AutoLossScale` always leaves a
+# few bits unused.
+_REPORTED_HEADROOM = 6
+# If at least this number of bits is unused, the gradients may be unscaled, or clipped outside of `loss_scaled`.
+_HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# Of the causes of a bad step, those in the gradients.
-_OF_GRADIENTS = ("nan", "infinity", "grads_finite", "gradients")
+# The causes of skipped steps that concern the gradients.
+_GRADIENT_CAUSES = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-# What was bad, as a clause; where nothing was recorded, what it may have been.
-_WHY = CAUSES | {
+# Clauses that describe the causes. The last two causes are used if the cause was not recorded.
+_CLAUSES = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
-_COMPARE = "`compare_gradients(loss_fn, params, batch)` says"
-_FROZEN = "a `value_and_scaled_grad` made before the loop, whose scale stays (make it inside the step)"
-_SKIPPING = 'To have such steps skipped, take `FixedLossScale(..., skip_nonfinite=True)` or "dynamic".'
+_COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
+_INSIDE_THE_STEP = (
+    "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
+    "changes"
+)
+_HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the loss scale "dynamic".'
 _LOSS = (
-    f"No loss scale changes the loss. {_COMPARE} whether it is finite in float32, and which operation is at fault.\n"
-    "If it is not, look for NaN in the batch, for a logarithm or a division of zero, and at the learning rate."
+    f"The loss does not depend on the loss scale. {_COMPARE} whether the loss is finite in float32, and which "
+    "operation causes the problem.\n"
+    "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by zero, "
+    "and the learning rate."
 )
-# What to do about the causes that are not in the gradients.
-_CURES = {
+# Advice for the causes that do not concern the gradients.
+_ADVICE = {
     "loss": _LOSS,
-    "skip_if": "That is a condition of your own; the scale stays.",
-    _LOSS_OR_CONDITION: f"If it was the loss: {_LOSS}",
+    "skip_if": "`skip_if` is your own condition, and it does not change the loss scale.",
+    _LOSS_OR_CONDITION: f"If `skip_if` was false, the loss was not finite. {_LOSS}",
 }
-_BATCH = (
-    "for NaN, for the norm of a zero vector, and for a mask that leaves nothing: `nonfinite_report(batch)`, and "
-    "`range_report(loss_fn, params, batch)` names the line."
+_BATCH_CHECKS = (
+    "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
+    "every element. `range_report(loss_fn, params, batch)` shows the line of code."
 )
-_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not fall: are the gradients scaled? {HOW_TO_SCALE}"
+_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (
-    "If these are always batches of the same kind, the model does not learn from this kind. Log which batches are "
+    "If the skipped batches are always of the same kind, the model does not learn from them. Log which batches are "
     'skipped, as shown in the guide, "Skipped steps: which batches are skipped?".'
 )
-_HAVE_IT_KEPT = "Which leaf it was, and whether NaN or infinity, `record_bad_steps=True` keeps."
+_HOW_TO_RECORD = (
+    "To record which leaf was not finite, and whether it contained NaN or infinity, use "
+    "`loss_scaled(..., record_bad_steps=True)`."
+)
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
-    """Say in plain sentences how a run stands, why steps are skipped, and what to try.
+    """Return a text that explains the state of a training run, why steps are skipped, and how to fix the cause.
 
-    Call it on the host: it waits for the device. With ``loss_scaled(..., record_bad_steps=True)``, it says when the
-    last bad step was, which leaf was bad, and how; without, it says what the reason may have been. It says how large
-    the gradients are if the loss scale measures them, as `AutoLossScale` does. From step 20 on, an `AutoLossScale` also
-    shows whether the gradients are scaled, see `raise_if_stuck`. With another loss scale, if no step was skipped, the
-    text ends with a question to check. For what the state does not show, it refers to `compare_gradients` and
-    `range_report`.
+    Call this function on the host, because it waits for the device.
 
     Args:
-      opt_state: any optimizer state that holds one `LossScaledState`.
-      params: the current parameters. They are checked, since a NaN in them explains all that follows, and they give the
-        path of the bad leaf. ``None`` counts as a leaf in them, as in `first_nonfinite`. Without them, a part of the
-        optimizer's state that has a number for each leaf, such as a moment of Adam, gives the path.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`.
+      params: the current parameters. The text reports whether they are finite, because a NaN in the parameters makes
+        every later step non-finite. The parameters also provide the path of the non-finite leaf. ``None`` counts as a
+        leaf, as in `first_nonfinite`. Without ``params``, the path is taken from a part of the optimizer state with the
+        same tree structure, such as a moment of Adam.
 
     Returns:
       A few lines of text.
 
     Raises:
-      ValueError: if there is no such state, more than one, a batch of runs, or a traced one; if ``params`` has fewer
-        leaves than the gradients, and the bad one is missing.
+      ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`; if this state is traced or contains a
+        batch of runs; if ``params`` has so few leaves that the non-finite leaf of the gradients is missing.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -107,9 +115,21 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       ... )
       >>> print(jls.diagnostics.explain(state, params))
       The loss scale is 2^0 = 1 (AutoLossScale).
-      Of 1 step, 0 were applied and 1 skipped.
-      The last step was skipped: there was an infinity in the gradients, first in ['kernel'].
-      That is how the scale finds what the gradients tolerate: there is nothing to do.
+      Of 1 step, 0 were applied and 1 was skipped.
+      The last step was skipped because there was an infinity in the gradients, first in ['kernel'].
+      This is how the loss scale adapts to the size of the gradients. You do not need to do anything.
+
+    The text depends on the configuration of `loss_scaled`:
+
+    - With ``record_bad_steps=True``, the text reports when the last non-finite or skipped step occurred, which leaf was
+      not finite, and whether it contained NaN or infinity. Otherwise, the text lists the possible causes.
+    - With an `AutoLossScale`, the text reports the largest gradient. From step 20 on, it also reports if the gradients
+      do not seem to be scaled (see `raise_if_stuck`).
+    - With any other loss scale, if no step was skipped, the text ends with a reminder to check whether the gradients
+      are scaled.
+
+    The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
+    `range_report`, which find the operation.
     """
     try:
         state = own_numbers(opt_state, "explain(opt_state=...)")
@@ -121,15 +141,16 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     check_is_concrete(state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
-            f"`explain(opt_state=...)` holds a batch of runs, of shape {np.shape(state.consecutive_skips)}. Pass one "
-            "of them: `jax.tree.map(lambda leaf: leaf[0], opt_state)`."
+            "`explain(opt_state=...)` must be the state of a single run, got a batch of runs with shape "
+            f"{np.shape(state.consecutive_skips)}. Pass the state of one run, such as "
+            "`jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
-    told = "\n".join(_told(state, params))
-    return "\n".join(dict.fromkeys(told.splitlines()))
+    text = "\n".join(_sentences(state, params))
+    return "\n".join(dict.fromkeys(text.splitlines()))
 
 
-def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Say what there is to tell of a state."""
+def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
+    """Yield the sentences of the explanation."""
     loss_scale, skips = state.loss_scale, int(state.consecutive_skips)
     scale, kind = float(loss_scale()), type(loss_scale).__name__
     power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
@@ -138,26 +159,26 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
     else:
         yield f"There is no loss scale, and the gradients are not checked ({kind})."
     applied, skipped = int(state.applied_steps), int(state.skipped_steps)
-    yield f"Of {_steps(applied + skipped)}, {applied} were applied and {skipped} skipped."
+    yield f"Of {_steps(applied + skipped)}, {applied} {_were(applied)} applied and {skipped} {_were(skipped)} skipped."
 
     cause, are_finite = _cause_of_last_step(state), _are_finite(params)
-    why = _why(cause, state, params)
+    why = _clause(cause, state, params)
     if skips == 1:
-        yield f"The last step was skipped: {why}."
+        yield f"The last step was skipped because {why}."
     elif skips:
         yield f"The last {skips} steps were skipped, the last one because {why}."
-    elif cause and are_finite:
-        yield f"In the last step {why}. It was applied, and the parameters are finite all the same."
     elif cause:
-        yield f"In the last step {why}, and the step was applied."
-        if are_finite is None:
-            yield f"The parameters are lost. Restart from a checkpoint. {_SKIPPING}"
+        yield f"The last step was applied although {why}."
+        if are_finite:
+            yield "The parameters are still finite."
+        elif are_finite is None:
+            yield f"The parameters are probably no longer finite. Restart from a checkpoint. {_HOW_TO_SKIP}"
     else:
-        yield from _before(state, params)
-    if skips and are_finite is not False:  # else no other cause is to be looked for
-        yield from _suggestions(cause, state)
+        yield from _about_earlier_steps(state, params)
+    if skips and are_finite is not False:  # non-finite parameters are the cause of all later skipped steps
+        yield from _advice_on_last_step(cause, state)
     elif not cause and are_finite is not False:
-        yield from _of_gradients(state)
+        yield from _about_gradients(state)
 
     measures = isinstance(loss_scale, AutoLossScale)
     if applied and not skipped and not cause and are_finite is not False and scale != 1 and not measures:
@@ -165,24 +186,26 @@ def _told(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str
 
     if are_finite is False:
         where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
-        lost = f"The parameters themselves are not finite, first in {where}, and so no loss can be."
+        lost = f"The parameters are not finite, first in {where}, so the loss cannot be finite either."
         if loss_scale.skip_nonfinite:
-            yield f"{lost} Restart from a checkpoint. Look at how they began, at the learning rate, and for {_FROZEN}."
+            yield f"{lost} Restart from a checkpoint."
+            yield f"Check the initial parameters and the learning rate, and {_INSIDE_THE_STEP}."
         else:
-            yield f"{lost} Most likely a step with bad gradients was applied. Restart from a checkpoint. {_SKIPPING}"
+            yield f"{lost} Most likely, a step with non-finite gradients was applied."
+            yield f"Restart from a checkpoint. {_HOW_TO_SKIP}"
     elif are_finite and skips and cause != "skip_if":
         largest = max(nonfinite_report(params), key=lambda leaf: leaf.largest_finite or 0.0)
         if (largest.largest_finite or 0.0) ** 2 > limits_of(jnp.float16).largest:
             where = largest.path or "the only leaf"
             yield (
-                f"A parameter is as large as {largest.largest_finite:.2g}, in {where}. It leaves float16's range where "
-                "it is cast or multiplied."
+                f"The largest parameter is {largest.largest_finite:.2g}, in {where}, and may exceed the range of "
+                "float16 if it is cast or multiplied."
             )
-            yield "If training brought it there, restart from a checkpoint. Take a smaller learning rate."
+            yield "If it became so large during training, restart from a checkpoint with a smaller learning rate."
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Find out why the last step was bad; "" if it was good."""
+    """Return why the last step was skipped or not finite, or "" if it was applied and finite."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -194,14 +217,15 @@ def _cause_of_last_step(state: LossScaledState) -> str:
     return _LOSS_OR_CONDITION if skips else ""
 
 
-def _why(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+def _clause(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    """Return a clause that describes a cause, with the path of the non-finite leaf if it was recorded."""
     record = state.last_bad_step
     where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
-    return _WHY[cause].format(where=where) if cause else ""
+    return _CLAUSES[cause].format(where=where) if cause else ""
 
 
 def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """Name the bad leaf by its path in the parameters, or in a part of the optimizer's state with the same names."""
+    """Return the path of a leaf in the parameters, or in a part of the optimizer state with the same structure."""
     if params is None:
         parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > leaf]
         named = [part for part in parts if not jax.tree_util.all_leaves([part])]
@@ -211,50 +235,51 @@ def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> 
     num_leaves = len(_tree.leaves_and_nones(params))
     if num_leaves <= leaf:
         raise ValueError(
-            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had more than {leaf}. Pass "
-            "a tree of the structure of the gradients, such as the parameters that they were taken with respect to."
+            f"`explain(params=...)` has {num_leaves} leaves, but the gradients had more than {leaf}. Pass a tree with "
+            "the same structure as the gradients, such as the parameters that were differentiated."
         )
     return leaf_path(params, leaf) or "the only leaf"
 
 
 def _parts(inner_state: Any) -> list[Any]:
-    """List what the states of transformations hold, which are tuples."""
+    """Return the fields of the states of all inner transformations, which are tuples, as a flat list."""
     if not isinstance(inner_state, tuple):
         return [inner_state]
     return [part for each in inner_state for part in _parts(each)]
 
 
-def _suggestions(cause: str, state: LossScaledState) -> Iterator[str]:
-    """Say what to do about a step that was skipped."""
-    if cause not in _OF_GRADIENTS:
-        yield _CURES[cause]
+def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
+    """Yield advice about the last step, which was skipped."""
+    if cause not in _GRADIENT_CAUSES:
+        yield _ADVICE[cause]
         return
     loss_scale = state.loss_scale
     if cause == "gradients":
-        yield "Where it was, only `record_bad_steps=True` keeps."
+        yield _HOW_TO_RECORD
     is_at_floor = is_at_its_floor(loss_scale)
     if is_at_floor:
-        yield "The scale cannot go lower."
+        yield "The loss scale is at its lower bound."
     if not is_at_floor and cause == "infinity":
-        yield "That is how the scale finds what the gradients tolerate: there is nothing to do."
+        yield "This is how the loss scale adapts to the size of the gradients. You do not need to do anything."
     elif not is_at_floor and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
-        yield "If that came of an overflow, it goes away when the scale falls, and there is nothing to do."
+        yield "If an overflow caused this, a lower loss scale will fix it. You do not need to do anything."
     elif cause == "gradients":
-        yield "Ask `nonfinite_report(grads)` which leaf it is, or have it kept: `record_bad_steps=True`."
-        yield _CURES[_LOSS_OR_CONDITION]
+        yield "To find the non-finite leaf, you can also call `nonfinite_report(grads)`."
+        yield _ADVICE[_LOSS_OR_CONDITION]
     elif cause == "nan":
-        yield f"An overflow goes away when the scale falls, and this NaN does not. {_COMPARE} where it begins."
+        yield f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins."
     elif isinstance(loss_scale, FixedLossScale):
-        yield 'Take a smaller one, or "dynamic", which finds one.'
+        yield 'Use a smaller loss scale, or "dynamic", which finds a suitable one.'
     elif loss_scale() <= 1:
-        yield f"The gradients overflow almost without a scale. Look for a sum where a mean is meant, and for {_FROZEN}."
-        yield f"Or allow a lower scale with `min_loss_scale`. {_COMPARE} where they overflow."
+        yield f"The gradients overflow even at a loss scale of {power_of_two(float(loss_scale()))}."
+        yield f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}."
+        yield f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow."
     else:
-        yield "Allow a lower one with `min_loss_scale`."
+        yield "Decrease `min_loss_scale`, so that the loss scale can become smaller."
 
 
-def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Look at the steps before the last, which was good."""
+def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
+    """Yield sentences about earlier steps, if the last step was applied and finite."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
@@ -263,29 +288,32 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[s
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(steps - 1 - int(record.step))
-        yield f"The last bad step was {ago} ago: {_why(cause, state, params)}."
+        yield f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}."
         was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
-        again = f"so it was that batch, and not the scale.\nIf it comes again, look in that batch {_BATCH}"
+        again = (
+            f"Therefore, the cause was that batch, not the scale.\nIf it happens again, check the batch {_BATCH_CHECKS}"
+        )
         if cause == "loss":
-            yield f"Losses have been finite since, and no loss scale changes them: {again}"
+            yield f"All later losses were finite, and the loss does not depend on the loss scale. {again}"
         elif moves and was_the_batch:
             now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
-            yield f"The scale is again as high as on that step ({now} now, {then} then), and steps are finite: {again}"
-        elif moves and cause in _OF_GRADIENTS and loss_scale() < record.loss_scale:
-            yield "The scale has been lower since, and no step was bad, as after an overflow."
+            yield f"The loss scale is again as high as in that step ({now} now, {then} then), and steps are finite."
+            yield again
+        elif moves and cause in _GRADIENT_CAUSES and loss_scale() < record.loss_scale:
+            yield "Since then, the loss scale has been lower and all steps were finite, as usual after an overflow."
     if moves and is_at_its_floor(loss_scale) and skipped:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         yield (
-            "The scale is at its floor. Steps that were not finite brought it there, and in float16 gradients below "
-            f"{zero:.1g} are zero there."
+            "The loss scale is at its lower bound, because steps were not finite. At this loss scale, gradients below "
+            f"{zero:.1g} become zero in float16."
         )
         if record is None:
-            yield _HAVE_IT_KEPT
-    may_be_of_one_kind = cause in ("", *_OF_GRADIENTS) and not was_the_batch and _may_be_of_one_kind(state)
-    if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_SHARE_OF_SKIPS * steps:
+            yield _HOW_TO_RECORD
+    may_be_of_one_kind = cause in ("", *_GRADIENT_CAUSES) and not was_the_batch and _may_be_of_one_kind(state)
+    if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_FRACTION_OF_SKIPS * steps:
         yield f"{skipped / steps:.0%} of all steps were skipped."
         if not was_the_batch:
-            yield from _cures_of_many(cause, loss_scale)
+            yield from _advice_on_many_skips(cause, loss_scale)
     elif may_be_of_one_kind:
         yield f"{skipped / steps:.1%} of all steps were skipped."
     if may_be_of_one_kind:
@@ -293,62 +321,68 @@ def _before(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[s
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
-    """Return whether more steps are skipped than the loss scale needs to find its value."""
+    """Return whether so many steps were skipped that the search for the loss scale does not explain them."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
-    share = _SHARE_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)  # growth causes overflows, too
+    # Each growth of the loss scale may cause an overflow.
+    share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     steps = int(state.applied_steps) + int(state.skipped_steps)
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
 
 
-def _cures_of_many(cause: str, loss_scale: LossScale) -> Iterator[str]:
-    """Say what to do about many skipped steps, of which the last that is known had this cause."""
-    if cause and cause not in _OF_GRADIENTS:
-        yield _CURES[cause]
+def _advice_on_many_skips(cause: str, loss_scale: LossScale) -> Iterator[str]:
+    """Yield advice about frequently skipped steps; ``cause`` is the last recorded cause, or ""."""
+    if cause and cause not in _GRADIENT_CAUSES:
+        yield _ADVICE[cause]
     elif not loss_scale.skip_nonfinite:
-        yield _CURES[_LOSS_OR_CONDITION]
+        yield _ADVICE[_LOSS_OR_CONDITION]
     elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance < 0:
-        yield "They come at scales at which other steps are finite, so the scale is not the cause."
-        yield f"Look in those batches {_BATCH}"
+        yield "Other steps at the same loss scales are finite, so the loss scale is not the cause."
+        yield f"Check the skipped batches {_BATCH_CHECKS}"
     else:
         if not cause:
-            yield _HAVE_IT_KEPT
+            yield _HOW_TO_RECORD
         if hasattr(loss_scale, "increment_period"):
-            yield "If these are overflows, a longer `increment_period` makes them rarer."
+            yield "If overflows are the cause, increase `increment_period` to make them less frequent."
 
 
 def _steps_of_a_search(loss_scale: LossScale) -> float:
-    """Count the steps that may have been skipped on the way down from where the scale started."""
+    """Return the number of skipped steps that would lower the scale from its initial value to the current value."""
     start = getattr(loss_scale, "initial_loss_scale", None)
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
-def _of_gradients(state: LossScaledState) -> Iterator[str]:
-    """Look at the gradients of a last step that was good."""
+def _about_gradients(state: LossScaledState) -> Iterator[str]:
+    """Yield sentences about the size of the gradients, if the last step was applied and finite."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
     if math.isnan(largest):
         yield (
-            "The largest gradient of the last step could not be measured. If `update` was told `grads_finite=True`, "
-            "that was wrong: the gradients were not finite, and the step was applied."
+            "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
+            "`update`, this was wrong, because the gradients were not finite. The step was applied."
         )
         return
     if largest == 0:
-        yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are in float32."
-        yield "If they are not, float16 lost them, or they were never scaled: take `jls.value_and_scaled_grad`."
+        yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32."
+        yield "If they are not, they underflowed in float16 or were not scaled. Use `jls.value_and_scaled_grad`."
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if seem_unscaled(state):
         yield (
-            f"The scale times the largest gradient is {largest * scale:.2g}, far below float16's limit, because the "
-            "gradient has shrunk as the scale has grown. Most likely the gradients are not scaled."
+            f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
+            "number, because the gradients became smaller while the loss scale became larger. Most likely, the "
+            "gradients are not scaled."
         )
         yield HOW_TO_SCALE
-    elif room >= _MUCH_ROOM:
-        yield f"The scale is 2^{room} below what that would allow in float16."
-        if room >= _ROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
+    elif room >= _REPORTED_HEADROOM:
+        yield f"The loss scale could be 2^{room} times larger without an overflow of this gradient in float16."
+        if room >= _HEADROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _steps(number: int) -> str:
@@ -356,7 +390,7 @@ def _steps(number: int) -> str:
 
 
 def _are_finite(params: chex.ArrayTree | None) -> bool | None:
-    """Tell whether the parameters are finite; ``None`` where they are not given, or have no values."""
+    """Return whether all parameters are finite, or None if they are not given or are not concrete arrays."""
     leaves = _tree.inexact_leaves(params)
     if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
         return None

@@ -1,4 +1,4 @@
-"""How many numbers lie between two powers of two, how many a dtype would lose, and the loss scale that saves them."""
+"""Histograms of floating-point exponents, the fraction of gradients that underflow, and loss scales that prevent it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
-    "All gradients are exactly zero. If anything that made them was float16, they may all have been lost there: "
-    "compute them once in float32, or with a larger loss scale."
+    "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute them once "
+    "in float32 or with a larger loss scale."
 )
 
 
@@ -34,15 +34,16 @@ _ALL_ZERO = (
 )
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
-    """How many numbers lie between one power of two and the next; a pytree.
+    """The number of values between each power of two and the next. A histogram is a pytree.
 
     Attributes:
-      counts: ``uint32[n]``: ``counts[i]`` numbers have a magnitude from ``2**exponents[i]`` to below twice that.
-      zeros: ``uint32[]``, exact zeros.
-      subnormals: ``uint32[]``, numbers that are subnormal in the dtype of their leaf. To see those of float16 by power
-        of two, cast the tree to float32 first.
-      nonfinite: ``uint32[]``, NaN and infinities.
-      smallest_exponent: the exponent of ``counts[0]``: -126, or -1022 if a leaf has 64 bits.
+      counts: ``uint32[n]``. ``counts[i]`` is the number of values whose magnitude is at least ``2**exponents[i]`` and
+        less than ``2 * 2**exponents[i]``.
+      zeros: ``uint32[]``, the number of exact zeros.
+      subnormals: ``uint32[]``, the number of values that are subnormal in the dtype of their leaf. To count the
+        subnormal numbers of a float16 tree by power of two, cast the tree to float32 first.
+      nonfinite: ``uint32[]``, the number of NaN and infinite values.
+      smallest_exponent: the exponent of ``counts[0]``: -126, or -1022 if a leaf is float64 or complex128.
     """
 
     counts: jax.Array
@@ -53,27 +54,28 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> np.ndarray:
-        """``int[n]``: the powers of two that ``counts`` belongs to."""
+        """The exponent of each element of ``counts``: ``int[n]``."""
         return self.smallest_exponent + np.arange(self.counts.shape[-1])
 
 
 def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
-    """Count the numbers of a tree by power of two.
+    """Count the values in a pytree by power of two.
 
-    Exact, also for subnormal numbers. Works under `jax.jit`, and on arrays that are sharded over a mesh without
-    gathering them.
+    The counts are exact, even for subnormal numbers. The function works under `jax.jit`. Arrays that are sharded over
+    several devices are not gathered.
 
     Args:
-      tree: any pytree; its floating and complex leaves are counted, of a complex one both parts.
-      per_leaf: whether to count each leaf by itself.
+      tree: a pytree of arrays. The values in its floating and complex leaves are counted. The real and imaginary parts
+        of a complex value are counted separately.
+      per_leaf: whether to return one histogram per leaf.
 
     Returns:
-      An `ExponentHistogram`; with ``per_leaf``, a tree of them in the structure of ``tree``, with ``None`` for every
-      leaf of integers, keys and the like.
+      An `ExponentHistogram`. With ``per_leaf=True``, a tree of histograms with the structure of ``tree``, in which
+      ``None`` replaces each leaf that is neither floating nor complex, such as integers and random keys.
 
     Raises:
-      ValueError: if ``tree`` is no pytree of arrays; if more numbers would be counted together than a ``uint32``
-        holds, 4 294 967 295.
+      ValueError: if ``tree`` is not a pytree of arrays, or if a histogram would count more than 4,294,967,295 values,
+        the largest ``uint32``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -95,10 +97,10 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     for group in [[leaf] for leaf in leaves] if per_leaf else [leaves]:
         size = sum(np.size(leaf) * (2 if jnp.iscomplexobj(leaf) else 1) for leaf in group)
         if size > _LARGEST_COUNT:
-            cure = "Count parts of the leaf." if per_leaf else "Use `per_leaf=True` and add up on the host."
+            fix = "Split the leaf." if per_leaf else "Use `per_leaf=True` and add the counts of the leaves on the host."
             raise ValueError(
-                f"`exponent_histogram(tree=...)` holds {size} numbers, more than a uint32 counts, {_LARGEST_COUNT}. "
-                f"{cure}"
+                f"`exponent_histogram(tree=...)` must contain at most {_LARGEST_COUNT} numbers per histogram (the "
+                f"largest uint32), got {size}. {fix}"
             )
     if per_leaf:
         return jax.tree.map(lambda leaf: _histogram_of([leaf]) if _tree.is_inexact(leaf) else None, tree)
@@ -113,14 +115,14 @@ def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
 
 @partial(jax.jit, static_argnums=1)
 def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
-    """Count zeros, subnormal numbers, those of each exponent of the layout, and what is not finite: ``uint32``."""
+    """Return the number of zeros, subnormals, normal numbers by exponent, and non-finite numbers, in this order."""
     numbers, dtype = bits.joined(part), jnp.result_type(part[0])
     own = bits.layout_of(dtype)
     smallest_normal = bits.bits_of(float(jnp.finfo(dtype).smallest_normal), own)
     field = (numbers >> own.mantissa_bits).astype(jnp.int32)
     row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
     row = jnp.where(numbers < smallest_normal, jnp.where(numbers == 0, 0, 1), row)
-    # Arrays of explicit sharding want to be told that the table is on every device.
+    # If the mesh has explicit axes, JAX requires an `out_sharding`. The table is replicated.
     is_explicit = bool(jax.typeof(row).sharding.mesh.explicit_axes)
     everywhere: dict[str, Any] = {"out_sharding": PartitionSpec(None)} if is_explicit else {}
     return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), **everywhere)
@@ -134,13 +136,13 @@ def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
 
 
 class Underflow(NamedTuple):
-    """What a cast to half precision would do to the small numbers. Printed with `print`, it is a sentence.
+    """The fractions of numbers that a cast would make zero or subnormal. `print` displays the fractions as text.
 
     Attributes:
-      zero: ``float32[]``, the share that would become zero, of the finite numbers that are not zero.
-      subnormal: ``float32[]``, the share of these that would become subnormal, and lose digits.
-      already_zero: ``float32[]``, the share of all finite numbers that are zero before the cast. If it is 1, there are
-        no other numbers, and the other shares are 0.
+      zero: ``float32[]``, the fraction of the finite nonzero numbers that would become zero.
+      subnormal: ``float32[]``, the fraction of the finite nonzero numbers that would become subnormal and lose digits.
+      already_zero: ``float32[]``, the fraction of all finite numbers that are zero before the cast. If ``already_zero``
+        is 1, the other fractions are 0.
     """
 
     zero: jax.Array
@@ -153,21 +155,21 @@ class Underflow(NamedTuple):
         if self.already_zero == 1:
             return _ALL_ZERO
         return (
-            f"{self.zero:.3%} would become zero, {self.subnormal:.3%} subnormal; beside these, {self.already_zero:.3%} "
-            "of all are zero already."
+            f"{self.zero:.3%} of the nonzero numbers would become zero, and {self.subnormal:.3%} would become "
+            f"subnormal.\n{self.already_zero:.3%} of all numbers are already zero."
         )
 
 
 class LossScaleSuggestion(NamedTuple):
-    """A loss scale that fits the gradients it was made from. Printed with `print`, it is a sentence.
+    """The loss scale that `suggest_loss_scale` computed from gradients. `print` displays the suggestion as text.
 
     Attributes:
       loss_scale: ``float32[]``, a power of two.
-      rescued: ``float32[]``, of the finite gradients that are not zero, the share that would be zero without this scale
-        and is not zero with it.
-      largest: ``float32[]``, the largest finite magnitude.
-      already_zero: ``float32[]``, the share of the finite gradients that are zero, and that no scale brings back. If it
-        is 1, no scale can be suggested, and ``loss_scale`` is 1.
+      rescued: ``float32[]``, the fraction of the finite nonzero gradients that would become zero without this scale but
+        not with it.
+      largest: ``float32[]``, the largest finite magnitude among the gradients.
+      already_zero: ``float32[]``, the fraction of the finite gradients that are zero in the input. No scale can restore
+        them. If ``already_zero`` is 1, no scale can be suggested, and ``loss_scale`` is 1.
     """
 
     loss_scale: jax.Array
@@ -179,30 +181,32 @@ class LossScaleSuggestion(NamedTuple):
         if isinstance(self.loss_scale, jax.core.Tracer) or np.ndim(self.loss_scale):
             return repr(self)
         if self.already_zero == 1:
-            return f"No loss scale follows. {_ALL_ZERO}"
+            return f"No loss scale can be suggested. {_ALL_ZERO}"
         return (
-            f"2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits a largest gradient of "
-            f"{self.largest:.4g}, and rescues {self.rescued:.3%}; {self.already_zero:.3%} of all are zero already."
+            f"A loss scale of 2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits the largest gradient, "
+            f"{self.largest:.4g}.\nIt prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
+            f"{self.already_zero:.3%} of all gradients are already zero."
         )
 
 
 def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, per_leaf: bool = False) -> Any:
-    """The share of gradients that a dtype would lose below its range.
+    """Return the fraction of gradients that would underflow in a dtype.
 
-    Gradients that are zero already, or not finite, do not count in these shares: half of the gradients behind a ReLU
-    are zero, and no dtype has lost them. But gradients that a float16 backward pass has lost are zeros, too. So the
-    share of zeros is given as well, as ``already_zero``. If it is large, compute ``grads`` in float32, and call this
-    again.
+    Gradients that are already zero or are not finite are excluded from these fractions. For example, half of the
+    gradients of a ReLU are exactly zero, although no dtype lost them. However, gradients that underflowed in a float16
+    backward pass are exactly zero as well. The fraction of zeros is therefore returned as ``already_zero``. If it is
+    large, compute ``grads`` in float32 and call this function again.
 
     Args:
-      grads: any pytree. To learn what a run would lose, pass *unscaled* gradients computed in a wider dtype; to learn
-        what it would lose with a loss scale, multiply them by it.
-      dtype: a floating dtype. Rounding to nearest, ties to even, decides what becomes zero or subnormal in it.
-      per_leaf: whether to measure each leaf by itself.
+      grads: a pytree of gradients. To measure the underflow of a run without a loss scale, pass *unscaled* gradients
+        that were computed in float32. To measure the underflow with a loss scale, multiply these gradients by it.
+      dtype: the floating dtype to which the gradients would be cast. The cast rounds to nearest, with ties to even.
+      per_leaf: whether to return the fractions of each leaf separately.
 
     Returns:
-      An `Underflow`. Where there are no numbers, the shares are 0. With ``per_leaf``, a tree of them in the structure
-      of ``grads``, with ``None`` for every leaf of integers, keys and the like.
+      An `Underflow`, whose fractions are 0 if there are no numbers. With ``per_leaf=True``, a tree of `Underflow` with
+      the structure of ``grads``, in which ``None`` replaces each leaf that is neither floating nor complex, such as
+      integers and random keys.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype.
@@ -216,7 +220,8 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
       >>> float(lost.zero), float(lost.subnormal)
       (0.25, 0.25)
       >>> print(lost)
-      25.000% would become zero, 25.000% subnormal; beside these, 20.000% of all are zero already.
+      25.000% of the nonzero numbers would become zero, and 25.000% would become subnormal.
+      20.000% of all numbers are already zero.
     """
     _tree.check_tree(grads, "underflow_fraction(grads=...)")
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
@@ -231,26 +236,31 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
 def suggest_loss_scale(
     grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, headroom: float = 8.0
 ) -> LossScaleSuggestion:
-    """The largest power of two that leaves the largest gradient room below the top of a dtype.
+    """Return the largest loss scale at which the gradients do not overflow, with some headroom.
 
-    ``largest * loss_scale * headroom <= finfo(dtype).max``, and ``1 <= loss_scale <= 2**127``. The headroom is there
-    because the gradients of the next batch may be larger.
+    The loss scale is the largest power of two that satisfies both conditions::
 
-    A suggestion becomes outdated as the gradients change. At the end of five of eight small trainings, what the first
-    step had suggested was off by ``2**3`` to ``2**13``. So call this again within the first hundred steps, and whenever
-    the loss has fallen by much; or let a scale that moves follow the gradients from there:
-    ``DynamicLossScale(suggestion.loss_scale)``.
+        largest * loss_scale * headroom <= finfo(dtype).max
+        1 <= loss_scale <= 2**127
+
+    Here, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the gradients of the
+    next batch may be larger.
+
+    The suggestion becomes outdated as the gradients change. At the end of five of eight small training runs, the
+    suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
+    within the first hundred steps and whenever the loss has decreased considerably. Alternatively, start from a dynamic
+    loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
 
     Args:
-      grads: *unscaled* gradients, any pytree, best computed in float32 at a loss scale of 1.
-      dtype: the floating dtype that the backward pass is to compute in.
-      headroom: how many times larger gradients may become, at least 1.
+      grads: a pytree of *unscaled* gradients, preferably computed in float32 at a loss scale of 1.
+      dtype: the floating dtype in which the backward pass will be computed.
+      headroom: the factor by which the gradients may grow before they overflow, at least 1.
 
     Returns:
-      A `LossScaleSuggestion`. If no finite gradient differs from zero, its loss scale is 1; see ``already_zero``.
+      A `LossScaleSuggestion`. If there is no finite nonzero gradient, the suggested loss scale is 1.
 
     Raises:
-      ValueError: if ``dtype`` is not a real floating dtype, or ``headroom`` less than 1 or not finite.
+      ValueError: if ``dtype`` is not a real floating dtype, or if ``headroom`` is less than 1 or not finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -259,7 +269,8 @@ def suggest_loss_scale(
       >>> float(suggestion.loss_scale), float(suggestion.rescued)
       (4194304.0, 0.5)
       >>> print(suggestion)
-      2^22 = 4194304 fits a largest gradient of 0.001, and rescues 50.000%; 0.000% of all are zero already.
+      A loss scale of 2^22 = 4194304 fits the largest gradient, 0.001.
+      It prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
     """
     _tree.check_tree(grads, "suggest_loss_scale(grads=...)")
     dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")
@@ -273,10 +284,10 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """What one reading of some leaves tells: counts, ``uint32[]``, and the largest number, in their `Layout`."""
+    """The largest finite number of some leaves, as bits in their `Layout`, and counts of numbers, ``uint32[]``."""
 
-    largest: jax.Array  # that is finite
-    numbers: jax.Array  # finite and not zero
+    largest: jax.Array
+    numbers: jax.Array  # finite nonzero numbers
     zeros: jax.Array
     become_zero: jax.Array
     become_subnormal: jax.Array
@@ -284,9 +295,10 @@ class _Counts(NamedTuple):
 
 @partial(jax.jit, static_argnums=1)
 def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
-    """Count what is in some leaves, and what a cast makes of them with a loss scale of ``2**log2_scale``."""
+    """Count the numbers of some leaves by the result of a cast to ``dtype`` at a loss scale of ``2**log2_scale``."""
     numbers, layout = bits.joined(part), bits.layout_of(jnp.result_type(part[0]))
-    limits = limits_of(dtype)  # of which the last is a tie, and rounds to the smallest normal number
+    limits = limits_of(dtype)
+    # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it is excluded.
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
     zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, layout))[log2_scale] for limit in at_scale_1)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
@@ -317,26 +329,27 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 
 def _total(counts: list[_Counts]) -> _Counts:
-    """Add the counts up; the largest comes as the bits of a float32."""
+    """Return the sums of the counts, and the largest number as the bits of a float32 number."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
-    # Sorted, since XLA would fuse a maximum with the second reading of each leaf: a program quadratic in their number.
+    # The maximum is computed by sorting. XLA would fuse `max` with the second pass over each leaf, and the size of the
+    # program would be quadratic in the number of leaves.
     return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:
-    """Add up in ``float32[]``, for there may be billions."""
+    """Return the sum of the counts in float32, because the sum may exceed the range of ``uint32``."""
     return jnp.stack([jnp.uint32(0), *counts]).astype(jnp.float32).sum()
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Divide: ``float32[]``; 0 of nothing."""
+    """Return ``part / whole``, or 0 if ``whole`` is 0: ``float32[]``."""
     return part / jnp.maximum(whole, 1)
 
 
 @partial(jax.jit, static_argnums=1)
 def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
-    """Give the largest scale that leaves room for all leaves: ``int32[]``, from 0 to 127."""
+    """Return log2 of the largest loss scale at which no number exceeds ``top``: ``int32[]``, from 0 to 127."""
     total = _total(counts)
     room = (total.largest <= bits.bits_at_scales(top, SINGLE)).sum(dtype=jnp.int32) - 1
     return jnp.where(total.numbers > 0, jnp.maximum(room, 0), 0)

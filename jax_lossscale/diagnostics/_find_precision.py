@@ -1,4 +1,4 @@
-"""The policy of `autocast` under which value and gradients are right, found by measurement."""
+"""Automatic search for a `PrecisionPolicy` under which the value and the gradients of a function are accurate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
 from jax_lossscale.diagnostics._report import off, percent, report_progress
 
-_TOLERANCE = 0.01  # of float16, which has 11 bits; of a dtype with fewer, as much more
+# The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases in proportion.
+_TOLERANCE = 0.01
 
 
 def find_precision(
@@ -36,52 +37,43 @@ def find_precision(
     progress: bool = False,
     **kwargs: Any,
 ) -> PrecisionPolicy:
-    """Find which products of a function must stay float32, by measurement, so that `autocast` gets it right.
+    """Find the matmuls of a function that must be in float32 so that its gradients are accurate under `autocast`.
 
-    The function is compared with itself. The program of its value and gradients is compiled once. It rounds the
-    operands and results of each matmul, as `autocast` would, or leaves them in float32. The search has five steps:
-
-    1. Try all matmuls in half precision. If the errors are within the tolerance, the policy is empty.
-    2. Change the matmuls whose operands or results overflow in ``dtype`` to float32.
-    3. Change the matmuls whose values or cotangents underflow to float32.
-    4. Change the matmuls with the largest products of rounding error and cotangent to float32, until the errors are
-       within half the tolerance. The other half is for other batches.
-    5. Change matmuls that do not need float32 back to half precision, by bisection, until nothing changes.
-
-    In the end, the function is computed under `autocast` with the policy, to verify the result.
-
-    A matmul whose result is at fault keeps its operands in half precision, and has a float32 result. This costs nothing
-    on tensor cores. The loss scale of each trial is the largest with which nothing overflows. All trials together take
-    at most the time of 30 gradients.
+    A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
+    ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
+    float32. The gradients are computed at most 30 times per batch.
 
     Args:
-      fun: a scalar-valued function written for float32, as it would be given to `autocast`.
-      *args: its arguments: parameters, or a whole model, and one batch, as in `compare_gradients`.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: likewise.
+      fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
+      *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
+        `compare_gradients`.
+      argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
+      has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: float16 or bfloat16.
-      tolerance: how far the value, the gradients of all leaves together, and those of each leaf may be from float32's,
-        relative to their norm. By default 0.01 for float16 and 0.08 for bfloat16. A leaf with less than a hundredth of
-        the whole gradient may be ten times as far. Of one with less than a thousandth, only what becomes zero or not
-        finite counts; one that is zero, or nothing but rounding, in float32 is not looked at.
-      batches: more batches, for which the policy must be right, too: values for the last of ``args``, of the same
-        shapes.
-      progress: whether to print a line for each trial, on standard error.
-      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `functools.partial`.
+      tolerance: the largest accepted error, relative to the float32 result, of the value, of the gradient of each leaf
+        and of the gradient of all leaves together. The default is 0.01 for float16 and 0.08 for bfloat16. The notes
+        below describe exceptions for small leaves.
+      batches: further batches for which the policy must be accurate. Each batch replaces the last element of ``args``
+        and must have the same structure, shapes and dtypes.
+      progress: whether to print a line to standard error for each trial.
+      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
+        must be bound to ``fun`` beforehand, with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`, whose rules say why. They name layers, parameters, operations and functions,
-      so they are right for other values, another batch size, and after edits elsewhere. Its ``loss_scale`` is that of
-      the last trial, and its ``errors`` are those with all matmuls in half precision, and with the rules.
+      A `PrecisionPolicy` for `autocast`. Each rule includes a reason, and identifies matmuls by layer, parameter,
+      operation or function. The policy therefore remains valid for other parameter values, for other batch sizes, and
+      after changes elsewhere in the code. The attribute ``loss_scale`` of the policy is the loss scale of the last
+      trial. The attribute ``errors`` contains the error with all matmuls in half precision, and the error with the
+      rules.
 
     Raises:
-      ValueError: if an argument is not of its kind; if there are no gradients; inside `jax.jit` and other
-        transformations.
+      ValueError: if an argument is invalid, if there are no gradients, or if the function is called inside `jax.jit` or
+        another transformation.
 
     Warns:
-      UserWarning: if value or gradients are not finite in float32 either; if most gradients are zero in float32; if the
-        policy is not within the tolerance; if less than half of the matmuls stay in half precision.
+      UserWarning: if the value or the gradients are not finite in float32, if most gradients are zero in float32, if
+        the errors exceed the tolerance even with all matmuls in float32, or if fewer than half of the matmuls stay in
+        half precision.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -96,6 +88,34 @@ def find_precision(
       (PrecisionRule('float32_result', layer='energy', operation='dot_general', reason='its result reaches 1.6e+05'),)
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
       True
+
+    Notes:
+      All trials use the same compiled program for the value and the gradients of ``fun``. An argument of this program
+      determines which matmuls round their operands and results to half precision, as `autocast` does. The search has
+      five steps:
+
+      1. Try half precision for all matmuls. If the errors are within the tolerance, the policy has no rules.
+      2. Use float32 for the matmuls whose operands or results overflow in ``dtype``.
+      3. Use float32 for the matmuls whose operands, results or cotangents underflow in ``dtype``.
+      4. Use float32 for the matmuls that contribute most to the error, until the errors are within half of the
+         tolerance. The other half is reserved for other batches. The contribution is estimated by multiplying rounding
+         errors by cotangents.
+      5. Change matmuls back to half precision by bisection, as long as the errors stay within half of the tolerance.
+
+      Finally, the function is evaluated under `autocast` with the new policy to verify the errors.
+
+      If only the result of a matmul causes errors, the operands stay in half precision and the result is float32, which
+      costs no extra time on tensor cores. The loss scale of each trial is close to the largest scale at which no
+      gradient overflows.
+
+      The tolerance has the following exceptions:
+
+      - If the norm of a leaf is less than 1% of the norm of the whole gradient, its error may be ten times as large.
+      - If the norm of a leaf is less than 0.1% of the norm of the whole gradient, only elements that become zero or
+        non-finite count as errors.
+      - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
+      - If a change of the parameters by a factor of ``1 ± 2**-9`` causes disproportionately large errors even in
+        float32, the tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
     call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
@@ -109,18 +129,21 @@ def find_precision(
     tolerance = float(tolerance)
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
-        raise ValueError(f"`find_precision(argnums={argnums})` selects no floating or complex argument.")
+        raise ValueError(
+            f"`find_precision(argnums={argnums})` selects no floating or complex argument. Select an argument with "
+            "parameters."
+        )
     if progress:
-        plan = f"compiles two programs, and takes at most the time of {MOST_GRADIENTS} gradients"
+        plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"
         report_progress("find_precision", plan)
-    # Under `autocast` the parameters of nnx modules have other paths than here.
+    # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
     if not search.is_exact_finite():
         faults = argument_faults(call)
-        why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` tells where it begins."
+        why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
-            "`find_precision`: value or gradients are not finite in float32 either, so there is nothing to compare "
-            f"with. {why} The policy has no rules."
+            "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
+            f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionPolicy()
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in search.leaves) > 0:
@@ -129,44 +152,44 @@ def find_precision(
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search.report(f"{search.numbers.sum()} products at {len(search.sites)} places, {len(of_batches)} batches")
+    search.report(f"{search.numbers.sum()} matmuls at {len(search.sites)} locations; batches: {len(of_batches)}")
     first, best = search.found()
     while True:
         ratio, error, where = search.verified(policy(best))
-        search.report(f"under `autocast`, {where} is {off(error)}")
+        search.report(f"verification under `autocast`: {where} is {off(error)}")
         if ratio <= 1 or not (best.levels < FLOAT32).any():
             break
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
     if ratio > 1:
         warn_user(
-            f"`find_precision`: with every product in float32, {where} is {off(error)}, more than the "
-            f"tolerance of {percent(tolerance)}. It is not {dtype.name} that is to blame."
+            f"`find_precision`: Even with all matmuls in float32, {where} is {off(error)}, which exceeds the tolerance "
+            f"of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
         )
     in_half = int(search.numbers[best.levels < FLOAT32].sum())
     if 2 * in_half < search.numbers.sum():
         warn_user(
-            f"`find_precision`: only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so little is "
-            "gained. `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` says what is wrong with "
-            f"{dtype.name} there."
+            f"`find_precision`: Only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so `autocast` "
+            "saves little time and memory. Use `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` to find out "
+            f"why the function is not accurate in {dtype.name}."
         )
     before_and_after = min(first.error, 1.0), min(error, 1.0)
     return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
-    """Give the arguments, once for each batch."""
+    """Return the positional arguments of the function for each batch."""
     if batches is None:
         return [args]
     if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
         raise ValueError(
-            f"`find_precision(batches=...)` must be a sequence of values for the last argument, got {batches!r}. Put a "
-            "single one into a list."
+            "`find_precision(batches=...)` must be a sequence of values for the last positional argument of `fun`, got "
+            f"{batches!r}. To pass a single batch, put it into a list."
         )
     types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each) for each in (args[-1], *batches)]
     for other in types[1:]:
         if other != types[0]:
             raise ValueError(
-                "`find_precision(batches=...)` must hold values like the last argument, of the same structure, shapes "
-                f"and dtypes; that is {types[0]}, and one is {other}."
+                "`find_precision(batches=...)` must contain values with the structure, shapes and dtypes of the last "
+                f"positional argument of `fun`: expected {types[0]}, got {other}."
             )
     return [args, *((*args[:-1], batch) for batch in batches)]

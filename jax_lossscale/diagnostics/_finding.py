@@ -1,4 +1,7 @@
-"""Why float16's gradients differ from float32's: from the errors by scale to one cause, with its location, in words."""
+"""Diagnosis of the differences between the half-precision gradients and the float32 gradients of a function.
+
+The result is a `Finding`: one cause, and the sentences of the verdict that `compare_gradients` prints.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,23 @@ from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
-# A leaf is reported as underflowing if at least this fraction of its elements is zero.
+# A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
-# An error of one leaf above this is reported even if the function trains.
+# Relative errors of a single leaf above this threshold are reported even if training is expected to work.
 _REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause, by its name in `GradientComparison`, and the sentences of the verdict about it.
+    """The cause of inaccurate gradients, and the sentences that describe it.
 
     Attributes:
-      cause: the cause.
-      sentences: the sentences of the verdict; empty strings are ignored.
-      at: the position of the scale that shows it best.
-      leaves: the leaves that are wrong there; of a function that trains, those that are wrong without a loss scale.
-      will_train: whether a scale gives right gradients.
-      loss_scale: the scale to start from.
+      cause: the name of the cause, as documented in `GradientComparison`.
+      sentences: the sentences of the verdict. Empty strings are ignored.
+      at: the index of the loss scale that shows the cause best.
+      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, the leaves whose
+        gradients are inaccurate without a loss scale.
+      will_train: whether there is a loss scale at which all gradients are accurate.
+      loss_scale: the loss scale with which training should start.
     """
 
     cause: str
@@ -43,20 +47,21 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict: all sentences."""
+        """All sentences of the verdict, joined by spaces."""
         return " ".join(filter(None, self.sentences))
 
 
-Ranges: TypeAlias = Callable[[float], RangeReport]  # each call compiles, so it is called only if necessary
+# A function from a loss scale to the range report. Each call compiles the program, so it is only called if necessary.
+Ranges: TypeAlias = Callable[[float], RangeReport]
 
 
 class Finder:
-    """Finds the first of the causes that the errors show, the most fundamental first, with its verdict.
+    """Determines the most fundamental cause that explains the errors of the gradients.
 
     Args:
       gradients: the traced gradients of the function.
-      errors: those of its gradients at each scale.
-      ranges: a function of a scale that gives the operations out of range.
+      errors: the errors of the gradients at each loss scale.
+      ranges: a function that returns the range report at a given loss scale.
     """
 
     def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
@@ -65,7 +70,7 @@ class Finder:
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
-        """Return the cause. Add sentences about divergence, gradients that are zero, and lost constants."""
+        """Return the finding, including sentences about divergence, gradients that are zero, and lost constants."""
         finding, reference = self._cause(), self._errors.reference_value
         if finding.cause == "no half precision":
             return finding
@@ -73,25 +78,28 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32, too. If training made it so large, it diverges in float32 as "
-                f"well: look at the learning rate and at the sign of the loss, not at {self._dtype}.",
+                f"The loss is {reference:.2g} in float32 as well. If it became so large during training, training "
+                f"diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate and the "
+                "sign of the loss.",
             )
         if not is_in_vain:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = f"{lost_constants[0]}, also in the float32 reference. Compute it in float32."
+            lost = f"{lost_constants[0]}, also in the float32 reference. Keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
+        """Check the possible causes in order, and return the first one that applies."""
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in gradients.half_dtypes]
         is_half, why = dtype in met, counted.no_half_precision
         if met and not is_half:
-            why = f"`fun` computes in {listed(met)}, and nothing in {dtype}. Pass `dtype={met[0]!r}`, and ask again."
+            why = f"`fun` computes in {listed(met)}, but not in {dtype}. Pass `dtype={met[0]!r}`."
         bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
-        not_finite = f"In float32 {f'the gradients of {_paths(bad)} are' if bad else 'the loss is'} not finite either."
+        subject = f"The gradients of {_paths(bad)} are" if bad else "The loss is"
+        not_finite = f"{subject} not finite in float32 either."
         is_finite = not bad and math.isfinite(errors.reference_value)
         if not is_half and not counted.is_autocast:
             return Finding("no half precision", [why, "" if is_finite else not_finite])
@@ -100,18 +108,18 @@ class Finder:
         if len(errors.run_time_errors) == len(errors.scales):
             raised = next(iter(errors.run_time_errors.values()))
             sentence = (
-                f"At every loss scale compared the program raises an error, which it does not in float32: {raised} If "
-                "a solver raises it, keep that in float32, with `jls.keep_float32`, or make its tolerance larger than "
-                f"the rounding of {dtype}."
+                "`fun` raises an error at every loss scale that was compared, but not in float32. The error message "
+                f"is: {raised} If a solver raises this error, keep the solver in float32 with `jls.keep_float32`, or "
+                f"make its tolerance larger than the rounding error of {dtype}."
             )
             return Finding("run-time error", [sentence])
         if not math.isfinite(errors.value):
             return self._forward_overflow(0, [])
         if not errors.total.norm:
-            sentence = f"All gradients are zero in float32, too, so there is nothing that {dtype} could lose."
+            sentence = f"All gradients are zero in float32 as well, so {dtype} is not the cause."
             unused = (
-                "Look for a `jax.lax.stop_gradient`, for activations that are all cut off, and for parameters that the "
-                "loss does not use."
+                "Look for a `jax.lax.stop_gradient`, for activation functions whose inputs are all in a flat region, "
+                "and for parameters that the loss does not use."
             )
             return Finding("no gradients", [sentence, "" if gradients.lost_constants else unused])
         if not errors.finite():
@@ -120,58 +128,71 @@ class Finder:
             return self._does_not_train(errors.best())
         if is_half and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
-        if not counted.is_autocast:  # a function that casts by hand is one that is meant to be in half precision
-            none = f"None of the {counted.matmuls} matrix products and convolutions is computed in {dtype}, so nothing"
+        if not counted.is_autocast:  # manual casts suggest that the user wants matmuls in half precision
+            none = (
+                f"None of the {counted.matmuls} matrix multiplications and convolutions (matmuls) is computed in "
+                f"{dtype}, so half precision has no benefit."
+            )
+            first = f"The first one is at {counted.first_float32}."
             suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
-            return Finding("no half precision", [f"{none} is gained: {counted.first_float32}.", suggestion])
-        gained = "So the gradients are those of float32, and nothing is gained."
+            return Finding("no half precision", [none, first, suggestion])
+        gained = "Therefore, the gradients are the same as in float32, and half precision has no benefit."
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], sentence: str) -> Finding:
+        """Return the finding for a loss or gradients that are not finite in float32 either."""
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
         index = (
-            "No arithmetic makes it. Look for an index that is out of range, for which `jnp.take` and its like give "
-            "NaN, and for a constant that is NaN."
+            "No arithmetic operation is the cause. Look for an index that is out of range, for which "
+            "`jnp.take` and similar functions return NaN, and for a constant that is NaN."
         )
         sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]
         if faults.nan:
-            sentences = [*faults.nan, *faults.infinite, f"So i{sentence[1:]}"]
+            sentences = [*faults.nan, *faults.infinite, f"Therefore, t{sentence[1:]}"]
         return Finding("reference not finite", sentences, leaves=bad)
 
     def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
+        """Return the finding for an overflow in the forward pass, which no loss scale prevents."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         locations = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
         wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
         if not errors.is_loss_wrong:
             wrong = f"The gradients are {off(errors.total.relative_error[at])} at the best loss scale."
-        division = f"The forward pass leaves the range of {self._dtype}, perhaps by dividing by a constant that is zero"
-        begins = self._begins(locations, not self._has_diverged) or f"{division} there."
+        division = (
+            f"The forward pass exceeds the range of {self._dtype}, perhaps because it divides by a constant that is "
+            f"zero in {self._dtype}."
+        )
+        begins = self._begins(locations, not self._has_diverged) or division
         cast = [
             location.largest for location in report.forward_overflows() if location.operation == "convert_element_type"
         ]
         too_large = [
-            f"`{path}` reaches {largest:.2g}, and {end_of(self._dtype)}."
+            f"`{path}` reaches {largest:.2g}, but {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
-            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # which is a float32
+            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # the cast operand is in float32
         ]
-        sentences = [f"{wrong} No loss scale changes that.", begins, *too_large]
+        sentences = [f"{wrong} No loss scale fixes this.", begins, *too_large]
         return Finding("forward overflow", sentences, at, inaccurate)
 
     def _overflow_at_every_scale(self) -> Finding:
+        """Return the finding for a finite loss whose gradients are not finite at any loss scale."""
         report = self._ranges(self._errors.scales[0])
         bad = [leaf for leaf in self._errors.leaves if leaf.nonfinite[0]]
-        if report.forward_overflows():  # though the loss is finite
+        if report.forward_overflows():  # an overflow in the forward pass may leave the loss finite
             return self._forward_overflow(0, bad)
         derivatives = [operation for operation in report.bad if operation.derivative_of]
         before = [operation for operation in report.forward_error_sources() if not operation.overflow]
         locations = derivatives or before or [operation for operation in report.bad if operation.overflow]
-        sentence = f"The loss is finite, but the gradients of {_paths(bad)} are not, at any loss scale compared."
+        sentence = (
+            f"The loss is finite, but the gradients of {_paths(bad)} are not finite at any of the loss scales that "
+            "were compared."
+        )
         return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
-        """Tell apart what makes gradients wrong that are finite at some scales."""
+        """Return why the gradients are inaccurate at every loss scale at which they are finite."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         inaccurate, error = errors.inaccurate_leaves(at), errors.total.relative_error[at]
         does_harm = any(operation.changes_result for operation in report.forward_overflows())
@@ -180,41 +201,50 @@ class Finder:
         underflowing = [leaf for leaf in inaccurate if leaf.lost[at] >= _MANY_LOST]
         vanishes = underflowing and errors.is_loss_too_small
         if not vanishes and (report.forward_error_sources() or not report.underflows()):
-            most = f", most of all those of {_paths(inaccurate)}" if inaccurate else ""
+            most = f" The largest errors are in {_paths(inaccurate)}." if inaccurate else ""
             sentences = [
-                f"The gradients are {off(error)} at the best loss scale{most}. No loss scale helps, since the error is "
-                "made in the forward pass.",
-                self._begins(report.forward_error_sources()) or "`range_report` shows how far off each operation is.",
+                f"The gradients are {off(error)} at the best loss scale.{most} No loss scale helps, because the error "
+                "occurs in the forward pass.",
+                self._begins(report.forward_error_sources()) or "`range_report` shows the error of each operation.",
             ]
             return Finding("forward rounding", sentences, at, inaccurate)
         leaves = underflowing or inaccurate or list(errors.leaves)
         share = sum(leaf.nonzero * leaf.lost[at] for leaf in leaves) / max(sum(leaf.nonzero for leaf in leaves), 1)
-        lost = f"{percent(share)} of those of {_paths(leaves)} are zero"
+        lost = f"{percent(share)} of the gradients of {_paths(leaves)} are zero"
         if error <= LARGE_ERROR:
             start = errors.start()
-            # Brings their largest gradient to the size of the largest of all.
+            # This factor scales the largest gradient of the branch up to the largest of all gradients.
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
             sentences = [
-                f"At {power_of_two(start)} the gradients as a whole are right (error {percent(error)}), but {lost}. At "
-                "a scale where they are not, other gradients overflow.",
-                f"Give that branch a scale of its own, {factor} times the other: its float32 parameters and inputs go "
-                f"through `jls.unscale_gradient(..., {factor})`, and its result, cast to float32, through "
-                f"`jls.scale_gradient(..., {factor})`. Or compute it in float32.",
+                f"At a loss scale of {power_of_two(start)}, the error of all gradients together is {percent(error)}, "
+                f"but {lost}. At loss scales at which these gradients are nonzero, other gradients overflow.",
+                f"Give this branch a separate loss scale that is {factor} times larger: Apply "
+                f"`jls.unscale_gradient(..., {factor})` to its float32 parameters and inputs, and "
+                f"`jls.scale_gradient(..., {factor})` to its result in float32. Alternatively, compute the branch in "
+                "float32.",
             ]
             return Finding("branch underflow", sentences, at, leaves, loss_scale=start)
         if errors.finite()[-1] + 1 == len(errors.scales):
-            advice = "Compare larger scales: `loss_scales=...`."
+            advice = "Compare larger loss scales by passing `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
-            advice = f"The loss is {errors.loss_dtype.name}, which carries no larger scale. Return it in float32, and "
-            advice += "take its last mean there."
+            advice = (
+                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute its "
+                "final mean in float32, and return the loss in float32."
+            )
         else:
-            advice = "At a larger scale other gradients overflow. Give the part with the small gradients a scale of "
-            advice += "its own, with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32."
-        even = f"The gradients underflow: even at {power_of_two(errors.scales[at])}, {lost}, and all gradients together"
-        return Finding("underflow", [f"{even} are {off(error)}.", self._too_small(), advice], at, leaves)
+            advice = (
+                "At larger loss scales, other gradients overflow. Give the part with the small gradients a separate "
+                "loss scale with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32."
+            )
+        sentence = (
+            f"The gradients underflow. Even at a loss scale of {power_of_two(errors.scales[at])}, {lost}, and all "
+            f"gradients together are {off(error)}."
+        )
+        return Finding("underflow", [sentence, self._too_small(), advice], at, leaves)
 
     def _trains(self) -> Finding:
+        """Return the finding for gradients that are accurate at some loss scale."""
         errors, counted, dtype = self._errors, self._gradients.matmuls, self._gradients.dtype
         start, cause = errors.start(), "none"
         bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
@@ -226,44 +256,45 @@ class Finder:
         elif bare is not None and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
             start = 1.0
         at = errors.scales.index(start)
-        it = "It will train"
-        if counted.half_matmuls < counted.matmuls:
-            it += f", with {counted.half_matmuls} of {counted.matmuls} products in {self._dtype}"
-        sentences = [f"{it}, without a loss scale." if start == 1 else f"{it}; start from {power_of_two(start)}."]
+        matmuls = f"with {counted.half_matmuls} of {counted.matmuls} matmuls "
+        sentence = f"Training {matmuls * (counted.half_matmuls < counted.matmuls)}in {self._dtype} will work"
+        starts = f"Start with a loss scale of {power_of_two(start)}"
+        sentences = [f"{sentence}. No loss scale is needed." if start == 1 else f"{sentence}. {starts}."]
         if cause == "backward overflow":
             made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
             sentences = [
-                f"{it}; start from {power_of_two(start)}, which is below 1, since larger scales make the gradients "
-                f"overflow. {made} goes there. Or make the loss smaller, with means for sums."
+                f"{sentence}. {starts}, because the gradients overflow at larger loss scales. For a loss scale below "
+                f"1, use {made}. Alternatively, make the loss smaller by using means instead of sums."
             ]
         elif cause == "underflow" and bare is not None:
             share = errors.total.lost[bare]
             lost = f"{percent(share)} of the gradients would be zero"
-            if share < _REPORTED_ERROR:  # they are subnormal
+            if share < _REPORTED_ERROR:  # most gradients become subnormal instead of zero
                 lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
-            whose = f", most of all those of {_paths(underflowing)}" if underflowing else ""
-            sentences.append(f"Without a loss scale {lost}{whose}.")
+            whose = f" The largest errors are in {_paths(underflowing)}." if underflowing else ""
+            sentences.append(f"Without a loss scale, {lost}.{whose}")
         if too_small := errors.is_loss_noted and self._too_small():
             sentences.append(f"{too_small} Return it in float32.")
         elif errors.is_loss_noted:
             off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
-            numbers = f"{errors.value:.4g}, and {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
+            numbers = f"{errors.value:.4g} instead of {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
             sources = self._ranges(start).forward_error_sources()
             has_suggestion = not (self._has_diverged and cause == "backward overflow")
-            sentences += [f"But the loss is {numbers}.", self._begins(sources, has_suggestion)]
+            sentences += [f"However, the loss is {numbers}.", self._begins(sources, has_suggestion)]
         worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
-            sentences.append(f"The gradients of {_paths(worse)} stay {off(most)}.")
+            sentences.append(f"The gradients of {_paths(worse)} are still {off(most)}.")
         return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
+        """Return a sentence that reports a loss below the range of its dtype, or "" if the loss is in range."""
         errors = self._errors
-        too_small = f"The loss is {errors.reference_value:.2g}, too small for {errors.loss_dtype.name}."
+        too_small = f"The loss is {errors.reference_value:.2g}, which is too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe where an error begins, if this is known, and add the suggestion if ``has_suggestion``."""
+        """Describe the error at the first location, with its suggestion. Return "" if there are no locations."""
         if not locations:
             return ""
         operation = locations[0]
@@ -271,13 +302,13 @@ class Finder:
         name = f"the derivative of `{of}`" if of else f"`{operation.operation}`"
         it = name + at(operation.layer, operation.source, operation.instance)
         if math.isnan(operation.largest):
-            what = f"{it} gives NaN"
+            what = f"{it} returns NaN"
         elif operation.overflow:
-            what = f"{it} reaches {operation.largest:.2g}, and {end_of(self._dtype)}"
+            what = f"{it} reaches {operation.largest:.2g}, but {end_of(self._dtype)}"
         elif operation.zero > MANY_ZEROS:
-            what = f"the results of {it} become zero"
+            what = f"most results of {it} become zero"
         elif operation.amplification < ACCUMULATED:
-            what = f"the error grows to {percent(operation.error)} over the iterations at {it}"
+            what = f"over the iterations of a loop, the error grows to {percent(operation.error)} at {it}"
         else:
             what = f"the error grows from {percent(operation.input_error)} to {percent(operation.error)} at {it}"
         return f"{what[0].upper()}{what[1:]}. {operation.suggestion if has_suggestion else ''}".rstrip()

@@ -1,6 +1,7 @@
-"""Gradients at several loss scales, each compared with float32's, leaf by leaf; which scale to start from.
+"""Errors of half-precision gradients relative to float32 gradients, and the choice of the initial loss scale.
 
-A few numbers are measured on the device, and become a report on the host.
+For each leaf and each loss scale, the device computes a few numbers, such as a squared error. The host then computes
+the error of each leaf from these numbers.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
-# Where a few units in the last place of float32 change the reference by so much, there is no true gradient to compare.
+# If a change of the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
+# this fraction, the gradient consists of rounding errors.
 _MOSTLY_ROUNDING = 0.05
-# A change of the parameters that float32 can just express. A gradient that it changes much is made of rounding.
+# The parameters are changed by this fraction to measure rounding errors, because it is close to the smallest relative
+# change that float32 can represent.
 NUDGE = 2.0**-22
-# Above these the gradients of all leaves together, and those of one, are wrong. Float16 that works stays below 0.01 as
-# a rule, bfloat16 below 0.05; a leaf that is half rounding, or half gone, learns something else.
+# Gradients are wrong if the relative error of all leaves together, or the relative error of a single leaf, is above
+# these limits. If training works, the error is usually below 0.01 in float16 and below 0.05 in bfloat16.
 LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
-# A loss that is further off than this, in float16, is worth a word though its gradients are right.
+# A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# Two scales are as good as one another if their errors are within this factor.
+# Two loss scales are considered equally good if their errors differ by at most this factor.
 _AS_GOOD = 1.5
-# From the largest scale with finite gradients down to where a run starts, so that it does not begin with skipped steps.
+# The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
+# so that training does not start with skipped steps.
 _LOG2_HEADROOM = 3
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
@@ -47,19 +51,21 @@ class LeafGradientError:
     """The errors of the gradients of one leaf.
 
     Attributes:
-      path: where the leaf is, as `jax.tree_util.keystr` writes it.
-      shape: its shape.
-      norm: the Euclidean norm of the reference.
-      largest: the largest magnitude of the reference; 0 if there is none.
-      smallest: its smallest magnitude that is not zero; 0 if there is none.
-      nonzero: how many of its numbers are not zero.
-      relative_error: for each loss scale, the norm of the difference from the reference over the norm of the reference;
-        infinite where a gradient is not finite.
-      lost: for each loss scale, the share of the reference's non-zero numbers that are zero.
-      nonfinite: for each loss scale, the share of all numbers that are not finite.
-      rounding: the relative change of the reference when the parameters are changed by a few units in the last place of
-        float32. If it is large, the true gradient is nothing but rounding (a bias in front of a batch normalization has
-        such a gradient), and its errors mean nothing.
+      path: the path of the leaf in the pytree, as formatted by `jax.tree_util.keystr`.
+      shape: the shape of the leaf.
+      norm: the Euclidean norm of the float32 gradient.
+      largest: the largest magnitude in the float32 gradient; 0 if the leaf is empty.
+      smallest: the smallest nonzero magnitude in the float32 gradient; 0 if all elements are zero.
+      nonzero: the number of nonzero elements of the float32 gradient.
+      relative_error: for each loss scale, the norm of the difference between the half-precision and the float32
+        gradient, divided by the norm of the float32 gradient. It is infinite if the half-precision gradient is not
+        finite.
+      lost: for each loss scale, the fraction of the nonzero elements of the float32 gradient that are zero in half
+        precision.
+      nonfinite: for each loss scale, the fraction of the elements that are not finite in half precision.
+      rounding: the relative change of the float32 gradient if the parameters change by a few units in the last place.
+        If this change is large, the float32 gradient consists of rounding errors, and ``relative_error`` is
+        meaningless. An example is the gradient of a bias in front of a batch normalization.
     """
 
     path: str
@@ -75,17 +81,27 @@ class LeafGradientError:
 
     @property
     def is_zero(self) -> bool:
-        """Whether the true gradient is zero, in every number."""
+        """Whether all elements of the float32 gradient are zero."""
         return self.norm == 0
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the true gradient is nothing but rounding."""
+        """Whether the float32 gradient consists of rounding errors."""
         return self.rounding > _MOSTLY_ROUNDING and math.isfinite(self.norm)
 
 
 class Measurement(NamedTuple):
-    """What is measured of one leaf at one scale; sums of squares are of numbers divided by ``largest``."""
+    """The measurements of the gradient of one leaf at one loss scale.
+
+    Attributes:
+      largest: the largest magnitude in the float32 gradient.
+      smallest: the smallest nonzero magnitude in the float32 gradient; infinite if all elements are zero.
+      squares: the sum of the squares of the float32 gradient, divided by ``largest**2``.
+      squared_errors: the sum of the squares of the difference between the gradients, divided by ``largest**2``.
+      nonzero: the number of nonzero elements of the float32 gradient.
+      lost: the number of nonzero elements of the float32 gradient that are zero in half precision.
+      nonfinite: the number of elements that are not finite in half precision.
+    """
 
     largest: Any
     smallest: Any
@@ -97,7 +113,15 @@ class Measurement(NamedTuple):
 
 
 def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
-    """Measure each leaf, for the host; this is compiled once for all leaves of one shape."""
+    """Return the measurements of each leaf, as numbers on the host.
+
+    One program is compiled for all leaves of the same shape and dtype.
+
+    Args:
+      leaves: the scaled gradients by path.
+      exact: the float32 gradients by path.
+      scale: the loss scale of ``leaves``.
+    """
     measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
     return list(jax.device_get(measured))
 
@@ -117,18 +141,22 @@ def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measur
 
 
 def overflown(measured: Measurement, exact: Any) -> Measurement:
-    """Give what is measured of a leaf where no gradient is finite."""
+    """Return the measurements of a leaf for a loss scale at which no element of its gradient is finite."""
     return measured._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(jnp.size(exact)))
 
 
 def reports_of(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> tuple[list[LeafGradientError], LeafGradientError]:
-    """Report on each leaf, and on all as one, from the measurements by scale and leaf.
+    """Compute the errors of each leaf, and the errors of all leaves together.
 
-    In ``rounding`` the reference was nudged.
+    Args:
+      exact: the float32 gradients by path.
+      measured: the measurements for each loss scale and each leaf.
+      rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
-    # Each field is ``[1 + scales, leaves]``; what is only of the reference is alike in all rows.
+    # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
+    # fields that only depend on the float32 gradients are equal in all rows.
     of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
@@ -145,7 +173,7 @@ def reports_of(
         [*exact, "all leaves"],
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],
         with_all(norms, norm),
-        with_all(of.largest[0], np.max(of.largest[0])),  # which keeps NaN
+        with_all(of.largest[0], np.max(of.largest[0])),  # `np.max` returns NaN if any element is NaN.
         with_all(of.smallest[0], np.min(of.smallest[0])),
         with_all(nonzero, nonzero.sum()),
         with_all(relative, relative_of_all),
@@ -164,12 +192,15 @@ def reports_of(
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
-    """Give the error of a loss that is worth a word: more in a dtype with fewer digits than float16."""
+    """Return the relative error above which the error of a loss is reported.
+
+    The limit is 0.01 for float16, and larger for dtypes with less precision.
+    """
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
 
 def relative_error(value: Any, exact: Any) -> float:
-    """Tell how far one number is from another, relative to that; infinite if one is not finite."""
+    """Return the relative error of a number; infinite if the number or the exact number is not finite."""
     error = abs(float(value) - float(exact))
     if error == 0:
         return 0.0
@@ -177,7 +208,19 @@ def relative_error(value: Any, exact: Any) -> float:
 
 
 class GradientErrors(NamedTuple):
-    """The errors of each leaf, and of all together, at each of the scales; value and reference."""
+    """The errors of the value and of the gradients of a function at several loss scales.
+
+    Attributes:
+      dtype: the half-precision dtype.
+      leaves: the errors of each leaf.
+      total: the errors of all leaves together.
+      scales: the loss scales, in ascending order.
+      value: the value of the function in half precision; NaN if the program raises an error at every scale.
+      loss_dtype: the dtype of the value.
+      reference_value: the value of the function in float32.
+      opaque_operations: the operations that cannot be evaluated in float32.
+      run_time_errors: for each loss scale at which the program raises an error, the first sentence of the message.
+    """
 
     dtype: jnp.dtype
     leaves: list[LeafGradientError]
@@ -187,16 +230,16 @@ class GradientErrors(NamedTuple):
     loss_dtype: jnp.dtype
     reference_value: float
     opaque_operations: tuple[str, ...]
-    run_time_errors: dict[float, str]  # by scale, what the program raised there
+    run_time_errors: dict[float, str]
 
     @property
     def error_of_loss(self) -> float:
-        """How far the loss is from that of the reference, relative to it; infinite if it is not finite."""
+        """The relative error of the loss; infinite if the loss is not finite."""
         return relative_error(self.value, self.reference_value)
 
     @property
     def is_loss_wrong(self) -> bool:
-        """Whether the loss, too, is far from that of the reference."""
+        """Whether the relative error of the loss is above `LARGE_ERROR`."""
         return self.error_of_loss > LARGE_ERROR
 
     @property
@@ -206,37 +249,47 @@ class GradientErrors(NamedTuple):
 
     @property
     def is_loss_too_small(self) -> bool:
-        """Whether the loss is below the range of its own dtype."""
+        """Whether the loss has a half-precision dtype and is below the normal range of this dtype."""
         info = jnp.finfo(self.loss_dtype)
         return info.bits < 32 and 0 < abs(self.reference_value) < float(info.smallest_normal)
 
     @property
     def true_leaves(self) -> list[LeafGradientError]:
-        """The leaves with a true gradient."""
+        """The leaves whose float32 gradient is not zero and does not consist of rounding errors."""
         return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
 
     def finite(self) -> list[int]:
-        """List the scales at which all gradients are finite, by their positions."""
+        """Return the indices of the loss scales at which all gradients are finite."""
         return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
 
     def inaccurate_leaves(self, n: int) -> list[LeafGradientError]:
-        """List the leaves whose gradient is not only rounding and is wrong at a scale, the largest first."""
+        """Return the leaves whose gradient is wrong at the loss scale with index ``n``, the largest gradient first."""
         wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:
-        """List the scales at which all gradients are right."""
+        """Return the indices of the loss scales at which all gradients are accurate."""
         return [
             n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)
         ]
 
     def best(self) -> int:
-        """Find the scale with the smallest errors; of scales that are alike, the largest, which loses least."""
+        """Return the index of the best loss scale among the scales with finite gradients.
+
+        The best scale has the fewest inaccurate leaves. Among scales with equally many inaccurate leaves, the best
+        scale has the smallest error of all leaves together. If several scales are equally good, the largest is
+        returned, because the fewest gradients underflow at this scale.
+        """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
 
     def start(self) -> float:
-        """Give the largest scale that is as good as the best, with room above it if there is any; else the least."""
+        """Return the recommended initial loss scale.
+
+        It is the largest scale that is about as accurate as the best scale and at least a factor of
+        ``2**_LOG2_HEADROOM`` below the largest scale with finite gradients. If no accurate scale leaves this headroom,
+        the smallest accurate scale is returned.
+        """
         finite, errors, scales = self.finite(), self.total.relative_error, self.scales
         if not finite:
             return scales[0]
@@ -257,13 +310,14 @@ def errors_by_scale(
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
 ) -> GradientErrors | None:
-    """Give the errors of the gradients; ``None`` if there are none.
+    """Compute the errors of the gradients at several loss scales. Return ``None`` if there are no gradients.
 
     Args:
       gradients: the traced gradients of the function.
-      float32_program: the program of the reference, without a loss scale. By default it is made from the function.
-      scales: those to compare; by default useful ones.
-      progress: what wraps them.
+      float32_program: the program of the float32 reference, without a loss scale. By default, the program of the
+        function is evaluated in float32.
+      scales: the loss scales to compare. By default, they are chosen for the largest gradient.
+      progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     call, program = gradients.call, gradients.program
     moved = nudged(call, keep_dtypes=float32_program is not None)
@@ -278,10 +332,13 @@ def errors_by_scale(
         return None
     of_moved = computed(*float32_program.inputs_from(moved, call.kwargs))
     rounding = measure(value_and_leaves(float32_program.result(of_moved), call.has_aux)[1], exact, 1.0)
-    del of_moved  # no two gradients but the reference and those of one scale are held at a time
+    # Free the gradients at the changed parameters, so that the loop below has more memory.
+    del of_moved
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    value: Any = math.nan  # that of every scale
+    # The value of the function does not depend on the loss scale. If the program fails at every scale, the value is
+    # NaN.
+    value: Any = math.nan
     measured, run_time_errors = [], dict[float, str]()
     for scale in progress(scales):
         try:
@@ -289,8 +346,9 @@ def errors_by_scale(
             value, leaves = value_and_leaves(result, call.has_aux)
             measured.append(measure(leaves, exact, scale))
             del result, leaves
-        except (RuntimeError, ValueError) as error:  # which of them it is differs from program to program
-            if not is_of_the_program(error):
+        # If a callback raises an exception, JAX raises one of these types, depending on the program.
+        except (RuntimeError, ValueError) as error:
+            if not is_raised_in_callback(error):
                 raise
             run_time_errors[scale] = first_sentence(error)
             measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
@@ -301,30 +359,40 @@ def errors_by_scale(
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
-    """Say how many gradients are zero in float32, as behind a layer that begins with zeros; "" if none are."""
+    """Return a sentence about the leaves whose float32 gradient is zero; "" if there are none.
+
+    For example, the gradients of all layers below a layer that is initialized with zeros are zero.
+    """
     zero = [leaf for leaf in leaves if leaf.is_zero]
     share = sum(math.prod(leaf.shape) for leaf in zero) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
     return (
-        f"{len(zero)} of {len(leaves)} leaves, {share:.1%} of all gradients, are zero in float32, too, so nothing is "
-        "known of them: ask again after a step of training."
+        f"The gradients of {len(zero)} of {len(leaves)} leaves ({share:.1%} of all elements) are zero even in float32, "
+        "so they cannot be compared. Repeat the analysis after a training step."
         if zero
         else ""
     )
 
 
-def is_of_the_program(error: Exception) -> bool:
-    """Tell whether a program raised the error by itself, in a callback, as solvers do that refuse infinities."""
+def is_raised_in_callback(error: Exception) -> bool:
+    """Return whether an error was raised in a callback of the program.
+
+    For example, linear solvers use a callback to raise an error if their input is not finite.
+    """
     return "callback" in str(error).lower()
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error message, without the traceback of a callback at its beginning."""
+    """Return the first sentence of an error message, without the traceback of a callback that may precede it."""
     found = _FIRST_SENTENCE.search(str(error))
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
 
 def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
-    """Choose powers of two around 1 and the default, and around those that bring the largest gradient near the top."""
+    """Return the powers of two to compare by default.
+
+    The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
+    finite number of the dtype is outside of 2**-4 to 2**20, powers of two around that scale are added.
+    """
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
@@ -333,7 +401,16 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
 
 
 def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
-    """Give the arguments, those that are differentiated changed a little."""
+    """Return the arguments of a call, with small random changes of all differentiated elements.
+
+    Each element is multiplied by ``1 + by`` or by ``1 - by``.
+
+    Args:
+      call: the call.
+      keep_dtypes: whether to cast the changed leaves back to their original dtypes. If False, the dtypes of the changed
+        leaves are at least float32.
+      by: the relative size of the change.
+    """
     chosen = [call.args[position] for position in call.positions]
     leaves, structure = jax.tree.flatten(chosen)
     most = max(map(np.size, leaves), default=0)
@@ -352,7 +429,12 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """Give the value, and the gradients by path."""
+    """Return the value of the function and the gradients by path.
+
+    Args:
+      result: the result of `jax.value_and_grad`.
+      has_aux: whether the function also returns auxiliary data.
+    """
     value, grads = result
     with_paths = jax.tree_util.tree_leaves_with_path(grads)
     return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

@@ -1,8 +1,9 @@
-"""The same function in another precision: an evaluator of jaxprs computes every half-precision value in a wider dtype.
+"""Evaluation of a function with all half-precision values in a wider dtype.
 
-A jaxpr says of every value what dtype it has. Here each value of float16, bfloat16 or float8 has ``dtype`` instead,
-whichever way it was made, and every other value keeps its own. So the types of an equation follow from the types it
-had, also at the borders of a loop or a branch, and an operation is bound as it was, with its parameters translated.
+A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
+matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore only depend on its
+original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same parameters as
+before, except that the dtypes in the parameters are replaced as well.
 """
 
 from __future__ import annotations
@@ -36,37 +37,26 @@ from jax_lossscale._program.walk import Walk
 
 
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
-    """Make the same function with all half-precision values computed in another precision.
+    """Return a version of a function that computes all half-precision values in another dtype.
 
-    Where ``fun`` casts to float16, bfloat16 or float8, the new function casts to ``dtype``. With float32, it is what
-    the network would be if nothing had been cast: a reference, made from the code itself. It follows casts, constants
-    and the dtypes that operations are told, through jit, scan, while loops, conditionals, `jax.checkpoint`,
-    `jax.shard_map`, `jax.custom_jvp`, `jax.custom_vjp` and `jax.custom_batching.custom_vmap`. The result may itself be
-    differentiated, vectorized and compiled: ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` both
-    use the derivatives that ``fun`` defines.
-
-    Some things stay in half precision. `jax.lax.bitcast_convert_type` uses the bits of the half-precision number, and
-    its result is cast afterwards (float16 random numbers are made in this way). Constants keep only the digits that
-    they had after ``fun`` cast them, and numbers that were chosen for a dtype, such as those of `jnp.finfo`, do not
-    change. Kernels (Pallas, FFI calls) and callbacks to the host are evaluated as they are, in half precision.
-
-    Matrix products and convolutions in half precision are computed with `jax.lax.Precision.HIGHEST`; otherwise a GPU
-    would round their operands to as few bits as float16 has.
+    Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. With float32, the new function
+    is a reference that does not contain half precision.
 
     Args:
-      fun: a function of any pytrees. It is traced anew on each call; compile the result with `jax.jit`. Arrays are
-        traced; other arguments (Python numbers, strings, functions) are passed on as they are.
-      dtype: a floating dtype; float32 by default. Whatever is wider than 16 bits in ``fun`` keeps its own dtype.
+      fun: a function of arbitrary pytrees. Arrays are traced. Other arguments (Python numbers, strings, functions) are
+        passed to ``fun`` unchanged.
+      dtype: a floating dtype; float32 by default. Values with more than 16 bits in ``fun`` keep their dtype.
 
     Returns:
-      A function of the same arguments, keyword arguments included. Arguments in half precision are accepted, and cast
-      to ``dtype``. Its result is that of ``fun``, but of ``dtype`` wherever ``fun`` returns half precision.
+      A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to
+      ``dtype``. Results that are in half precision in ``fun`` are returned in ``dtype``. The function traces ``fun`` in
+      each call, so compile it with `jax.jit`.
 
     Raises:
-      ValueError: if ``dtype`` is no real floating dtype, or is float64 where 64 bits are not enabled.
+      ValueError: if ``dtype`` is not a real floating dtype, or is float64 although 64-bit types are disabled.
 
     Warns:
-      UserWarning: when it is traced, if an operation is evaluated as it is, naming the operation.
+      UserWarning: during tracing, if an operation cannot be converted to ``dtype``. The warning names the operation.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -77,6 +67,24 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       Array(inf, dtype=float16)
       >>> jls.diagnostics.in_precision(norm, jnp.float32)(jnp.float32([300.0, 400.0]))
       Array(500., dtype=float32)
+
+    Notes:
+      The conversion applies to casts, constants and the dtypes in the parameters of operations. It also applies inside
+      `jax.jit`, scans, while loops, conditionals, `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp`, `jax.custom_vjp`
+      and `jax.custom_batching.custom_vmap`. The new function can be differentiated, vectorized and compiled. Both
+      ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` use the custom derivatives that ``fun``
+      defines.
+
+      The conversion has the following limits:
+
+      - Constants have already been rounded to half precision, so the conversion does not restore their lost digits.
+      - Numbers that ``fun`` chooses for a dtype, such as the values in `jnp.finfo`, do not change.
+      - `jax.lax.bitcast_convert_type` operates on the bits of the half-precision value, and the result is cast to
+        ``dtype`` afterwards. For example, JAX generates random float16 numbers in this way.
+      - Kernels (Pallas, FFI calls) and host callbacks are evaluated in half precision.
+
+      The new function computes matrix multiplications and convolutions with `jax.lax.Precision.HIGHEST` if they are in
+      half precision in ``fun``. Otherwise, a GPU would round their operands to as few bits as float16 has.
     """
     check_function(fun, "in_precision(fun=...)")
     dtype = checked_precision(dtype, "in_precision(dtype=...)")
@@ -88,8 +96,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
             warnings.warn(
-                f"`in_precision` cannot follow {', '.join(evaluator.opaque_operations)}, and evaluates what it meets "
-                "there as it is, in its own dtype.",
+                "`in_precision` cannot convert these operations, so it evaluates them in their original dtype: "
+                f"{', '.join(evaluator.opaque_operations)}.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -99,35 +107,40 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
 
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:
-    """Return ``dtype``; raise a `ValueError` that names the argument unless numbers can be computed in it."""
+    """Return the dtype, or raise a `ValueError` if it is not a real floating dtype or is not enabled.
+
+    Args:
+      dtype: the dtype.
+      name: the name of the argument, for the error message.
+    """
     dtype = checked_floating_dtype(dtype, name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"`{name}` got {dtype.name}, which needs `jax.enable_x64`.")
+        raise ValueError(f"`{name}` got {dtype.name}, which requires `jax.enable_x64`.")
     return dtype
 
 
 class Evaluator(Walk[Any]):
-    """Evaluates jaxprs with ``dtype`` in place of half precision.
+    """Evaluates jaxprs with ``dtype`` instead of half precision.
 
     Attributes:
-      dtype: the dtype in which half precision is computed.
-      opaque_operations: the names of the primitives that it could not evaluate in ``dtype``.
+      dtype: the dtype that replaces half precision.
+      opaque_operations: the names of the primitives that could not be evaluated in ``dtype``.
     """
 
     def __init__(self, dtype: jnp.dtype) -> None:
         self.dtype = dtype
         self.opaque_operations: dict[str, None] = {}
-        self._translated: dict[tuple[int, ...], tuple[ClosedJaxpr, ClosedJaxpr]] = {}
+        self._translated: dict[Jaxpr, ClosedJaxpr] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
-        """Return the outputs for these inputs, each in half precision or already in ``dtype``."""
+        """Return the outputs of a jaxpr. Each input has either its original dtype or the new dtype."""
         return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 
     def value_of(self, constant: Any, aval: Any) -> Any:
-        """Return an array where the jaxpr has one of the type ``aval``: of ``dtype`` if that is in half precision."""
+        """Return the value of a variable with the type ``aval``, cast to the new dtype of the variable."""
         if is_half(aval):
             return as_dtype(constant, self.dtype)
-        # float64 out of a product that was told to give float32, for one
+        # For example, if ``dtype`` is float64, a matmul may return float64 although its result is float32 in the jaxpr.
         return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -149,20 +162,22 @@ class Evaluator(Walk[Any]):
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
-            except (NotImplementedError, TypeError, ValueError):  # a primitive that only takes half precision
+            except (NotImplementedError, TypeError, ValueError):  # The primitive only supports half precision.
                 self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
-        """Return the jaxpr in which every half-precision type has become ``dtype``."""
+        """Return a jaxpr in which ``dtype`` replaces all half-precision dtypes."""
         if not half_dtypes(closed.jaxpr):
             return closed
-        key = (id(closed.jaxpr), *map(id, closed.consts))
-        if key not in self._translated:
+        translated = self._translated.get(closed.jaxpr)
+        if translated is None:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            self._translated[key] = (closed, translated)  # the first is kept, lest its ids be taken by others
-        return self._translated[key][1]
+            # A jaxpr with constants is not cached, because another `ClosedJaxpr` may contain it with other constants.
+            if not closed.consts:
+                self._translated[closed.jaxpr] = translated
+        return translated
 
     def _outputs(self, eqn: Any, outputs: Sequence[Any]) -> list[Any]:
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
@@ -175,7 +190,10 @@ class Evaluator(Walk[Any]):
         return self._outputs(eqn, bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
-        """Whether a `reduce_precision` changes nothing on a number of its dtype: `jax.checkpoint` puts it there."""
+        """Return whether a `reduce_precision` has no effect, because it rounds to the precision of its operand.
+
+        `jax.checkpoint` inserts such operations.
+        """
         info = jnp.finfo(eqn.invars[0].aval.dtype)
         return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
@@ -192,7 +210,7 @@ class Evaluator(Walk[Any]):
     def _param(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return self.translated(value)
-        if isinstance(value, Jaxpr):  # of a reduction or a scatter: how two numbers become one
+        if isinstance(value, Jaxpr):  # A reduction or a scatter contains the jaxpr that combines two numbers.
             return self.translated(ClosedJaxpr(value, ())).jaxpr
         if isinstance(value, np.dtype):
             return self.dtype if is_half(np.empty(0, value)) else value

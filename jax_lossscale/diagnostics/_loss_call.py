@@ -1,4 +1,4 @@
-"""The loss function and the arguments that are given to a report, checked and traced."""
+"""Checking and tracing of the loss function and the arguments that the user passes to a report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LossCall(NamedTuple):
 
     Attributes:
       caller: the name of the report, for error messages.
-      fun: the function. It takes `Leaves` in place of the differentiated arguments. An argument can therefore be a
-        whole model with leaves that have no gradients, such as functions, keys and counters.
-      args: the arguments, with these `Leaves`.
+      fun: the function, which accepts `Leaves` instead of the differentiated arguments. A differentiated argument can
+        therefore be a whole model that contains leaves without gradients, such as functions, keys and counters.
+      args: the positional arguments. `Leaves` replace the differentiated arguments.
       kwargs: the keyword arguments.
-      argnums: the differentiated arguments, as in `jax.grad`.
-      positions: the non-negative positions of those of ``argnums`` that exist.
+      argnums: the positions of the differentiated arguments, as in `jax.grad`.
+      positions: the elements of ``argnums`` that are valid positions, as non-negative numbers.
       has_aux: whether the function also returns auxiliary data.
-      names: the name of each argument in the signature of the function, or for example "args[0]".
+      names: the name of each positional argument in the signature of the function, or a name such as "args[0]".
     """
 
     caller: str
@@ -43,14 +43,14 @@ class LossCall(NamedTuple):
     names: list[str]
 
     def with_args(self, args: Sequence[Any]) -> LossCall:
-        """Return the call with other arguments of the same structure."""
+        """Return a call of this function with different positional arguments of the same structure."""
         chosen = list(args)
         for position in self.positions:
             chosen[position], _ = _selected(args[position])
         return self._replace(args=chosen)
 
     def value_and_grad(self) -> Traced:
-        """Trace the function and its gradients, without a scale."""
+        """Trace the value and the gradients, without a loss scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
     def scaled(self) -> Traced:
@@ -72,11 +72,14 @@ class LossCall(NamedTuple):
 
     def _checked(self, traced: Traced) -> Traced:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
-            raise ValueError(f"`{self.caller}(*args)` got values that are traced. Call it outside of `jax.jit`.")
+            raise ValueError(
+                f"`{self.caller}(*args)` got traced values. Call `{self.caller}` outside of `jax.jit` and other "
+                "transformations."
+            )
         return traced
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
-        """Give the leaves of each argument, and then of each keyword, each with its name."""
+        """Return pairs of a name and a leaf, in one list for each positional argument and each keyword argument."""
         return [
             [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
@@ -91,7 +94,16 @@ def check_call(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> LossCall:
-    """Check the arguments of a report, and return the call of the loss function that it describes."""
+    """Check the arguments of a report, and return the call of the loss function.
+
+    Args:
+      caller: the name of the report, for error messages.
+      fun: the loss function.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      argnums: the positions of the differentiated arguments.
+      has_aux: whether the function also returns auxiliary data.
+    """
     check_function(fun, f"{caller}(fun=...)")
     argnums = as_argnums(argnums, f"{caller}(argnums=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
@@ -107,7 +119,7 @@ def check_call(
 
     try:
         names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
     return LossCall(caller, of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
@@ -115,7 +127,7 @@ def check_call(
 
 @jax.tree_util.register_pytree_with_keys_class
 class Leaves:
-    """The leaves of an argument that have gradients, under the paths that they have in it."""
+    """A pytree of the differentiable leaves of an argument, whose keys are the paths of the leaves in the argument."""
 
     def __init__(self, paths: tuple[str, ...], leaves: Sequence[Any]) -> None:
         self.paths = paths
@@ -134,7 +146,9 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     leaves = [leaf for _, leaf in with_paths]
     inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
     arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
-    positions = arrays or inexact  # Python's own numbers in a model, such as a dropout rate, are no parameters
+    # Python floats are only differentiated if there are no arrays, because in a model they are constants such as a
+    # dropout rate.
+    positions = arrays or inexact
 
     def rebuilt(moved: Leaves) -> Any:
         filled = list(leaves)
@@ -147,12 +161,13 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
 
 
 class ArgumentFaults(NamedTuple):
-    """Faults in the leaves of the arguments.
+    """Non-finite elements and largest magnitudes of the arguments.
 
     Attributes:
       nan: one sentence for each leaf that contains NaN.
-      infinite: one sentence for each leaf that contains infinities but no NaN. They may be intended, as in a mask.
-      largest: the largest finite magnitude of each leaf, by its name.
+      infinite: one sentence for each leaf that contains infinities but no NaN. The infinities may be intended, for
+        example in an attention mask.
+      largest: the largest finite magnitude of each leaf, by the name of the leaf.
     """
 
     nan: list[str]
@@ -166,16 +181,16 @@ def _has_values(leaf: Any) -> bool:
 
 
 def _nonfinite(leaf: LeafReport) -> str:
-    """Write a sentence about the NaNs or infinities in a leaf."""
+    """Return a sentence about the NaNs or infinities in a leaf."""
     number = leaf.nan or leaf.nonfinite
-    what = "NaN" if leaf.nan else "infinity" if number == 1 else "infinities"
+    name = ("NaN" if leaf.nan else "infinity") if number == 1 else ("NaNs" if leaf.nan else "infinities")
     first = ", at" if number == 1 else ", the first at"
     where = f"{first} {list(leaf.first_bad_index)}" if leaf.first_bad_index else ""
-    return f"`{leaf.path}` holds {number} {what}{where}."
+    return f"`{leaf.path}` contains {number} {name}{where}."
 
 
 def argument_faults(call: LossCall) -> ArgumentFaults:
-    """Find NaN and infinities in the arguments, and the largest magnitude of each leaf."""
+    """Return the non-finite elements and largest magnitudes of all arguments of a call."""
     named = [pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])]
     reports = reports_of_named(named)
     return ArgumentFaults(

@@ -1,4 +1,4 @@
-"""Constants of which half precision leaves only zero or infinity."""
+"""Constants that become zero or infinite when they are rounded to half precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_lossscale._program.primitives import STEEP_AT_ZERO, moved_operands
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._report import at
 
-# If such a constant is an operand of these operations, it keeps the result away from zero.
+# An epsilon is a small constant that is used in one of these operations to keep the result away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
 
 
@@ -23,10 +23,10 @@ class LostConstant(NamedTuple):
     """A constant that became zero or infinite in half precision.
 
     Attributes:
-      operation: the operation of which it is an operand.
-      location: the location of this operation.
-      value: the value that is left: zero or an infinity.
-      is_epsilon: whether it keeps the operand of a division, a root or a logarithm away from zero.
+      operation: the name of the operation that uses the constant.
+      location: the location of the operation.
+      value: the value of the constant in half precision: zero or an infinity.
+      is_epsilon: whether the constant was meant to prevent a division by zero, or a root or logarithm of zero.
     """
 
     operation: str
@@ -37,25 +37,37 @@ class LostConstant(NamedTuple):
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
         where = at(self.location.layer, self.location.source)
-        return f"The {name} in `{self.operation}`{where} is {self.value:g} in 16 bits"
+        return f"The {name} in `{self.operation}`{where} rounds to {self.value:g} in half precision"
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
-    """Return the constants of the forward pass that were lost: epsilons first, then in the order of the program."""
+    """Return the constants of the forward pass that became zero or infinite in half precision.
+
+    Epsilons come first. All other constants follow in program order.
+
+    Args:
+      traced: the program.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
+    """
     flow = _Constants(is_autocast)
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
     return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
 
 
 class _Value(NamedTuple):
-    """The number of a value if it is a constant in half precision, and the lost constants that it contains."""
+    """Information about a value.
+
+    Attributes:
+      number: the number, if the value is a scalar constant in half precision; otherwise ``None``.
+      sums: the epsilons that became zero before they were added to the value or used in a maximum.
+    """
 
     number: float | None = None
     sums: tuple[LostConstant, ...] = ()
 
 
 class _Constants(Propagation[_Value]):
-    """Propagation of constants in half precision, and of the sums that contain them, through a program."""
+    """Propagation of half-precision constants, and of sums that contain a lost epsilon, through a program."""
 
     def __init__(self, is_autocast: bool) -> None:
         self.is_autocast = is_autocast
@@ -77,9 +89,11 @@ class _Constants(Propagation[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                self.lost.append(each._replace(is_epsilon=each.operation != "max"))  # that with zero is often meant
+                # A maximum with zero is often intended, as in ReLU, so its operand is not an epsilon.
+                self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # `autocast` stores a zero in half precision, and uses it in float32, only if it was one from the beginning.
+            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so it is
+            # not a lost constant.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

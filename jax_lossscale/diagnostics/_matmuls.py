@@ -1,4 +1,4 @@
-"""The number of matmuls in half precision, and why the first other matmul is not."""
+"""The number of matmuls in half precision, and the origin of the float32 operands of other matmuls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class MatmulSummary(NamedTuple):
 
     Attributes:
       dtype: the name of the half-precision dtype.
-      matmuls: the number of matmuls in value and gradients. A matmul in the body of a loop counts once.
-      half_matmuls: the number of matmuls whose operands have this dtype.
-      first_float32: the location of the first other matmul, and the reason for its dtype; "" if there is none.
-      half_share: the fraction of the floating-point operations of all matmuls that is done in this dtype; 1 if there
-        are no matmuls.
+      matmuls: the number of matmuls in the value and the gradients. A matmul in the body of a loop counts once.
+      half_matmuls: the number of matmuls whose operands have the half-precision dtype.
+      first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
+      half_share: the fraction of the floating-point operations of all matmuls that is done in half precision; 1 if
+        there are no matmuls.
       is_autocast: whether the function, or a part of it, is under `autocast`.
     """
 
@@ -38,29 +38,41 @@ class MatmulSummary(NamedTuple):
 
     def __str__(self) -> str:
         if not self.matmuls:
-            return "Matrix products and convolutions: none."
-        counts = f"Matrix products and convolutions: {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+            return "Matrix multiplications and convolutions (matmuls): none."
+        counts = (
+            f"Matrix multiplications and convolutions (matmuls): {self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        )
         if not self.first_float32:
             return f"{counts}."
-        work = f", {percent(self.half_share)} of their work" if self.half_matmuls else ""
-        return f"{counts}{work}. The first that is not: {self.first_float32}."
+        flops = f", with {percent(self.half_share)} of the floating-point operations" if self.half_matmuls else ""
+        return f"{counts}{flops}. The first matmul that is not in {self.dtype}: {self.first_float32}."
 
     @property
     def no_half_precision(self) -> str:
-        """The explanation to print if nothing is computed in the dtype."""
+        """The explanation in a report if nothing is computed in the half-precision dtype."""
         if self.is_autocast and not self.matmuls:
-            return f"`fun` has no matrix products or convolutions, so `autocast` computes nothing in {self.dtype}."
+            return (
+                f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
+            )
         if self.is_autocast:
-            left = f"all {self.matmuls} matrix products and convolutions"
-            return f"`autocast` leaves {left} as they are: {self.first_float32}."
+            return (
+                f"`autocast` computes none of the {self.matmuls} matrix multiplications and convolutions in "
+                f"{self.dtype}. The first one: {self.first_float32}."
+            )
         return (
-            f"`fun` computes nothing in {self.dtype}. Take `jls.autocast(fun)`, or cast parameters and inputs in "
-            "`fun`, with `jls.cast_floating`."
+            f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "
+            "inside `fun` with `jls.cast_floating`."
         )
 
 
 def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
-    """Summarize the matmuls among operations."""
+    """Summarize the matmuls in a list of operations.
+
+    Args:
+      entries: the operations of the value and the gradients.
+      dtype: the name of the half-precision dtype.
+      is_autocast: whether the function, or a part of it, is under `autocast`.
+    """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
     others = sorted(
@@ -83,7 +95,7 @@ class Float32Origin(NamedTuple):
 
     Attributes:
       location: the location of the matmul.
-      reason: why its operands are float32; "" if this is not known.
+      reason: the reason why the operands of the matmul are float32; "" if it is unknown.
     """
 
     location: Location
@@ -94,7 +106,7 @@ class Float32Origin(NamedTuple):
 
 
 def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
-    """Return the origins of the float32 operands of matmuls, those of the forward pass first.
+    """Return the origins of the float32 operands of all matmuls. Matmuls of the forward pass come first.
 
     Args:
       program: the program.
@@ -108,14 +120,14 @@ def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]
 
 
 class _Origin(NamedTuple):
-    """Where a float32 value comes from; of several, the one with the lowest rank is told.
+    """The origin of a float32 value. If a value has several origins, the origin with the lowest rank is reported.
 
     Attributes:
-      rank: 0, where half precision was promoted; 1, where they were cast; 2, of an argument; 3, of a constant, both of
-        which were float32 at the beginning; 4, of what is not float32.
-      why: the same in words, of a product that takes the value.
+      rank: the kind of origin. The rank is 0 for an operation that promotes half precision to float32, 1 for a cast to
+        float32, 2 for an argument that is float32, and 3 for a constant. A value that is not float32 has the rank 4.
+      why: an explanation of the origin, phrased as the reason why a matmul with this operand is in float32.
       given: the name of the argument, or "a constant".
-      column: where the cast stands.
+      column: the position of the cast in the source code.
     """
 
     rank: int
@@ -125,11 +137,16 @@ class _Origin(NamedTuple):
 
 
 def _given(rank: int, name: str) -> _Origin:
-    return _Origin(rank, f"its input is float32 from the beginning ({name})", name)
+    return _Origin(rank, f"its operand comes from {name}, which is float32", name)
 
 
 class _Origins(Propagation[_Origin]):
-    """Propagation of the origins of float32 values; ``float32_operands``: the matmuls with such operands."""
+    """Propagation of the origins of float32 values.
+
+    Attributes:
+      dtype: the half-precision dtype.
+      float32_operands: the location of each matmul with a float32 operand, and the origin of the operand.
+    """
 
     follows = Propagation.follows | {"shard_map"}
 
@@ -144,24 +161,26 @@ class _Origins(Propagation[_Origin]):
         return min(values, key=lambda origin: origin.rank, default=_Origin(4))
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[_Origin]) -> Sequence[_Origin]:
-        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_wide_float(atom.aval)]
-        takes_narrow = any(is_half(atom.aval) for atom in eqn.invars)
+        origins = [origin for atom, origin in zip(eqn.invars, operands, strict=True) if _is_at_least_float32(atom.aval)]
+        takes_half = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
-        if given and (takes_narrow or (location.column and location.column in [each.column for each in origins])):
-            met = f"{self.dtype.name} met float32 {given[0]} at {_named(location)}"
-            origin = _Origin(0, f"its input is float32 since {met}")
+        if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
+            where = _named(location)
+            origin = _Origin(
+                0, f"its operand is float32 because {given[0]} promotes {self.dtype.name} to float32 at {where}"
+            )
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
-        if takes_narrow and not origins:
-            origin = _Origin(1, f"its input becomes float32 at {_named(location)}", column=location.column)
-        return [origin if _is_wide_float(variable.aval) else _Origin(4) for variable in eqn.outvars]
+        if takes_half and not origins:
+            origin = _Origin(1, f"its operand is converted to float32 at {_named(location)}", column=location.column)
+        return [origin if _is_at_least_float32(variable.aval) else _Origin(4) for variable in eqn.outvars]
 
 
-def _is_wide_float(aval: Any) -> bool:
+def _is_at_least_float32(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
 
 
 def _named(at: Location | OperationPrecision) -> str:
-    """Name a layer and a line; "" if neither is known."""
+    """Return the layer and the line of an operation as text; "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source

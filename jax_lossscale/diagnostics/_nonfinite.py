@@ -1,4 +1,4 @@
-"""Which leaf is not finite, where, and how: the report that is read on the host."""
+"""Report of the NaN and infinite values in each leaf of a pytree, for use on the host."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from jax_lossscale.diagnostics._report import Report, Rows
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """What is not finite in one leaf.
+    """The non-finite elements of one leaf.
 
-    A complex number counts once: as NaN if one of its parts is NaN, else as +inf if one is, else as -inf.
+    A complex number counts once: as NaN if one of its parts is NaN, otherwise as +inf if one of its parts is +inf, and
+    otherwise as -inf.
 
     Attributes:
-      path: where the leaf is, as `jax.tree_util.keystr` writes it.
-      dtype: its dtype.
-      shape: its shape.
-      nan: how many elements are NaN.
-      posinf: how many are +inf.
-      neginf: how many are -inf.
-      largest_finite: the largest finite magnitude (of a complex number, of its parts); ``None`` if there is none.
-      first_bad_index: the index of the first element that is not finite, in row-major order; ``None`` if all are.
+      path: the path of the leaf in the pytree, as formatted by `jax.tree_util.keystr`.
+      dtype: the dtype of the leaf.
+      shape: the shape of the leaf.
+      nan: the number of elements that are NaN.
+      posinf: the number of elements that are +inf.
+      neginf: the number of elements that are -inf.
+      largest_finite: the largest finite magnitude, or ``None`` if there is none. The magnitude of a complex number is
+        the larger of the magnitudes of its parts.
+      first_bad_index: the index of the first non-finite element in row-major order, or ``None`` if all elements are
+        finite.
     """
 
     path: str
@@ -47,25 +50,25 @@ class LeafReport:
 
     @property
     def nonfinite(self) -> int:
-        """How many elements are not finite."""
+        """The number of non-finite elements."""
         return self.nan + self.posinf + self.neginf
 
     @property
     def share(self) -> float:
-        """The share of elements that are not finite, from 0 to 1."""
+        """The fraction of elements that are not finite, from 0 to 1."""
         return self.nonfinite / max(math.prod(self.shape), 1)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Report[LeafReport]):
-    """A `LeafReport` for every leaf of gradients, the worst first.
+    """A sequence with a `LeafReport` for each leaf of the gradients, the worst leaf first.
 
-    Leaves are ordered by the share of their elements that are not finite, then by their number, then by their largest
-    finite magnitude: of finite leaves the one closest to overflow comes first. Printed, or shown in a notebook, it is a
-    table of the leaves that are not finite. Iterating over it gives the reports.
+    Leaves are sorted by the fraction of non-finite elements, then by the number of non-finite elements, and then by the
+    largest finite magnitude. Among finite leaves, the one closest to overflow therefore comes first. The report prints
+    as a table of the leaves that are not finite. Notebooks display it as an HTML table.
 
     Attributes:
-      leaves: the reports.
+      leaves: the report of each leaf.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -81,9 +84,9 @@ class NonfiniteReport(Report[LeafReport]):
         if self.bad:
             return f"{len(self.bad)} of {len(self)} leaves are not finite."
         if not self:
-            return "There are no inexact leaves."
+            return "There are no floating-point or complex leaves."
         first = self[0]
-        if first.largest_finite is None:  # all leaves are empty
+        if first.largest_finite is None:  # all leaves are empty arrays
             return f"All {len(self)} leaves are finite."
         where = first.path or "the only leaf"
         return f"All {len(self)} leaves are finite; the largest magnitude, {first.largest_finite:.4g}, is in {where}."
@@ -103,20 +106,22 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
-    """Tell which leaves hold NaN or infinities, how many, and where the first is.
+    """Count the NaN and infinite elements of each leaf, and find the first one.
 
-    Call it on the host: it waits for the device, and fetches a few numbers for each leaf. Inside `jax.jit`, use
-    `first_nonfinite`, or let `loss_scaled` record it with ``record_bad_steps=True``.
+    Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
+    `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with
+    ``loss_scaled(..., record_bad_steps=True)``.
 
     Args:
-      grads: any pytree, scaled or not; integers, keys and the like are left out. Leaves may be sharded.
+      grads: a pytree of gradients, scaled or unscaled. Leaves that are neither floating nor complex, such as integers
+        and random keys, are ignored. Leaves may be sharded.
 
     Returns:
-      A `NonfiniteReport`, the worst leaf first.
+      A `NonfiniteReport`, sorted such that the worst leaf comes first.
 
     Raises:
-      ValueError: if ``grads`` is no pytree of arrays; inside `jax.jit` and other transformations, where nothing is
-        known yet.
+      ValueError: if ``grads`` is not a pytree of arrays, or if the function is called inside `jax.jit` or another
+        transformation, where the values of the gradients are not known.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -135,8 +140,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths if _tree.is_inexact(leaf)]
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise ValueError(
-            "`nonfinite_report(grads=...)` got values that are traced, of which nothing is known yet. Return the "
-            "gradients from `jax.jit`, or use `first_nonfinite`, or `loss_scaled(..., record_bad_steps=True)`."
+            "`nonfinite_report(grads=...)` got traced arrays, whose values are not known yet. Return the gradients "
+            "from `jax.jit`, or use `first_nonfinite` or `loss_scaled(..., record_bad_steps=True)`."
         )
     leaves = reports_of_named(named)
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
@@ -144,7 +149,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
 
 
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
-    """Report on each leaf, in their order. Each call is compiled once for all leaves that are alike."""
+    """Return a report for each leaf, in the given order. Equal shapes and dtypes share one compiled program."""
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     reports = []
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
@@ -158,18 +163,18 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
 
 
 def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
-    """The path of the leaf that `first_nonfinite` has found.
+    """Return the path of the leaf with the index that `first_nonfinite` returned.
 
     Args:
-      tree: the tree that was checked, or another one of the same structure, such as the parameters; ``None`` counts as
-        a leaf.
-      index: what `first_nonfinite` returned, on the host.
+      tree: the tree that was passed to `first_nonfinite`, or another tree with the same structure, such as the
+        parameters. ``None`` counts as a leaf.
+      index: the return value of `first_nonfinite`, on the host.
 
     Returns:
-      The path, as `jax.tree_util.keystr` writes it; ``None`` for -1, which stands for no leaf.
+      The path, as formatted by `jax.tree_util.keystr`, or ``None`` if ``index`` is -1 (all leaves are finite).
 
     Raises:
-      ValueError: if ``index`` is no integer, or the tree has no leaf of that index.
+      ValueError: if ``index`` is not an integer, or if the tree does not have a leaf with this index.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -184,19 +189,19 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
         position = operator.index(index)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(
-            f"`leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got {index!r}."
+            f"`leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got {index!r}."
         ) from error
     if not -1 <= position < len(paths):
         raise ValueError(
             f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "
-            f"{position}. Pass a tree of the structure of the gradients."
+            f"{position}. Pass a tree with the same structure as the gradients."
         )
     return None if position == -1 else paths[position]
 
 
 @jax.jit
 def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
-    """Give the magnitude of the largest finite number plus one, or 0 for none; and how many are NaN, +inf, -inf."""
+    """Return the bits of the largest finite magnitude plus 1 (0 if there is none), and the counts of NaN and ±inf."""
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)
     if jnp.iscomplexobj(leaf):
@@ -205,7 +210,7 @@ def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
 
 
 def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tell which elements are NaN, which are +inf and which are -inf; each is one of them at most."""
+    """Return boolean masks of the elements that are NaN, +inf and -inf. For each element, at most one mask is true."""
     leaf = jnp.asarray(leaf)
     parts = jnp.stack([leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf])
     nan, posinf, neginf = (is_so(parts).any(axis=0) for is_so in (jnp.isnan, jnp.isposinf, jnp.isneginf))
@@ -214,7 +219,11 @@ def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax.jit
 def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
-    """Find the first index axis by axis, since a flat one may need more than 32 bits, and is none on a mesh."""
+    """Return the index of the first non-finite element, as one scalar per axis.
+
+    The index is determined axis by axis. A flat index may need more than 32 bits, and to flatten a sharded leaf, XLA
+    would have to gather it.
+    """
     flags = functools.reduce(jnp.logical_or, _faults(leaf))
     index: list[jax.Array] = []
     for axis in range(flags.ndim):

@@ -1,4 +1,4 @@
-"""The operations of a program, read from its jaxpr: the dtype and location of each, casts, and opaque operations."""
+"""Lists of the operations in a jaxpr, with their dtypes and locations, and of casts and opaque operations."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from jax.extend.core import Jaxpr
 
 from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
-from jax_lossscale._autocast.plan import Float32Matmul
+from jax_lossscale._autocast.reasons import reason_of
 from jax_lossscale._program.jaxpr import is_reference
-from jax_lossscale._program.location import location_within
 from jax_lossscale._program.primitives import DATA_MOVEMENT, IN_HALF, KNOWN, OPAQUE, name_in_reports
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 
@@ -22,22 +21,23 @@ _NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
 
 @dataclasses.dataclass(frozen=True)
 class OperationPrecision:
-    """The operations of one kind in one place, and the dtype that they are computed in.
+    """The operations of one kind at one location, and the dtype in which they are computed.
 
     Attributes:
       operation: the name of the primitive, as JAX prints it.
-      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
-        there are none.
-      source: file and line, of the innermost function that belongs to no installed library.
-      is_backward: whether they belong to the backward pass.
-      dtype: the dtype of their operands; of operands of several dtypes, the widest.
-      result: the dtype of their results.
+      layer: the names of the enclosing scopes, which flax, haiku and `jax.named_scope` add, or else the class names of
+        the enclosing nnx and equinox modules; "" if there are neither.
+      source: the file and line of the innermost function that does not belong to an installed library.
+      is_backward: whether the operations belong to the backward pass.
+      dtype: the dtype of the operands. If they have several dtypes, the widest.
+      result: the dtype of the results.
       count: the number of these operations in the program.
       flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
-      reason: why a matmul, or its result, is not in the dtype of `autocast`; "" if it is.
-      is_matmul: whether it is a matrix multiplication or a convolution. A `dot_general` whose contracted axes all have
-        size 1, such as an outer product, is not.
-      index: the number of operations of the program that precede the first of them.
+      reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`;
+        "" if it is.
+      is_matmul: whether the operation is a matrix multiplication or a convolution. A `dot_general` whose contracted
+        axes all have size 1, such as an outer product, does not count.
+      index: the number of operations that precede the first of these operations in the program.
     """
 
     operation: str
@@ -54,9 +54,9 @@ class OperationPrecision:
 
 
 def operations(program: TracedMatmuls) -> list[OperationPrecision]:
-    """List the operations on floats in a program. Those of one kind at one location are one entry."""
+    """List the operations on floats in a program, with one entry for all operations of one kind at one location."""
     matmuls = {matmul.index: matmul for matmul in program.matmuls}
-    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # for each kind, the indices and the flops
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # the index and the flops of each operation, by kind
     for index, nested in enumerate(nested_equations(program.used.jaxpr)):
         eqn, name = nested.eqn, operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
@@ -94,31 +94,34 @@ def casts(program: Jaxpr) -> int:
 
 
 def opaque_operations(program: Jaxpr) -> list[str]:
-    """List the operations that are computed as written or are unknown, each with its name and line."""
+    """List the names and lines of opaque and unknown operations, which `autocast` does not rewrite."""
     found = [(nested.eqn.primitive, nested.location.source) for nested in nested_equations(program)]
     unknown = [(each, at) for each, at in found if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
     return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
 
 
-def not_in_half(program: Jaxpr, float32_matmuls: Sequence[Float32Matmul]) -> list[str]:
-    """List the lines at which the fallback of an `in_half` function is computed, with the reasons.
+def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
+    """List the lines at which the fallback of an `in_half` function is evaluated, with the reason for each.
 
     Args:
-      program: the program without `autocast`.
-      float32_matmuls: the matmuls and `in_half` functions that `autocast` does not compute in half precision.
+      original: the jaxpr of the function without `autocast`.
+      rewritten: the jaxprs of the function and of its gradient under `autocast`, with reasons. Both are necessary,
+        because differentiation removes the equation of an `in_half` function, and because only the jaxpr of the
+        gradient contains the backward passes of custom rules.
     """
     sources_by_reason: dict[str, dict[str, None]] = {}
-    for path, reason in float32_matmuls:
-        if path[-1].primitive.name == IN_HALF:
-            sources_by_reason.setdefault(reason, {})[location_within(path[-1], path[:-1]).source] = None
-    for nested in nested_equations(program):
+    for program in rewritten:
+        for nested in nested_equations(program):
+            if nested.eqn.primitive.name == IN_HALF and (reason := reason_of(nested.eqn)):
+                sources_by_reason.setdefault(reason, {})[nested.location.source] = None
+    for nested in nested_equations(original):
         if is_fallback((*nested.within, nested.eqn)):
             sources_by_reason.setdefault("differentiated before `autocast`", {})[nested.location.source] = None
     return [f"{', '.join(sources)} ({reason})" for reason, sources in sources_by_reason.items()]
 
 
 def _is_inexact(atoms: Sequence[Any]) -> bool:
-    """Return whether all atoms are floating or complex arrays, and none is a mutable reference."""
+    """Return whether all atoms are floating-point or complex arrays. Mutable references are not arrays."""
     return not any(map(is_reference, atoms)) and all(
         jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
     )

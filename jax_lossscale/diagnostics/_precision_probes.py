@@ -1,11 +1,14 @@
 """Probes that measure and round the operands, results and cotangents of every matmul of a program.
 
-A probe is an identity that knows its matmul, and that inserts another probe for the cotangent in the backward pass.
-`RoundingEvaluator` evaluates a program with probes. At each probe it rounds the value to half precision or leaves it in
-float32, depending on an array that is an argument of the compiled program. One compiled program is therefore the
-function in float32, under `autocast`, and under each policy. The probe of a cotangent also has the corresponding value
-of the forward pass as an operand. The cotangent times the rounding error of this value estimates how much rounding it
-changes the result.
+A probe is an identity operation. Its parameters are the index of a matmul and the role of the probed value, such as
+the result. In the backward pass, the probe inserts another probe for the cotangent.
+
+`RoundingEvaluator` evaluates a program with probes. An array argument of the compiled program determines which probes
+round their values to half precision. The same compiled program can therefore compute the function in float32, as under
+`autocast`, and as under any policy.
+
+The probe of a cotangent has the corresponding value of the forward pass as a second operand. The cotangent multiplied
+by the rounding error of this value estimates how much the result of the program changes if the value is rounded.
 """
 
 from __future__ import annotations
@@ -26,35 +29,41 @@ from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
-from jax_lossscale._program.parameters import parameters_of_operations, path_of
+from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
-# The levels of precision of a matmul.
+# The levels of precision of a matmul, in ascending order.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
-# The roles of the values that are probed at a matmul, and the ranges of roles of values and of their cotangents.
+# Each probed value of a matmul has one of three roles. The role of a cotangent is the role of its value plus 3, so the
+# two slices select the roles of all values and the roles of all cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
 
 class MatmulSite(NamedTuple):
-    """The matmuls, or calls of `in_half`, that no rule of a policy can distinguish."""
+    """The site of one or more matmuls, or calls of `in_half` functions, that the rules of a policy cannot distinguish.
+
+    Attributes:
+      operation: the name of the primitive.
+      location: the layer, source, functions and parameter that the rules can match. The other fields are empty.
+    """
 
     operation: str
-    location: Location  # of which rules know the layer, the source, the functions and the parameter
+    location: Location
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, dict[int, Any]]  # the equations at each site, by their ids
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A site maps to the set of its equations.
 
 
 class Measured(NamedTuple):
-    """What a probe measures.
+    """The measurements of a probe.
 
     Attributes:
       largest: the largest magnitude.
-      error: the sum of rounding errors, relative to that of magnitudes.
-      damage: of a cotangent, the sum of its magnitudes times the rounding errors of the value that it belongs to: what
-        rounding that value changes in the result, to first order.
+      error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
+      damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of the corresponding
+        value. The damage estimates to first order how much the result of the program changes if the value is rounded.
     """
 
     largest: Any
@@ -65,30 +74,38 @@ class Measured(NamedTuple):
 def with_probes(
     fun: Callable[..., Any], dtype: jnp.dtype, names_parameters: bool, found: MatmulsBySite
 ) -> Callable[..., Any]:
-    """Return the function with probes. When it is traced, it adds its matmuls to ``found``."""
+    """Return a version of a function with probes at all matmuls that `autocast` computes in half precision.
+
+    Args:
+      fun: the function.
+      dtype: the half-precision dtype.
+      names_parameters: whether the sites contain the paths of parameters.
+      found: a dictionary to which the matmuls are added when the new function is traced.
+    """
 
     def probed(*args: Any, **kwargs: Any) -> Any:
         traced = Traced(fun, args, kwargs)
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
-        def product(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
+        def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
             location = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
-            site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get(path_of(within, eqn), "")))
-            found.setdefault(site, {})[id(eqn)] = eqn  # kept, lest its id be taken by another
+            site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
+            found.setdefault(site, set()).add(eqn)
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
-            # Else a GPU would round operands that are meant to be exact.
+            # With a lower precision, a GPU could round operands that a trial keeps in float32.
             exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if "precision" in eqn.params else {}
             return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
         planner = Planner(dtype, PrecisionPolicy(recompute=False))
         plan = planner.plan(traced.jaxpr)
-        return traced.result(Rewriting(planner, measured=product).declared(plan, traced.jaxpr, traced.inputs))
+        return traced.result(Rewriting(planner, measured=probed_matmul).declared(plan, traced.jaxpr, traced.inputs))
 
     return probed
 
 
-_probe_primitive = Primitive("probe")  # of a number, and of the value that it belongs to
+# A probe returns its first operand. The second operand is the corresponding value of the forward pass.
+_probe_primitive = Primitive("probe")
 _probe_primitive.def_impl(lambda number, value, **_: number)
 _probe_primitive.def_abstract_eval(lambda number, value, **_: number)
 mlir.register_lowering(_probe_primitive, lambda context, number, value, **_: [number])
@@ -104,7 +121,8 @@ def _differentiate(primals: Any, tangents: Any, *, kind: str, **at: int) -> tupl
 def _transpose(cotangent: Any, number: Any, value: Any, *, kind: str, **at: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent, None]
-    if ad.is_undefined_primal(value):  # of a function that is linear, and transposed as it stands: there is no value
+    if ad.is_undefined_primal(value):
+        # `jax.linear_transpose` transposes a function without evaluating it, so the value is unknown.
         value = jnp.zeros_like(cotangent)
     return [_probe_primitive.bind(cotangent, value, kind="cotangent", **at), None]
 
@@ -119,13 +137,14 @@ def _probe_float(value: Any, site: int, role: int) -> Any:
 
 
 class RoundingEvaluator(MeasuringEvaluator):
-    """Evaluates jaxprs with probes, each of which measures, and adds a row of the fields of `Measured`.
+    """Evaluates jaxprs with probes. Each probe adds a row that contains the fields of `Measured`.
 
     Args:
-      dtype: the half precision.
-      strengths: ``float32[2, sites]``: whether what is rounded, 0 or 1: the result of each product, and all else (its
-        operands, and every cotangent).
-      axes: those of the mesh that it is evaluated on, inside `jax.shard_map`.
+      dtype: the half-precision dtype.
+      strengths: which values are rounded, an array ``float32[2, sites]`` of zeros and ones. The first row determines
+        whether the result of each matmul is rounded. The second row determines whether the operands and cotangents of
+        each matmul are rounded.
+      axes: the names of the mesh axes inside `jax.shard_map`.
     """
 
     fields = len(Measured._fields)
@@ -138,7 +157,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """Name a probe by its site and its role; the roles of cotangents come after those of values."""
+        """Return the site and the role of a probe. The roles of cotangents follow the roles of values."""
         if eqn.primitive is not _probe_primitive or eqn.params["kind"] == "tangent":
             return []
         roles = COTANGENTS if eqn.params["kind"] == "cotangent" else VALUES
@@ -156,7 +175,10 @@ class RoundingEvaluator(MeasuringEvaluator):
         return bind(eqn, inputs, eqn.params)
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
-        """Return what each shard measures as an output that is divided over the mesh."""
+        """Evaluate a `jax.shard_map`.
+
+        The measurements of each shard are returned as additional outputs that are divided over the mesh.
+        """
         axes = custom_rules.axes_of_shard_map(eqn)
         of_shards = RoundingEvaluator(self._dtype, self._strengths, axes)
 
@@ -174,7 +196,7 @@ class RoundingEvaluator(MeasuringEvaluator):
 
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:
     def rounding(number: jax.Array, otherwise: jax.Array) -> jax.Array:
-        """Give the magnitudes of the rounding errors, and something else where they are not finite."""
+        """Return the magnitudes of the rounding errors. ``otherwise`` replaces errors that are not finite."""
         error = jnp.abs(number.astype(dtype).astype(number.dtype) - number)
         return jnp.where(jnp.isfinite(error), error, jnp.where(jnp.isfinite(otherwise), otherwise, 0))
 

@@ -1,6 +1,6 @@
 """Rules of a `PrecisionPolicy` for the matmuls that must not be in half precision.
 
-A person can judge these rules, because each uses as few names as distinguish its matmuls from all others.
+To be easy to review, each rule contains only as many patterns as necessary to distinguish its matmuls from all others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ import numpy as np
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale.diagnostics._precision_probes import MatmulSite
 
-_PRECISIONS = ("half", "float32_result", "float32")  # by level
+# The tuple is indexed by the level of precision: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
+_PRECISIONS = ("half", "float32_result", "float32")
 
 
 def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
     """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
-    The first rule that matches decides, so the highest precision comes first. If names do not distinguish two matmuls,
-    both have the higher precision.
+    The first matching rule of a policy applies, so the rules for float32 precede the rules for float32 results. If no
+    pattern distinguishes two matmuls, the rule gives both of them the higher precision.
+
+    Args:
+      sites: the sites of the matmuls.
+      levels: the precision of each site, ``int[sites]``.
+      reasons: for each site, the reason for its precision. If it is ``None``, the rules have no reasons.
     """
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
@@ -36,16 +42,16 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
-    """Tell whether one rule matches all that the other matches, and decides it alike."""
+    """Return whether a rule has the same precision as another rule and matches all of its operations."""
     patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
     return patterns < others
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
-    """List ways to name a product, the one that survives most edits first."""
+    """Return sets of patterns that match a matmul, with those that survive most changes of the code first."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
-    parameter = {"parameter": location.parameter}  # "" if it takes none
+    parameter = {"parameter": location.parameter}  # An empty pattern only matches matmuls without a parameter.
     function = {"function": location.functions[0]} if location.functions else {}
     ways = [layer, parameter if location.parameter else {}, function]
     ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]

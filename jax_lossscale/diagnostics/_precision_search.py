@@ -1,4 +1,4 @@
-"""Search for the matmuls that must not be in half precision, by measuring the errors of value and gradients."""
+"""Search for the matmuls that must be in float32, based on measured errors of the value and the gradients."""
 
 from __future__ import annotations
 
@@ -30,31 +30,37 @@ from jax_lossscale.diagnostics._precision_probes import (
 )
 from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 
+# The maximum number of evaluations of the gradients per batch.
 MOST_GRADIENTS = 30
-_OF_VERIFYING = 6
+# The number of evaluations that are reserved for verifying the policy and for determining the reasons of its rules.
+_RESERVED_GRADIENTS = 6
+# Without this setting, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
-# How far the loss scale is below the largest that fits, since batches differ.
+# The loss scale of a trial is this many powers of two below the largest scale at which no gradient overflows, because
+# the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
-# Parameters moved by this much turn the sign of what goes into a ReLU as often as float16 does, layer after layer. The
-# products are not to blame for what that changes, up to so many times the tolerance.
+# Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
+# every layer does. If such a change of the parameters also causes large errors in float32, the precision of the matmuls
+# is not the cause. The tolerance then increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
-# A leaf with less than the first share of the gradient may have ten times its error: it is small because much cancels.
-# Of one with less than the second, only what is lost counts.
+# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error may be
+# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf
+# below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
 _SMALL_SHARE = 0.01
 _TINY_SHARE = 0.001
 _SMALL_LEAF = 10.0
 
 
 class Trial(NamedTuple):
-    """The result of a trial with some matmuls in float32.
+    """The result of a trial in which some matmuls are in float32.
 
     Attributes:
-      levels: ``int[sites]``: half precision, float32 result, or float32.
+      levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
       scale: the loss scale.
-      ratio: the worst error of the value, of all gradients or of a leaf, over what it may be.
-      error: that error; infinite if anything is not finite.
-      where: of what it is, in words.
+      ratio: the largest ratio of an error to its tolerance, among the value, the leaves and the whole gradient.
+      error: the error with this ratio; infinite if any number is not finite.
+      where: the quantity that has this error, such as "the value".
     """
 
     levels: np.ndarray
@@ -65,19 +71,20 @@ class Trial(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether all errors are within what they may be; if any matmul is in float32, within half of it."""
+        """Whether all errors are within the tolerance, or within half of it if any matmul is in float32."""
         return self.ratio <= (0.5 if self.levels.any() else 1.0)
 
 
 class _Exact(NamedTuple):
-    """What float32 gives for a batch.
+    """The float32 results for one batch.
 
     Attributes:
-      value: the value.
+      value: the value of the function.
       leaves: the gradients by path.
-      rounding: how much of each gradient is rounding in float32, too.
-      tolerances: how large the errors of the value, of each leaf and of all may be; 0 where they are not judged.
-      total: the norm of all gradients.
+      rounding: the measurements of the gradients of each leaf at slightly changed parameters. The changes of the
+        gradients show rounding errors.
+      tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored.
+      total: the norm of the whole gradient.
     """
 
     value: Any
@@ -86,8 +93,14 @@ class _Exact(NamedTuple):
     tolerances: list[float]
     total: float
 
-    def judged(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
-        """Give the errors of a result at a loss scale: each over what it may be, as it is, and of what it is."""
+    def errors_of(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
+        """Return the ratio of the error to the tolerance, the error, and the name of each quantity of a result.
+
+        Args:
+          value: the value of the function in a trial.
+          leaves: the scaled gradients by path.
+          scale: the loss scale.
+        """
         reports, total = errors.reports_of(self.leaves, [errors.measure(leaves, self.leaves, scale)], self.rounding)
         found = [("the value", errors.relative_error(value, self.value))]
         for leaf in reports:
@@ -103,13 +116,13 @@ class _Exact(NamedTuple):
 
 
 class Search:
-    """A search for the matmuls that must be in float32, by trials on some batches.
+    """A search for the matmuls that must be in float32. It performs trials with one or more batches.
 
     Attributes:
-      sites: the matmuls that `autocast` computes in half precision.
-      numbers: how many products there are at each site.
-      spent: how many gradients have been computed, for each batch.
-      leaves: the gradients of the first batch in float32.
+      sites: the sites of the matmuls that `autocast` computes in half precision by default.
+      numbers: the number of matmuls at each site, ``int[sites]``.
+      spent: the number of evaluations of the gradients per batch so far.
+      leaves: a `LeafGradientError` for each float32 gradient of the first batch.
     """
 
     def __init__(
@@ -126,38 +139,47 @@ class Search:
         self._traced = self._call._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)  # the site and the role of each row
+        # Each row of measurements is named by the site of its matmul and by the role of the probed value.
+        self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
-        # Measure in float32, without a loss scale: ``_largest`` is ``float[sites, 2 * roles]``. ``_damages`` is
-        # ``float[sites, 2]``: the damage of rounding the result of each matmul, and of rounding its operands.
+        # Measure the float32 program without a loss scale. The array of largest magnitudes has the shape
+        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]`` and contains the estimated change of
+        # the value if the result of a matmul is rounded, and if the operands of the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
         exact, measured = self._run(in_float32, 1.0)
         self._largest = measured.largest
         damage = np.nan_to_num(measured.damage[:, COTANGENTS])
         self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
 
-        # Derive the tolerances from the changes that two nudges of the parameters cause in float32.
+        # Derive the tolerances from the effects of two nudges (small changes of the parameters) in float32.
         fine, coarse = (self._run(in_float32, 1.0, self._nudged(by))[0] for by in (errors.NUDGE, _COARSE))
-        self._exact = [self._judged(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
+        self._exact = [self._with_tolerances(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
         rounding = self._exact[0].rounding
         self.leaves, _ = errors.reports_of(self._exact[0].leaves, [rounding], rounding)
 
     def _evaluated(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        """Evaluate the program with probes; return its outputs and the measurements of the probes."""
+        """Evaluate the program with probes, and return its outputs and the measurements of the probes."""
         evaluator = RoundingEvaluator(self._dtype, strengths)
         outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         return outputs, jnp.asarray(rows)
 
     def _nudged(self, by: float) -> list[list[Any]]:
-        """Return the arguments of each batch with changed parameters."""
+        """Return the arguments for each batch, with the parameters changed by the fraction ``by``."""
         return [errors.nudged(batch, keep_dtypes=False, by=by) for batch in self._batches]
 
-    def _judged(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
-        """Say how large errors may be, by what two nudges of the parameters change in float32.
+    def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
+        """Return the float32 results for a batch, with the tolerances of all errors.
 
-        An error is not judged if the fine nudge makes one as large. It may be larger if the coarse nudge, which is like
-        rounding to half precision, makes one, as where it turns the sign of what goes into a ReLU.
+        The fine nudge changes the parameters by about the rounding errors of float32. If the fine nudge causes an error
+        of more than half the tolerance, the quantity is ignored in trials. The coarse nudge changes the parameters by
+        about the rounding errors of half precision. If the coarse nudge causes a disproportionately larger error, for
+        example because the inputs of ReLUs change sign, the tolerance is increased.
+
+        Args:
+          exact: the value and the gradients in float32.
+          fine: the value and the gradients in float32, after a nudge by `errors.NUDGE`.
+          coarse: the value and the gradients in float32, after a nudge by `_COARSE`.
         """
         value, leaves = exact
         rounding = errors.measure(fine[1], leaves, 1.0)
@@ -165,7 +187,10 @@ class Search:
         of_value = errors.relative_error(fine[0], value)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Say how large an error may be, by what the two nudges change: in proportion to them, without kinks."""
+            """Return the tolerance of a quantity that the coarse and the fine nudge change by these errors.
+
+            If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
+            """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self._tolerance
             return min(max(coarse, self._tolerance), _MOST_SENSITIVE * self._tolerance)
@@ -181,7 +206,10 @@ class Search:
     def _run(
         self, levels: np.ndarray, scale: float, batches: Sequence[Sequence[Any]] | None = None
     ) -> tuple[list[Any], Measured]:
-        """Give the value and the gradients by path for each batch, and the worst that the probes measure."""
+        """Evaluate the program for each batch.
+
+        Return the value and the gradients by path for each batch, and the maxima of the measurements over all batches.
+        """
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
         worst, results = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields))), []
@@ -194,28 +222,32 @@ class Search:
         return results, Measured(*np.moveaxis(worst, -1, 0))
 
     def _measured_at(self, scale: float) -> Measured:
-        """Give what the probes meet in float32, at a loss scale."""
+        """Return the measurements of the probes in float32 at a loss scale."""
         return self._run(np.full(len(self.sites), FLOAT32), scale)[1]
 
     def _errors(self, results: Callable[[], Sequence[Any]], scale: float) -> tuple[float, float, str]:
-        """Give the worst error in the values and gradients of the batches."""
+        """Return the largest ratio of an error to its tolerance among all batches, with the error and its quantity."""
         found = [(0.0, 0.0, "nothing")]
         try:
             for (value, leaves), exact in zip(results(), self._exact, strict=True):
-                found += exact.judged(value, leaves, scale)
-        except (RuntimeError, ValueError) as error:  # of a solver, say, that refuses infinities
-            if not errors.is_of_the_program(error):
+                found += exact.errors_of(value, leaves, scale)
+        # For example, linear solvers raise an error if their input is not finite.
+        except (RuntimeError, ValueError) as error:
+            if not errors.is_raised_in_callback(error):
                 raise
             found.append((math.inf, math.inf, "the value"))
         return max(found)
 
     def is_exact_finite(self) -> bool:
-        """Tell whether value and gradients are finite in float32."""
+        """Return whether the values and the gradients of all batches are finite in float32."""
         numbers = (number for each in self._exact for number in (each.value, *(leaf.largest for leaf in each.rounding)))
         return all(map(math.isfinite, numbers))
 
     def verified(self, policy: PrecisionPolicy) -> tuple[float, float, str]:
-        """Give the error of the function itself, under `autocast` with a policy, as a trial has it."""
+        """Evaluate the original function under `autocast` with a policy.
+
+        Return the largest ratio of an error to its tolerance, with the error and its quantity, as in `Trial`.
+        """
         self.spent += 1
         traced = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
@@ -230,10 +262,10 @@ class Search:
     def report(self, text: str) -> None:
         """Print a line about the progress of the search if ``progress`` is true."""
         if self._progress:
-            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients; {text}")
+            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
-        """Return the largest power of two, less a margin, at which no cotangent in half precision overflows."""
+        """Return the loss scale for a trial: a power of two at which no cotangent in half precision overflows."""
         if self._dtype != jnp.float16:
             return 1.0
         largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
@@ -242,7 +274,7 @@ class Search:
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
 
     def _trial(self, levels: np.ndarray) -> Trial:
-        """Return the result of a trial at the best loss scale. Results of previous trials are reused."""
+        """Return the result of a trial with these levels at the best loss scale. The results are cached."""
         if levels.tobytes() not in self._known:
             scale = self._best_scale(levels)
             trial = Trial(levels, scale, *self._errors(lambda: self._run(levels, scale)[0], scale))
@@ -255,39 +287,44 @@ class Search:
         return self._known[levels.tobytes()]
 
     def found(self) -> tuple[Trial, Trial]:
-        """Return the trial with all matmuls in half precision, and the accepted trial with the lowest levels."""
+        """Return the trial with all matmuls in half precision, and the accurate trial with the lowest precision."""
         first = trial = self._trial(np.full(len(self.sites), HALF))
-        if not trial.is_right:  # what overflows in the forward pass, where a loss scale changes nothing
+        if not trial.is_right:
+            # Overflows in the forward pass are fixed first, because they do not depend on the loss scale.
             trial = self._trial(_levels(self._largest >= self._overflow, slice(0, 0)))
         if not trial.is_right:
             lost = _levels(self._too_small(self._measured_at(trial.scale)), COTANGENTS)
             trial = self._trial(np.maximum(trial.levels, lost))
         most = 1
-        while not trial.is_right and most < self._damages.size and self._may_go_on():
+        while not trial.is_right and most < self._damages.size and self._can_continue():
             trial = self.raise_levels(trial, most)
             most *= 2
         return first, self._lowered(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
 
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
-        """Widen so much more, what does most damage first."""
+        """Return a trial in which up to ``most`` levels of precision are raised, starting with the largest damage.
+
+        If only few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
+        """
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, FLOAT32, FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
         raised = trial.levels.copy()
         np.maximum.at(raised, sites[left], levels[left])
-        is_last = self.spent >= MOST_GRADIENTS - _OF_VERIFYING // 2 or len(left) == 0
+        is_last = self.spent >= MOST_GRADIENTS - _RESERVED_GRADIENTS // 2 or len(left) == 0
         return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
-        """Lower the levels of matmuls that do not need float32, by bisection, until nothing changes."""
-        order = np.argsort(self._damages.max(axis=1), kind="stable")  # what does least damage first
+        """Lower the precision of matmuls that do not need float32, by bisection, until nothing can be lowered."""
+        # The precision of the matmuls with the least damage is lowered first.
+        order = np.argsort(self._damages.max(axis=1), kind="stable")
         before = None
         while before is not best:
             before = best
             for level in (HALF, FLOAT32_RESULT):
                 higher = order[best.levels[order] > level]
                 parts = [higher] if len(higher) else []
-                while parts and self._may_go_on():
+                while parts and self._can_continue():
                     part = parts.pop(0)
                     levels = best.levels.copy()
                     levels[part] = level
@@ -298,15 +335,21 @@ class Search:
                         parts = [part[: len(part) // 2], part[len(part) // 2 :], *parts]
         return best
 
-    def _may_go_on(self) -> bool:
-        return self.spent < MOST_GRADIENTS - _OF_VERIFYING
+    def _can_continue(self) -> bool:
+        return self.spent < MOST_GRADIENTS - _RESERVED_GRADIENTS
 
     def _too_small(self, measured: Measured) -> np.ndarray:
-        """Tell what is below the range: within it rounding makes an eighth of this error."""
+        """Return a mask of the values that underflow.
+
+        The limit is about eight times the mean relative rounding error of normal numbers.
+        """
         return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
-        """Return the reason for each matmul above half precision, as long as gradients may be computed."""
+        """Return, for each site, the reason why it is not in half precision; "" if it is in half precision.
+
+        The reason is generic if no evaluations of the gradients are left to determine it.
+        """
         measured: dict[float, Measured] = {}
         reasons = [""] * len(trial.levels)
         for site in map(int, np.flatnonzero(trial.levels)):
@@ -319,42 +362,58 @@ class Search:
             if not reason and self.spent < MOST_GRADIENTS:
                 without = self._trial(levels)
                 reason = f"in half precision, {without.where} is {off(without.error)}"
-            reasons[site] = reason or "what is made of it is sensitive to rounding"
+            reasons[site] = reason or "the rest of the computation is sensitive to its rounding errors"
         return reasons
 
     def _out_of_range(self, measured: Measured, site: int, levels: np.ndarray, scale: float) -> str:
-        """Describe what leaves the range of the dtype if a matmul is in half precision, at the best loss scale."""
+        """Describe the values that overflow or underflow if a matmul is in half precision; "" if there are none.
+
+        Args:
+          measured: the measurements in float32 at the loss scale.
+          site: the index of the matmul.
+          levels: the levels of precision of all matmuls. The level of this matmul is `HALF`.
+          scale: the best loss scale for these levels.
+        """
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
         of_values = ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result"))
-        for role, what in of_values:
+        for role, value in of_values:
             if too_large[site, role]:
-                return f"{what} reaches {measured.largest[site, role]:.2g}"
-        for role, what in of_values:
+                return f"{value} reaches {measured.largest[site, role]:.2g}"
+        for role, value in of_values:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
-                return f"{what} is at most {largest:.2g}, much of it too small for {self._dtype.name}"
+                return (
+                    f"{value} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
+                )
         gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
-                f"its gradients are at most {largest:.2g}, too small for {self._dtype.name}, at a loss scale of "
-                f"{power_of_two(scale)}, above which others overflow; to have it in half precision, give its part a "
-                f"scale of its own: `jls.scale_gradient(result, 2.0**{log2})`, "
+                f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
+                f"for {self._dtype.name}, and other gradients overflow at larger scales; to compute it in half "
+                "precision, give this part of the model a separate loss scale: "
+                f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
-        # Else there are small ones, too, where the same names stand, or where others are in half precision.
+        # Otherwise, the matmuls at this site have both large and small gradients, or the gradients of other matmuls in
+        # half precision underflow because the largest gradient at this site limits the loss scale.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
-                f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which others are too "
-                f"small for {self._dtype.name}; to have it in half precision, give the small ones a scale of their "
-                "own, with `jls.scale_gradient` and `jls.unscale_gradient`"
+                f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "
+                f"too small for {self._dtype.name}; to compute it in half precision, give the part of the model with "
+                "the small gradients a separate loss scale, with `jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""
 
 
 def _levels(is_out: np.ndarray, cotangents: slice) -> np.ndarray:
-    """Give the levels at which nothing is out of range: ``is_out``, ``bool[sites, 2 * roles]``, says what is."""
+    """Return the lowest levels at which no value is out of the range of the dtype.
+
+    Args:
+      is_out: whether a value is out of range in half precision, ``bool[sites, 2 * roles]``.
+      cotangents: the roles of the cotangents to consider.
+    """
     others = is_out[:, [LEFT, RIGHT]].any(axis=1) | is_out[:, cotangents].any(axis=1)
     return np.where(others, FLOAT32, np.where(is_out[:, RESULT], FLOAT32_RESULT, HALF))

@@ -1,4 +1,4 @@
-"""Which operation leaves the range of a dtype, in which layer, on which line, forward or backward."""
+"""Report of the operations whose results overflow, underflow or are inaccurate in half precision."""
 
 from __future__ import annotations
 
@@ -30,42 +30,47 @@ from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Ancestry, Dataflow, Parameter, Site, sites_with_instances
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
 
-# The share of a gradient that float32 rounding may be, before the gradient is taken for zero.
+# If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
 _MOSTLY_ROUNDING = 2.0**-6
 _MOST_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class OperationRange:
-    """How the results of one operation lie in the range of the dtype; in a loop, those of the worst iteration.
+    """The range and the error of the results of one operation.
+
+    If the operation is executed repeatedly in a loop, each number is the maximum over the iterations.
 
     Attributes:
-      operation: the name of the primitive, as JAX prints it; of a sum that is computed in float32 and then cast, that
-        of the sum.
-      derivative_of: the operation whose derivative this is, if it belongs to one that is computed in the forward pass;
-        else "".
-      layer: the names that flax, haiku and `jax.named_scope` leave, or the classes of nnx and equinox modules; "" if
-        there are none.
-      source: file and line, of the innermost function that belongs to no installed library.
-      is_backward: whether it belongs to the backward pass, which the loss scale multiplies.
+      operation: the name of the primitive. If the result of a sum or matmul in float32 is cast to half precision, this
+        is the name of the sum or matmul.
+      derivative_of: if the operation is part of a derivative that is computed in the forward pass, the name of the
+        operation that is differentiated; otherwise "".
+      layer: the names of the enclosing scopes, which flax, haiku and `jax.named_scope` add, or else the class names of
+        the enclosing nnx and equinox modules; "" if there are neither.
+      source: the file and line of the innermost function that does not belong to an installed library.
+      is_backward: whether the operation belongs to the backward pass, which is multiplied by the loss scale.
       shape: the shape of the result.
-      dtype: its dtype in the function; here it was computed in float32.
-      largest: the largest magnitude; infinite or NaN if it is not finite in float32 either.
-      overflow: the share of numbers that would be infinite in the dtype, or are not finite already.
-      zero: the share of the non-zero numbers that would become zero.
-      subnormal: the share of the non-zero numbers that would become subnormal, and lose digits.
-      log2_overflow: log2 of ``largest`` over the largest finite number of the dtype, rounded up; 0 if it is in range.
-      log2_underflow: log2 of the smallest normal number over ``largest``, rounded up; 0 if ``largest`` is normal.
-      suggestion: how to fix the operation; "" if nothing is wrong.
-      error: how far off the result is, computed as the function does, from float32: the norm of the difference over
-        the norm in float32. 0 where next to nothing is left of a sum, which is rounding in float32, too. Elements that
-        are far larger than all others, such as the fill value of a mask, are left out if this makes the error larger.
-      input_error: the largest error of its operands.
-      amplification: how many times ``input_error``, or half a unit in the last location if that is more, ``error`` is.
-      changes_result: whether the error goes on, by way of results that are wrong, to the value or a gradient. The
-        rounding error of an angle, for example, goes on by way of its cosine.
-      instance: if the line is executed more than once, which execution this is: the path of the parameter that entered
-        last, such as ``model.blocks[2].kernel``, or if the parameter is the same, a number, such as ``run 2 of 5``.
+      dtype: the dtype of the result in the function. The measurements are made in float32.
+      largest: the largest magnitude; infinite or NaN if the result is not finite in float32 either.
+      overflow: the fraction of elements that would be infinite in the dtype, or that are not finite in float32.
+      zero: the fraction of the nonzero elements that would become zero.
+      subnormal: the fraction of the nonzero elements that would become subnormal and lose digits.
+      log2_overflow: ``ceil(log2(largest / finfo(dtype).max))`` if the result overflows, otherwise 0.
+      log2_underflow: ``ceil(log2(finfo(dtype).smallest_normal / largest))`` if ``largest`` is below the smallest normal
+        number, otherwise 0.
+      suggestion: a suggestion for fixing the operation; "" if nothing is wrong with it.
+      error: the relative error of the result, ``norm(result - reference) / norm(reference)``, where the reference is
+        computed in float32. If there are outliers (elements that are far larger than all other elements, such as the
+        fill value of a mask), ``error`` is the maximum of the errors with and without outliers. ``error`` is 0 if the
+        terms of a sum cancel almost completely, because such a sum is not accurate in float32 either.
+      input_error: the largest error of the operands.
+      amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
+      changes_result: whether the error propagates to the value or a gradient through a chain of inaccurate results. For
+        example, the rounding error of a large angle propagates through its cosine.
+      instance: if the line is executed more than once, a label of this execution. The label is the path of the most
+        recently used parameter, such as ``model.blocks[2].kernel``. If the path does not distinguish all executions of
+        the forward pass, the label includes a number, such as ``run 2 of 5``.
     """
 
     operation: str
@@ -91,23 +96,32 @@ class OperationRange:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RangeReport(Report[OperationRange]):
-    """An `OperationRange` for every operation whose result is in half precision, the worst first.
+    """A sequence of `OperationRange`, sorted such that the worst operation comes first.
 
-    Those that are wrong and change the result come first. Of these, those of the forward pass, on which the backward
-    pass depends; within each, those that overflow, in the order of the program, since what overflows first is the cause
-    of what follows; then those where an error begins, the largest first, and those of which the most becomes zero.
-    Printed, or shown in a notebook, it says how many products are in half precision, and where the first is that is
-    not. A table of these operations follows, with what helps. Iterating over it gives the operations.
+    The report contains all operations whose result is in half precision, and all float32 operations with a suggestion.
+    The operations are sorted by the following criteria, in this order:
+
+    1. Operations with a suggestion whose error changes the value or a gradient come first.
+    2. Operations of the forward pass come before operations of the backward pass.
+    3. Operations that overflow come first, in the order of the program, because the first overflow usually causes the
+       following ones.
+    4. All other operations are sorted by the amplification of errors, and then by the fraction of elements that become
+       zero.
+
+    The report prints as a summary of the matrix multiplications and convolutions (matmuls), followed by a table of the
+    operations with a suggestion. Notebooks display it as an HTML table.
 
     Attributes:
       operations: the operations.
-      dtype: the name of the dtype.
-      loss_scale: the loss scale.
-      opaque_operations: the operations that could not be evaluated in float32. Only their results are measured.
-      lost_constants: the constants of which 16 bits left zero or infinity, in float32, too: those that kept a divisor,
-        a root or a logarithm away from zero; and if anything is no number, the others.
-      summary: the number of matmuls, how many are in the dtype, and why the first other matmul is not.
-      arguments: what is wrong with the arguments themselves, a sentence each.
+      dtype: the name of the half-precision dtype.
+      loss_scale: the loss scale at which the backward pass was evaluated.
+      opaque_operations: the names of the operations that could not be evaluated in float32. For these operations, only
+        the results are measured.
+      lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
+        in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
+        listed, unless a result is NaN.
+      summary: the number of matmuls, how many of them are in the dtype, and why the first other matmul is not.
+      arguments: sentences that describe problems of the arguments, such as NaN.
     """
 
     operations: tuple[OperationRange, ...]
@@ -123,15 +137,19 @@ class RangeReport(Report[OperationRange]):
 
     @property
     def bad(self) -> tuple[OperationRange, ...]:
-        """The operations that overflow or give NaN, and those that change the result.
+        """The operations with a suggestion.
 
-        Of the latter, those of which more than half becomes zero, those where an error begins, and if such an
-        operation makes rounding errors larger, those whose half-precision results it takes.
+        These are the operations that satisfy one of the following conditions:
+
+        - The result overflows or is NaN.
+        - An error that propagates to the value or a gradient begins in this operation.
+        - More than half of the result becomes zero, and this changes the value or a gradient.
+        - The result is in half precision, and a later operation amplifies its rounding error.
         """
         return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """The operations that overflow in the forward pass itself, which they do at every loss scale."""
+        """Return the operations of the forward pass that overflow, which happens at every loss scale."""
         return tuple(
             operation
             for operation in self.bad
@@ -139,11 +157,11 @@ class RangeReport(Report[OperationRange]):
         )
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
-        """The operations of the forward pass in which errors begin that change the result, the worst first."""
+        """Return the operations of the forward pass in which errors of the value or gradients begin, worst first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
-        """The operations of the backward pass whose results are too small, which a larger loss scale makes larger."""
+        """Return the operations of the backward pass whose results underflow, which a larger loss scale prevents."""
         finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
@@ -151,28 +169,32 @@ class RangeReport(Report[OperationRange]):
         return "\n".join([str(self.summary), *self.arguments, self._in_range()])
 
     def _in_range(self) -> str:
-        """Say how many operations leave the range."""
+        """Return a sentence with the number of operations that leave the range of the dtype."""
         if not self:
             return self.summary.no_half_precision
         over = [operation for operation in self.bad if operation.overflow]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
-            return "What is computed from it is not finite in float32 either, so nothing else can be told."
+            return (
+                "Results that depend on non-finite arguments are not finite in float32 either, so nothing else can be "
+                "determined."
+            )
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
-        counts = [f"{len(rest) - in_float32}"] * (len(rest) > in_float32) + [f"{in_float32} of float32"] * (
-            in_float32 > 0
-        )
-        also = f" In {' and '.join(counts)}, rounding changes the result." if rest else ""
+        numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
+        counts = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
+        rounding = f" Rounding in {counts} operation{'s' * (len(rest) > 1)} changes the value or a gradient."
+        also = rounding if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
-        at = f"at a loss scale of {power_of_two(self.loss_scale)}"
+        scale = power_of_two(self.loss_scale)
         if not over and not zero:
-            return f"All {operations} stay in range {at}.{also}"
+            return f"All {operations} stay in range at a loss scale of {scale}.{also}"
         harmless = sum(not operation.changes_result for operation in over)
         without_harm = f" ({harmless} without changing the result)" if harmless else ""
-        return (
-            f"{len(over)} of {operations} overflow{without_harm} {at}, and more than half becomes zero in {zero}.{also}"
-        )
+        counted = f"{len(over)} of {operations}" if over else f"none of the {operations}"
+        overflow = f"{counted} overflow{'s' * (len(over) < 2)}{without_harm}"
+        lost = f" In {zero} operation{'s' * (zero > 1)}, more than half of the elements become zero." if zero else ""
+        return f"At a loss scale of {scale}, {overflow}.{lost}{also}"
 
     def _rows(self) -> list[list[str]]:
         if not self.bad:
@@ -183,23 +205,24 @@ class RangeReport(Report[OperationRange]):
         return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}, in float32, too." for constant in self.lost_constants]
+        notes = [f"{constant}, also in the float32 reference." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
-            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more: `report.bad`.")
+            notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]
         if self.bad and self.opaque_operations:
-            notes.append(f"Not followed: {', '.join(self.opaque_operations)}.")
+            notes.append(f"Not evaluated in float32: {', '.join(self.opaque_operations)}.")
         return notes
 
     def _suggestions(self) -> list[str]:
         return list(dict.fromkeys(operation.suggestion for operation in self.bad[:_MOST_ROWS]))
 
 
-_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "off by"]
+_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "out of range by"]
 _HEADINGS += ["overflow", "zero", "subnormal", "input error", "error", "suggestion"]
 
 
 def _cells(operation: OperationRange) -> list[str]:
+    """Return the cells of a row of the table, except the suggestion."""
     of, log2_off = operation.derivative_of, operation.log2_overflow - operation.log2_underflow
     name = f"{operation.operation} (derivative of {of})" if of else operation.operation
     direction = "backward" if operation.is_backward else "forward"
@@ -222,36 +245,26 @@ def range_report(
     progress: bool = False,
     **kwargs: Any,
 ) -> RangeReport:
-    """Find the operations of a float16 function and its gradients that leave float16's range, and where they are.
-
-    The program of value and gradient is evaluated as it is and in float32, as by `in_precision`, side by side. Of every
-    result in half precision it is measured, in float32, how large it is, and how much of it would be
-    infinite, zero or subnormal. So one operation's overflow does not hide the next one's. Of every result it is
-    measured how far off it is, and the errors are followed from value and gradients back to where they begin: what
-    vanishes or rounds without harm is not told. For a loop, the worst iteration is reported.
-
-    It runs operation by operation, so that equal operations are compiled once, and keeps a few numbers of each. A loop
-    or branch is compiled as a whole, which takes seconds for each. For `jax.shard_map` and kernels, only the results
-    are measured.
+    """Find the operations of a function and its gradient that overflow, underflow or are inaccurate in half precision.
 
     Args:
-      fun: a scalar-valued function that casts to float16 inside, as it will in the training step.
-      *args: its arguments: one batch, and float32 parameters, or a whole model, as in `compare_gradients`.
-      argnums: as in `jax.value_and_grad`.
-      has_aux: likewise.
+      fun: a scalar-valued function that casts to half precision, for example the loss function of a training step.
+      *args: the arguments of ``fun``: one batch, and float32 parameters or a whole model, as in `compare_gradients`.
+      argnums: the positions of the arguments that are differentiated, as in `jax.value_and_grad`.
+      has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
-      loss_scale: a `LossScale`, a number, or an optimizer state that holds a loss scale. By default the one that
-        `compare_gradients` would start from, which takes a few gradients to find.
-      progress: whether to print a line for each tenth of the program, on standard error.
-      **kwargs: keyword arguments of ``fun``. One that is named like an option of this function must be bound
-        beforehand, with `functools.partial`.
+      loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. By default, the loss scale
+        that `compare_gradients` recommends as a start, which requires a few evaluations of the gradients.
+      progress: whether to print a line to standard error after each tenth of the program.
+      **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
+        bind it beforehand with `functools.partial`.
 
     Returns:
-      A `RangeReport`, the worst operation first.
+      A `RangeReport`, sorted such that the worst operation comes first.
 
     Raises:
-      ValueError: if ``dtype`` is no real floating dtype, or ``loss_scale`` is no loss scale; inside `jax.jit` and other
-        transformations.
+      ValueError: if ``dtype`` is not a real floating dtype; if ``loss_scale`` is not a loss scale, or not positive and
+        finite; if the function is called inside `jax.jit` or another transformation.
 
     Examples:
       >>> import jax
@@ -266,6 +279,18 @@ def range_report(
       ... )
       >>> report[0].operation, report[0].layer, report[0].largest
       ('dot_general', 'energy', 80000.0)
+
+    The value and the gradients are evaluated twice, side by side: in their own dtypes, and in float32 as in
+    `in_precision`. For each result in half precision, `range_report` measures in float32 how large the elements are,
+    and which fraction of them would overflow, become zero or become subnormal. An overflow in one operation therefore
+    does not hide the next one. In a loop, the worst iteration is reported.
+
+    `range_report` also measures the error of each result, and traces errors of the value and gradients back to the
+    operations in which they begin. Underflow and rounding that do not affect the value or gradients are not reported.
+
+    Each operation is compiled separately, and only once for all operations with the same shapes. Loops and conditionals
+    are compiled as a whole, which takes several seconds each. The operations inside `jax.shard_map` and kernels are not
+    measured, but the results of the `jax.shard_map` or kernel are.
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
@@ -278,7 +303,7 @@ def range_report(
 
 
 def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> RangeReport:
-    """Make the report at a scale."""
+    """Return the report of the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
     ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
@@ -290,7 +315,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> 
     of_value, of_grads = value[0] if gradients.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
     results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
     harmful, origins = blame(flow, measured, results)
-    if not harmful:  # a loss that is off by less is told where nothing is worse
+    if not harmful:  # if there are no large errors, report smaller errors of the loss
         harmful, origins = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
     sites = sites_with_instances(flow, dict(zip(gradients.parameter_names, jax.tree.leaves(grads), strict=True)))
     site_of = dict(zip(measured, sites, strict=True))
@@ -325,10 +350,10 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> 
 
 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
-    """Tell whether a gradient is zero but for rounding, in float32 too, as that of a bias before a norm or a softmax.
+    """Return whether a gradient consists of float32 rounding errors, such as the gradient of a bias before a softmax.
 
-    Its last operation multiplies the rounding errors of float32 by as much as those of the dtype, which are larger by
-    as many digits as it has less.
+    The last operation amplifies the rounding errors of float32 by the same factor as those of the half-precision dtype.
+    The error of the float32 gradient is therefore the half-precision error times the ratio of the machine epsilons.
     """
     if measured is None or math.isinf(measured.error):
         return False
@@ -337,13 +362,14 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
 
 
 def _severity(operation: OperationRange) -> Any:
+    """Return the sort key of an operation. Worse operations have smaller keys."""
     changes = bool(operation.suggestion) and operation.changes_result
     begins = 0.0 if operation.overflow else -operation.amplification * changes
     return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero
 
 
 def _scale_of(loss_scale: Any) -> float:
-    """Give the scale as a number, which unlike that of a `FixedLossScale` may be less than 1."""
+    """Return the loss scale as a float. Unlike the value of a `FixedLossScale`, a number may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
     if not 0 < float(loss_scale) < math.inf:
@@ -354,6 +380,7 @@ def _scale_of(loss_scale: Any) -> float:
 def _operation_range(
     site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str
 ) -> OperationRange:
+    """Return the entry of the report for a site and its statistics."""
     info = jnp.finfo(dtype)
     log2_overflow = log2_underflow = 0
     if measured.overflow:

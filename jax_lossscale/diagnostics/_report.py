@@ -1,4 +1,7 @@
-"""What reports share: entries, the worst first, printed as a table; and how numbers and names are written in them."""
+"""Base class of the reports, and functions that format the numbers and names in them.
+
+A report is a sequence of entries, sorted such that the worst entry comes first. It prints as a table.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,21 @@ Rows = Sequence[Sequence[str]]
 
 
 class Report(Sequence[Entry]):
-    """A sequence of entries that prints as a summary, a table, and notes below it."""
+    """A sequence of entries that prints as a summary, followed by a table and notes."""
 
-    _entries: ClassVar[str]  # the attribute that holds them
-    _text_columns: ClassVar[Sequence[int]] = (0, 1)  # set to the left; numbers, to the right
+    _entries: ClassVar[str]  # the name of the attribute that contains the entries
+    _text_columns: ClassVar[Sequence[int]] = (0, 1)  # indices of the left-aligned columns
 
     def _header(self) -> str:
+        """Return the summary that is printed above the table."""
         raise NotImplementedError
 
     def _rows(self) -> Rows:
-        """Give the table, the headings first; nothing for none."""
+        """Return the rows of the table, starting with the headings, or an empty sequence if there is no table."""
         raise NotImplementedError
 
     def _notes(self) -> Sequence[str]:
+        """Return the lines that are printed below the table."""
         return ()
 
     @overload
@@ -53,7 +58,7 @@ class Report(Sequence[Entry]):
         return "\n".join([self._header(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
-        """Give the same for a notebook: the summary as it is printed, a table, and the notes below it."""
+        """Return the report as HTML for a notebook: the summary, the table and the notes."""
 
         def line(cell: str, row: Sequence[str]) -> str:
             sides = ["left" if n in self._text_columns else "right" for n in range(len(row))]
@@ -75,36 +80,36 @@ def report_progress(caller: str, text: str) -> None:
 
 
 def power_of_two(scale: float) -> str:
-    """Write 2^k, or the number if it is none."""
+    """Format a power of two as "2^k", and any other number in decimal."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def percent(share: float) -> str:
-    """Write a share with the digits that matter."""
+    """Format a fraction as a percentage, with two significant digits if it is below 10%."""
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Write the first three paths, and how many more there are, as a part of a sentence."""
+    """Join the first three paths with commas and "and", followed by the number of remaining paths, if any."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def off(error: float) -> str:
-    """Say how far something is from float32's, after "is"."""
+    """Describe a relative error in words that can follow "is" or "are", such as "off by 12%"."""
     if not math.isfinite(error):
         return "not finite"
-    return f"off by {percent(error)}" if error < 1 else "wrong altogether"
+    return f"off by {percent(error)}" if error < 1 else "off by more than 100%"
 
 
 def at(layer: str, source: str, instance: str = "") -> str:
-    """Write where something is, after its name."""
+    """Describe a location in words that can follow a name, such as " in block1 (model.py:12; run 2 of 5)"."""
     return (
         f"{f' in {layer}' if layer else ''} ({'; '.join(filter(None, [source or 'no line of your code', instance]))})"
     )
 
 
 def end_of(dtype: str) -> str:
-    """Say where the range of a dtype ends, after "and"."""
-    return f"{dtype} ends at {limits_of(dtype).largest:.5g}"
+    """Return a clause that states the largest finite number of a dtype."""
+    return f"the largest finite {dtype} number is {limits_of(dtype).largest:.5g}"

@@ -1,7 +1,9 @@
-"""Programs evaluated equation by equation, while something is measured: as they are and in float32, side by side.
+"""Interpreters that measure the results of a jaxpr while they evaluate it.
 
-How calls, loops and branches are gone into is said here, once; of what runs in a loop, the worst is kept. What a value
-is, and what is measured of an operation, is up to a subclass.
+`MeasuringEvaluator` evaluates calls, loops and conditionals. If an operation is executed repeatedly in a loop, only the
+largest measurements are saved. Each subclass chooses how to represent values, and which quantities to measure.
+
+`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
 """
 
 from __future__ import annotations
@@ -26,25 +28,28 @@ from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._report import report_progress
 from jax_lossscale.diagnostics._sites import is_measured
 
-# What is left of a sum of larger numbers is rounding in float32, too, if it is smaller by so much.
+# If a sum is smaller than its largest term by this factor, because the terms cancel, then it consists mostly of
+# rounding errors, even in float32.
 _ROUNDING = 2.0**-20
-# Elements are outliers if they lie within this factor of the largest magnitude, if no other element lies within its
-# square, and if at least this share of the nonzero elements is smaller. The fill value of a mask is such an outlier.
+# Outliers, such as the fill value of a mask, are within this factor of the largest magnitude. An array only has
+# outliers if no other element is within the square of this factor.
 _OUTLIER_FACTOR = 4.0
+# An array only has outliers if at least this fraction of its nonzero elements are not outliers.
 _SMALLEST_SHARE = 1 / 256
 
 
-# What is measured, in the order of the program: of each measurement a few numbers, of which larger ones are worse.
+# The measurements, in the order of the program. Each row contains several numbers, and larger numbers are worse.
 Rows: TypeAlias = list[jax.Array]
 
 
 class MeasuringEvaluator(Walk[Any]):
-    """Evaluates jaxprs, with pytrees of arrays for values.
+    """Base class of interpreters that measure the results of operations. Values are pytrees of arrays.
 
     Attributes:
-      fields: how many numbers a row has.
-      rows: what has been measured in the program at hand.
-      rules: by primitive, how an equation is gone into: its outputs, and the rows measured there.
+      fields: the number of elements of a row.
+      rows: the rows that have been measured in the current jaxpr.
+      rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation,
+        and returns the outputs and the measured rows.
     """
 
     fields: int
@@ -56,38 +61,38 @@ class MeasuringEvaluator(Walk[Any]):
         return constant
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Give the outputs of an equation that is not gone into, and add what is measured of it to the rows."""
+        """Return the outputs of an equation whose sub-jaxprs are not entered, and append the measured rows."""
         raise NotImplementedError
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """Name the rows that an operation adds."""
+        """Return a name for each row that `operation` appends for this equation."""
         raise NotImplementedError
 
     def decided(self, value: Any) -> Any:
-        """Give the array by which a loop goes on, or a branch is taken."""
+        """Return the array that determines whether a loop continues, or which branch is executed."""
         return value
 
     def to_scan(self, values: list[Any]) -> list[Any]:
-        """Give the values as `jax.lax.scan` takes them apart, and puts them together, along the first axis."""
+        """Convert values to pytrees that `jax.lax.scan` can slice and stack along the first axis."""
         return values
 
     def from_scan(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
-        """Give the values back, of the types of these variables."""
+        """Convert the pytrees of `to_scan` back to values. Each atom has the type of the corresponding value."""
         return values
 
     def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
-        """Give the outputs, and what is measured."""
+        """Return the outputs of a jaxpr and the measured rows."""
         outside, self.rows = self.rows, []
         outputs = self.outputs(program, inputs)
         rows, self.rows = self.rows, outside
         return outputs, rows
 
     def names(self, program: ClosedJaxpr) -> list[Any]:
-        """Name the rows of a program."""
+        """Return the names of all rows of a jaxpr."""
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """Name the rows of an equation, gone into or not."""
+        """Return the names of all rows of an equation, including those of its sub-jaxprs if they are entered."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
@@ -101,17 +106,17 @@ class MeasuringEvaluator(Walk[Any]):
         return outputs
 
     def goes_into(self, eqn: Any) -> bool:
-        """Tell whether the jaxprs in an equation are evaluated here."""
+        """Return whether the sub-jaxprs of an equation are entered."""
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
-        """Give the outputs of such an equation, and what is measured inside."""
+        """Return the outputs of an equation whose sub-jaxprs are entered, and the rows measured inside."""
         with in_context(eqn):
             outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
             return outputs, rows
 
     def nothing(self, program: ClosedJaxpr) -> Rows:
-        """Give rows for a program that is not evaluated."""
+        """Return rows of zeros for a jaxpr that is not evaluated."""
         return [jnp.zeros(self.fields)] * len(self.names(program))
 
     def _call(self, eqn: Any, inputs: list[Any]) -> Any:
@@ -181,19 +186,21 @@ def _worst(worst: Rows, rows: Rows) -> Rows:
 
 
 class Statistics(NamedTuple):
-    """What is measured of a result, in the worst iteration; or of many, as an array of each.
+    """The statistics of one result, or of several results as arrays.
+
+    If the result is computed repeatedly in a loop, each statistic is the maximum over the iterations.
 
     Attributes:
-      largest: the largest magnitude that is no NaN, in float32.
-      overflow: the share of numbers that are finite in float32 and would be infinite in the dtype.
-      nan: the share of numbers that are NaN in float32, though no operand is.
-      zero: the share of the numbers that are not zero that would become zero.
-      subnormal: the share of these that would become subnormal.
-      error: the norm of the difference from float32, over the norm in float32; or the same without outliers (elements
-        that are far larger than all others), if that is more.
+      largest: the largest magnitude in float32, ignoring NaN.
+      overflow: the fraction of elements that are finite in float32 but would overflow in half precision.
+      nan: the fraction of elements that are NaN in float32, or 0 if an operand contains NaN.
+      zero: the fraction of the nonzero elements that would become zero.
+      subnormal: the fraction of the nonzero elements that would become subnormal.
+      error: the relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements
+        that are far larger than all other elements, this is the maximum of the errors with and without outliers.
       input_error: the largest error of an operand.
-      amplification: how many times ``input_error``, or half a unit in the last location if that is more, ``error`` is.
-      error_of_all: ``error`` with outliers.
+      amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
+      error_of_all: the relative error including outliers.
     """
 
     largest: Any
@@ -208,7 +215,7 @@ class Statistics(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A value as the program has it, the same in float32, and `Statistics` of it; ``None`` of what is no float."""
+    """A value in its own dtype, the value in float32, and its `Statistics`, which are None if it is not a float."""
 
     half: Any
     float32: Any
@@ -216,11 +223,15 @@ class Pair(NamedTuple):
 
 
 class ShadowEvaluator(MeasuringEvaluator):
-    """Evaluates jaxprs in their own dtypes and, by an `Evaluator`, in float32; gives a row for each site, too.
+    """Evaluates jaxprs both in their own dtypes and, with an `Evaluator`, in float32, and compares the results.
 
-    Results are compared with the range of ``dtype``. Rows are ``float32[fields]``, in the order of the sites of a
-    `Dataflow`. Outside of `jax.jit`, each operation is compiled separately, and only once for all similar layers.
-    Values are freed when they are no longer needed. If there is a ``total`` of rows, each tenth of it is reported.
+    One row, which contains the `Statistics` as ``float32[fields]``, is measured for each site of a `Dataflow`, in the
+    order of the sites. Outside of `jax.jit`, each operation is compiled separately, and only once for all layers with
+    the same shapes. Values are freed after their last use.
+
+    Args:
+      dtype: the half-precision dtype with whose range the results are compared.
+      total: the expected number of rows, or 0. If ``total`` is positive, a line is printed after each tenth of it.
     """
 
     fields = len(Statistics._fields)
@@ -230,11 +241,11 @@ class ShadowEvaluator(MeasuringEvaluator):
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
         self._done, self._total = 0, total
         self._limits = limits_of(dtype)
-        self._unit = float(jnp.finfo(dtype).eps) / 2  # half a unit in the last place
+        self._unit = float(jnp.finfo(dtype).eps) / 2  # the largest relative rounding error of the dtype
         self._is_compiled = False
 
     def value_of(self, constant: Any, aval: Any) -> Pair:
-        """Give a value of which nothing is wrong yet."""
+        """Return a constant in both precisions, with its statistics."""
         return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
@@ -252,7 +263,8 @@ class ShadowEvaluator(MeasuringEvaluator):
     def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
         if self._is_compiled or eqn.primitive.name in FOLLOWED:
             return super().gone_into(eqn, inputs)
-        # A loop or a branch, compiled such that every operation rounds.
+        # Loops and conditionals are compiled as a whole. Excess precision is disabled so that XLA rounds the result of
+        # every operation.
         compiled = jax.jit(partial(super().gone_into, eqn), compiler_options={"xla_allow_excess_precision": False})
         self._is_compiled = True
         outputs, rows = compiled(inputs)
@@ -284,7 +296,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         return outputs
 
     def _count(self, rows: int) -> None:
-        """Tell each tenth of the total."""
+        """Print a line of progress after each tenth of the total number of rows."""
         before, self._done = self._done, self._done + rows
         if self._total and 10 * before // self._total < 10 * self._done // self._total:
             report_progress("range_report", f"{self._done} of {self._total} operations")
@@ -297,7 +309,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
-    """Give the statistics of an array, ``float32[fields]``, as far as it tells them itself."""
+    """Return the statistics of an array, ``float32[fields]``, except those that depend on the operands."""
     half, float32 = (jnp.asarray(value).astype(jnp.float32) for value in (half, float32))
     is_nan, is_finite = jnp.isnan(float32), jnp.isfinite(float32)
     magnitude = jnp.where(is_nan, 0, jnp.abs(float32))
@@ -307,7 +319,7 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
     is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
 
     def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
-        """Return the squares of the differences and of the finite elements, in units in which they do not overflow."""
+        """Return the squares of the differences and of the finite elements, both divided by ``unit**2``."""
         unit = jnp.where(unit > 0, unit, 1)
         difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
@@ -333,13 +345,13 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
 
 
 def _relative(off: jax.Array, norm: jax.Array) -> jax.Array:
-    """Return the root of a quotient of sums of squares, which is infinite if ``off`` is not finite."""
+    """Return ``sqrt(off / norm)``, which is infinite if ``off`` is not finite, and 0 if ``off`` is 0."""
     return jnp.where(off == 0, 0, jnp.where(jnp.isfinite(off), jnp.sqrt(off / norm), jnp.inf))
 
 
 @partial(jax.jit, static_argnums=3)
 def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
-    """Give the statistics of a result, ``float32[fields]``, from its own and those of the operands."""
+    """Return the statistics of a result, ``float32[fields]``, completed with the statistics of the operands."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)

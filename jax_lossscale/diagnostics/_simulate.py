@@ -1,4 +1,4 @@
-"""A loss scale replayed over a recorded run, without the run."""
+"""Simulation of a loss scale on the recorded gradient magnitudes of a run, without repeating the run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jax_lossscale._loss_scale.base import adjust
 
 
 class Simulation(NamedTuple):
-    """What a loss scale did over the steps of a trace.
+    """The result of `simulate`: the loss scale and the outcome of each step of a trace.
 
     Attributes:
-      loss_scale: ``float32[steps]``: the scale that each step was made with.
+      loss_scale: ``float32[steps]``: the scale used in each step.
       grads_finite: ``bool[steps]``: whether the gradients of each step were finite.
       should_apply: ``bool[steps]``: whether the step was applied.
       final: the loss scale after the last step.
@@ -37,7 +37,7 @@ class Simulation(NamedTuple):
 
     @property
     def skipped_steps(self) -> jax.Array:
-        """How many steps were skipped: ``int32[]``, one for each simulation of a batch."""
+        """The number of skipped steps: ``int32[]``, or one number per simulation if there is a batch of simulations."""
         return self.skipped.sum(axis=-1, dtype=jnp.int32)
 
 
@@ -49,37 +49,45 @@ def simulate(
     max_cotangent: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float16,
 ) -> Simulation:
-    """Replay a loss scale over a trace: compiled, a million steps in a moment.
+    """Simulate a loss scale on a recorded trace of a training run.
 
-    There are two kinds of trace. The first says whether each step was finite, as recorded. The second says how large
-    the largest true gradient of each step was, from which it follows whether the step is finite at the scale that this
-    loss scale would have had::
+    The simulation is compiled and takes far less time than the run. There are two kinds of traces:
+
+    - ``grads_finite`` contains, for each step, whether the gradients were finite.
+    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From these
+      magnitudes, the simulation computes whether the gradients are finite at the current loss scale.
+
+    With ``largest``, each step computes::
 
         finite = isfinite(round(max_cotangent * scale)) and isfinite(round(largest * scale))
-        loss_scale = loss_scale.adjust(finite)
-        loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else nan)
+        if loss_scale.needs_largest:
+            loss_scale = loss_scale.adjust(finite, largest=round(largest * scale) / scale if finite else nan)
+        else:
+            loss_scale = loss_scale.adjust(finite)
 
-    where ``round`` rounds to ``dtype``; the last line is for kinds with ``needs_largest``, which get the gradient as it
-    would have arrived. To try many settings at once, `jax.vmap` over the numbers that a loss scale holds (see the
-    examples).
+    Here, ``round`` rounds to ``dtype``.
+
+    To compare many settings at once, apply `jax.vmap` over the arrays of a loss scale, as in the last example.
 
     Args:
-      loss_scale: any kind, in the state to start from.
-      grads_finite: ``bool[steps]``.
-      largest: instead of it, ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step; NaN
-        or infinity if the gradients would not be finite at any scale.
+      loss_scale: the loss scale at the beginning of the trace.
+      grads_finite: ``bool[steps]``, whether the gradients of each step were finite. Pass either ``grads_finite`` or
+        ``largest``.
+      largest: ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step; NaN or infinity if
+        the gradients would not be finite at any scale.
       max_cotangent: ``float[steps]``, the largest magnitude among the *unscaled* cotangents of the activations in the
-        backward pass of each step. Pass it together with ``largest`` if these cotangents overflow at a lower scale than
-        the gradients of the parameters. By default it equals ``largest``.
+        backward pass of each step. Pass them together with ``largest`` if these cotangents overflow at a lower scale
+        than the gradients of the parameters. By default, they equal ``largest``.
       dtype: the dtype in which the backward pass computes.
 
     Returns:
       A `Simulation`.
 
     Raises:
-      ValueError: if ``loss_scale`` is no `LossScale`; unless exactly one trace is given, of one dimension, and
-        ``grads_finite`` of booleans; if a kind that needs the largest gradient does not get it; if ``max_cotangent`` is
-        given without ``largest``, or its length differs; if ``dtype`` is no floating dtype.
+      ValueError: if ``loss_scale`` is not a `LossScale`; if not exactly one of ``grads_finite`` and ``largest`` is
+        given; if a trace does not have one dimension, has the wrong dtype, or contains negative magnitudes; if
+        ``loss_scale`` needs the largest gradient and ``largest`` is not given; if ``max_cotangent`` is given without
+        ``largest``, or their lengths differ; if ``dtype`` is not a floating dtype.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -100,49 +108,52 @@ def simulate(
     """
     if not isinstance(loss_scale, LossScale):
         raise ValueError(
-            f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Make one with `jls.get`."
+            f"`simulate(loss_scale=...)` must be a `LossScale`, got {loss_scale!r}. Create one with `jls.get`."
         )
     dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
-        raise ValueError("`simulate` takes either `grads_finite` or `largest`: give one of them.")
+        raise ValueError("`simulate` requires either `grads_finite` or `largest`. Pass exactly one of them.")
     if largest is not None:
         seen = _checked_trace(largest, "largest")
         overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
         if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(max_cotangent=...)` must be as long as `largest`, {len(seen)}, got {len(overflowing)}."
+                f"`simulate(max_cotangent=...)` must have the same length as `largest`, {len(seen)}, got "
+                f"{len(overflowing)}."
             )
         return _replay(loss_scale, seen, overflowing, dtype)
     if max_cotangent is not None:
         raise ValueError("`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`.")
     if loss_scale.needs_largest:
         raise ValueError(
-            f"`simulate(grads_finite=...)` tells too little: `{type(loss_scale).__name__}` moves by the largest "
-            "gradient. Give `largest`."
+            f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
+            "largest gradient of each step. Pass `largest` instead."
         )
-    # Zero is finite at every scale, and infinity at none.
+    # A gradient of zero is finite at every scale, and an infinite gradient is finite at no scale.
     seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
     return _replay(loss_scale, seen, seen, dtype)
 
 
 def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
-    """Give flags, or magnitudes in float32 or wider: ``[steps]``."""
+    """Return a trace as an array of booleans, or of magnitudes in float32 or float64, or raise a `ValueError`."""
     try:
         trace = jnp.asarray(given)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`simulate({name}=...)` must be an array, one entry a step, got {given!r}.") from error
+        raise ValueError(
+            f"`simulate({name}=...)` must be an array with one element per step, got {given!r}."
+        ) from error
     if trace.ndim != 1:
-        raise ValueError(f"`simulate({name}=...)` must have one dimension, the steps, got shape {trace.shape}.")
+        raise ValueError(f"`simulate({name}=...)` must have one dimension (the steps), got shape {trace.shape}.")
     if of_flags:
-        if trace.dtype != jnp.bool_ and trace.size > 0:  # nothing is an array of floats
-            raise ValueError(f"`simulate({name}=...)` must be booleans, got {trace.dtype}.")
+        if trace.dtype != jnp.bool_ and trace.size > 0:  # an empty list becomes an array of floats
+            raise ValueError(f"`simulate({name}=...)` must contain booleans, got {trace.dtype}.")
         return trace.astype(jnp.bool_)
     if jnp.issubdtype(trace.dtype, jnp.integer):
         trace = trace.astype(jnp.float32)
     if not jnp.issubdtype(trace.dtype, jnp.floating):
-        raise ValueError(f"`simulate({name}=...)` must be real numbers, got {trace.dtype}.")
+        raise ValueError(f"`simulate({name}=...)` must contain real numbers, got {trace.dtype}.")
     if not isinstance(trace, jax.core.Tracer) and bool(jnp.any(trace < 0)):
-        raise ValueError(f"`simulate({name}=...)` must be magnitudes, at least 0, got {given!r}.")
+        raise ValueError(f"`simulate({name}=...)` must contain magnitudes, which are at least 0, got {given!r}.")
     return cast(jax.Array, _tree.widen(trace))
 
 
@@ -161,6 +172,6 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round ``number`` to ``dtype``, in its own dtype."""
-    # Without the barrier a compiler may leave out a conversion and its inverse.
+    """Round ``number`` to ``dtype``, and return it in its original dtype."""
+    # Without the optimization barrier, the compiler could remove the conversion and its inverse.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)

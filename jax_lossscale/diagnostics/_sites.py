@@ -1,4 +1,8 @@
-"""Which results of a program are measured, and what is known before it runs: the operation, where, made of what."""
+"""Static analysis of a jaxpr for `range_report`.
+
+`Dataflow` determines which results of the jaxpr are measured. For each measured result, it records the operation, its
+location, and the measured results from which it is computed.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,23 @@ from jax_lossscale._program.primitives import (
 )
 from jax_lossscale._program.propagation import Propagation
 
-# These only move or choose among numbers that were measured where they were made, or turn their signs.
-_MOVES = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
-# The operations whose derivatives may be out of range where they themselves are not.
+# Operations that are not measured. Except for the sign, their results only contain numbers of their operands, which
+# have already been measured.
+_UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
+# Operations whose derivative may be out of range although the result of the operation is not.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
-_OF_A_DERIVATIVE = ("mul", "div", "neg", "integer_pow", "pow")
+# Primitives that occur in the derivatives of the operations in `_STEEP`.
+_DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
 
 
 class Parameter(NamedTuple):
-    """The parameter that entered a value last.
+    """The parameter that was most recently used in the computation of a value.
 
     Attributes:
-      time: how many results had been measured when it entered.
-      name: its name.
-      is_bare: whether the value is that parameter, moved or cast.
-      is_backward: whether the value is of the backward pass.
+      time: the number of measured results that precede the use of the parameter.
+      name: the name of the parameter.
+      is_bare: whether the value contains only the numbers of the parameter, possibly rearranged or cast.
+      is_backward: whether the value belongs to the backward pass.
     """
 
     time: int
@@ -45,16 +51,16 @@ class Parameter(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A result that is measured, as far as the jaxpr knows it.
+    """The static information about a measured result.
 
     Attributes:
-      operation: what made it.
-      location: where.
-      aval: its type.
-      derivative_of: the operation whose derivative this is, if it is computed in the forward pass.
-      parameter: the parameter that entered it last.
-      takes_parameter: whether an operand is a parameter, moved or cast.
-      instance: what distinguishes it from similar sites in the same layer, on the same line.
+      operation: the name of the operation that computes the result.
+      location: the location of the operation.
+      aval: the type of the result.
+      derivative_of: the operation whose derivative this operation computes, if it is part of the forward pass.
+      parameter: the parameter that was most recently used in the computation of the result.
+      takes_parameter: whether an operand is a parameter, possibly rearranged or cast.
+      instance: a label that distinguishes the site from similar sites in the same layer and on the same line.
     """
 
     operation: str
@@ -67,14 +73,14 @@ class Site(NamedTuple):
 
 
 class Ancestry(NamedTuple):
-    """What is known of a value.
+    """The origin of a value.
 
     Attributes:
-      nodes: what it is made of, by way of moves.
-      operation: what made it, other than a move.
-      column: where that stands.
-      steep: the operation of which it is the derivative.
-      parameter: the parameter that entered it last.
+      nodes: the measured results from which the value is computed by operations that are not measured.
+      operation: the name of the operation that computed the value, ignoring data movement.
+      column: the source location of this operation, including the column.
+      steep: the operation whose derivative the value is, or "".
+      parameter: the parameter that was most recently used in the computation of the value.
     """
 
     nodes: frozenset[int] = frozenset()
@@ -85,20 +91,23 @@ class Ancestry(NamedTuple):
 
 
 class Dataflow(Propagation[Ancestry]):
-    """The measured results of a program, each with those that it is made of.
+    """The graph of the measured results of a jaxpr.
+
+    Each node of the graph is a measured result or the carry of a loop, and is represented by an integer.
 
     Attributes:
-      sites: by node, the result; without the carries of loops, which are nodes, too.
-      made_of: by node, the nodes that it is made of.
-      ends_of_loops: by node of a carry, what it is after an iteration.
+      sites: a dictionary from each node that is a measured result to its `Site`.
+      sources: for each node, the nodes from which it is computed.
+      ends_of_carries: a dictionary from each node that is a carry to the nodes from which its value at the end of an
+        iteration is computed.
     """
 
     def __init__(self, is_autocast: bool = False) -> None:
         self.sites: dict[int, Site] = {}
-        self.made_of: list[frozenset[int]] = []
-        self.ends_of_loops: dict[int, frozenset[int]] = {}
+        self.sources: list[frozenset[int]] = []
+        self.ends_of_carries: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
-        self._is_autocast = is_autocast  # Casts of operands of matmuls are then made by `autocast`.
+        self._is_autocast = is_autocast  # `autocast` adds the casts of the operands of matmuls
 
     def value_of(self, constant: Any, aval: Any) -> Ancestry:
         return Ancestry()
@@ -111,8 +120,8 @@ class Dataflow(Propagation[Ancestry]):
 
     def carried_on(self, within: Ancestry, at_end: Ancestry) -> None:
         (node,) = within.nodes
-        self.made_of[node] |= at_end.nodes
-        self.ends_of_loops[node] = at_end.nodes
+        self.sources[node] |= at_end.nodes
+        self.ends_of_carries[node] = at_end.nodes
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
         """Add a site for each measured result of an equation, and return the ancestry of every result."""
@@ -123,45 +132,48 @@ class Dataflow(Propagation[Ancestry]):
             self._divisions.add(location.column)
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operands)
         parameter = self._entered(eqn, location, [operand.parameter for operand in operands if operand.parameter])
-        made_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
-        # An `integer_pow` that belongs to the derivative of a division is reported as the division.
+        computed_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
+        # An `integer_pow` in the derivative of a division is reported as a division.
         is_of_division = derivative_of == "div" and name == "integer_pow"
         operation = "div" if is_of_division else _operation(name, operands)
         takes_parameter = self._takes_parameter(name, nodes, operands)
-        moved = moved_operands(eqn) or [range(len(operands) * (name in _MOVES))] * len(eqn.outvars)
+        moved = moved_operands(eqn) or [range(len(operands) * (name in _UNMEASURED))] * len(eqn.outvars)
         results = []
         for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
                 node = self._node(nodes)
                 self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, takes_parameter)
-                results.append(made_here._replace(nodes=frozenset({node})))
+                results.append(computed_here._replace(nodes=frozenset({node})))
             else:
-                # A moved value keeps its origin: if there are several, the first that is known.
+                # Data movement does not change the origin of a value. If the operands have several origins, the first
+                # known origin is used.
                 origins = sorted((operands[n] for n in taken), key=lambda origin: not origin.operation)
-                origin = origins[0] if origins else made_here
+                origin = origins[0] if origins else computed_here
                 results.append(origin._replace(nodes=nodes, parameter=parameter))
         return results
 
     def _takes_parameter(self, name: str, nodes: frozenset[int], operands: Sequence[Ancestry]) -> bool:
-        """Return whether an operand is a parameter, or whether a cast may be reported as a matmul with one."""
+        """Return whether an operand is a parameter, or whether a cast converts the result of such an operation."""
         if any(operand.parameter is not None and operand.parameter.is_bare for operand in operands):
             return True
         is_cast = name == "convert_element_type"
         return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
 
     def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
-        """Find the parameter that entered the results last; ``known``: those of the operands."""
+        """Return the parameter that was most recently used for the results, given the parameters of the operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
-        else:  # a cotangent has been through later layers than what it meets of the forward pass
+        else:
+            # A cotangent comes from a later layer than the forward-pass values with which it is combined. Therefore,
+            # the parameters of the forward-pass values take precedence.
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return (
             entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered
         )
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
-        """Give each cast that `autocast` adds the location of the operation for which the operand is cast."""
+        """Assign the location of an operation to the casts that `autocast` added to its operands."""
         for node in operands:
             site = self.sites.get(node)
             if site is None or not location.source:
@@ -171,14 +183,17 @@ class Dataflow(Propagation[Ancestry]):
                 own = {name: getattr(site.location, name) for name in ("is_backward", "instructions")}
                 self.sites[node] = site._replace(location=location._replace(**own))
 
-    def _node(self, made_of: frozenset[int]) -> int:
-        self.made_of.append(made_of)
-        return len(self.made_of) - 1
+    def _node(self, sources: frozenset[int]) -> int:
+        self.sources.append(sources)
+        return len(self.sources) - 1
 
     def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
-        """Name the operation that an equation differentiates: one of the same expression, which made an operand."""
+        """Return the name of the operation whose derivative an equation computes, or "" if there is none.
+
+        The equation must come from the same expression of the source code as the operation.
+        """
         name = eqn.primitive.name
-        if name not in _OF_A_DERIVATIVE or "jvp(" not in location.stack:
+        if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:
             return ""
         if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
@@ -189,33 +204,38 @@ class Dataflow(Propagation[Ancestry]):
 
 
 def is_measured(eqn: Any, variable: Any) -> bool:
-    """Tell whether this result of an equation is a float that is made there."""
+    """Return whether a result of an equation is measured: whether it is a float that the equation computes."""
     aval, name = variable.aval, eqn.primitive.name
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
-    return is_float and name not in _MOVES
+    return is_float and name not in _UNMEASURED
 
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:
-    """Name the primitive; for a cast of a sum that was computed in float32, the sum."""
+    """Return the name of the primitive, or, for a cast of the result of a sum or matmul, the name of that operation."""
     if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | MATMULS:
         return operands[0].operation
     return name
 
 
 def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> list[Site]:
-    """Return the sites, with an ``instance`` for each of those on a line that is run more than once.
+    """Return the sites of a dataflow, with an ``instance`` label for each line that is executed more than once.
 
-    Sites that are alike are told apart by a parameter, and those of the forward pass that still are, by a number. The
-    parameter is the one that entered last before the site. In the backward pass, where none enters, it is that of the
-    operation which is differentiated; and of what is a part of only one gradient, the parameter of that.
+    Similar sites are labeled with the name of a parameter:
+
+    - If an operation of the backward pass contributes to only one gradient and does not use a parameter itself, the
+      label is the parameter of this gradient.
+    - Otherwise, the label is the most recently used parameter. In the backward pass, this is the parameter of the
+      operation that is differentiated.
+
+    If several sites of the forward pass still have the same label, a number is appended to each label.
 
     Args:
-      flow: the operations of the program of value and gradients.
-      gradients: by name of a parameter, the nodes that its gradient is.
+      flow: the dataflow of the jaxpr that computes the value and the gradients.
+      gradients: for each name of a parameter, the nodes that represent its gradient.
     """
-    only = _parts_of_one(flow, gradients)
+    only = _contributions_to_one_gradient(flow, gradients)
     parameters = []
     for time, (node, site) in enumerate(flow.sites.items()):
         entered = site.parameter
@@ -235,8 +255,8 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
     return sites
 
 
-def _parts_of_one(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
-    """Name the gradient that each node is a part of; ``None`` where it is a part of several."""
+def _contributions_to_one_gradient(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
+    """Return, for each node, the name of the only gradient to which it contributes, or None if there are several."""
     whose: dict[int, str | None] = {}
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
     while ahead:
@@ -244,12 +264,12 @@ def _parts_of_one(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> d
         name = name if whose.get(node, name) == name else None
         if node not in whose or whose[node] != name:
             whose[node] = name
-            ahead += [(each, name) for each in flow.made_of[node]]
+            ahead += [(each, name) for each in flow.sources[node]]
     return whose
 
 
 def _groups(sites: Sequence[Site]) -> list[list[int]]:
-    """Group the positions of sites that nothing tells apart."""
+    """Return lists of the indices of sites with the same operation, dtype, location and label."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for n, site in enumerate(sites):
         at = site.location
@@ -259,4 +279,5 @@ def _groups(sites: Sequence[Site]) -> list[list[int]]:
 
 
 def _with(site: Site, which: str) -> Site:
+    """Append a label to the ``instance`` of a site."""
     return site._replace(instance=", ".join(filter(None, [site.instance, which])))

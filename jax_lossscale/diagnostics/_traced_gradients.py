@@ -1,4 +1,4 @@
-"""The traced program of value and gradients of a loss function, with the facts that several reports use."""
+"""The traced value and gradients of a loss function, with information that several reports use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jax_lossscale.diagnostics._operations import operations
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedGradients:
-    """The program of the value and the scaled gradients of a function.
+    """The traced program of the value and the scaled gradients of a function.
 
-    Its properties are facts about the program. Each is computed when a report first uses it.
+    The cached properties are computed when a report first uses them.
 
     Attributes:
       call: the function and its arguments.
       dtype: the half-precision dtype.
-      traced_matmuls: the program, of which the loss scale is the first input, and its matmuls.
+      traced_matmuls: the program and its matmuls. The first input of the program is the loss scale.
       has_reference: whether the user passed a float32 version of the function.
     """
 
@@ -36,7 +36,7 @@ class TracedGradients:
 
     @property
     def program(self) -> Traced:
-        """The program of value and gradients. The loss scale is its first input."""
+        """The program of the value and the scaled gradients. The first input of the program is the loss scale."""
         return self.traced_matmuls.traced
 
     @property
@@ -63,31 +63,38 @@ class TracedGradients:
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
-        """The number of matmuls, how many of them are in half precision, and why the first other one is not."""
+        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
-        # Under `autocast`, the reasons of the plan are more precise.
+        # Under `autocast`, the summary already contains a reason that is more precise than the origin of the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
         return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
 
     @functools.cached_property
     def float32_origins(self) -> list[Float32Origin]:
-        """The origins of the float32 operands of matmuls, those of the forward pass first."""
+        """The origins of the float32 operands of all matmuls. Matmuls of the forward pass come first."""
         return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
 
     @functools.cached_property
     def argument_faults(self) -> ArgumentFaults:
-        """The NaNs and infinities in the arguments, and the largest magnitude of each leaf."""
+        """The NaNs and infinities in the arguments, and the largest magnitude of each leaf of the arguments."""
         return argument_faults(self.call)
 
     @functools.cached_property
     def lost_constants(self) -> Sequence[LostConstant]:
-        """The constants that became zero or infinite in half precision, and are so in the float32 reference, too.
+        """The constants that became zero or infinite in half precision.
 
-        A reference that the user passed has constants of its own.
+        The float32 reference contains the same rounded constants if it is derived from the function. The result is
+        empty if the user passed a separate reference.
         """
         return () if self.has_reference else lost_constants(self.program, self.is_autocast)
 
 
 def trace_gradients(call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> TracedGradients:
-    """Trace the function and its gradients, once for all facts."""
+    """Trace the value and the scaled gradients of a function.
+
+    Args:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
+      has_reference: whether the user passed a float32 version of the function.
+    """
     return TracedGradients(call, dtype, call.scaled_matmuls(dtype), has_reference)

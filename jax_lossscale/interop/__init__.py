@@ -1,10 +1,16 @@
-"""States go to other libraries and come from them: one peer a file, imported only by whoever uses it.
+"""Conversion of loss scales from and to other libraries, and integration with flax and equinox.
 
-``from_<peer>`` takes what the peer saves and gives a loss scale with its configuration and state, which goes on as it
-would have in the peer. ``to_<peer>`` gives it back in the same form: one thing, or a pair of configuration and state.
-What has no counterpart on the other side is a `UserWarning`. ``torch``, ``keras`` and ``tensorflow`` read dictionaries,
-and need nothing of the peer; ``flax`` and ``jmp`` need it installed.
+The module for each library must be imported explicitly, and contains two functions:
 
-Where a framework needs more than a line, it is here too: ``interop.flax`` has a `TrainState` for linen and an
-`Optimizer` for nnx, ``interop.equinox`` has `filter_value_and_scaled_grad`.
+- ``from_<library>`` converts the saved loss scale of the library to a loss scale with the same configuration and state,
+  which then changes in the same way as it would have changed in that library.
+- ``to_<library>`` converts a loss scale back to the same form: one object or dictionary, or a pair of configuration and
+  state.
+
+If a setting cannot be converted, the functions emit a `UserWarning`. The modules ``torch``, ``keras`` and
+``tensorflow`` read dictionaries, so the library itself does not need to be installed. The modules ``flax`` and ``jmp``
+need the library.
+
+``interop.flax`` also contains a `TrainState` for linen and an `Optimizer` for nnx. ``interop.equinox`` contains
+`filter_value_and_scaled_grad`.
 """

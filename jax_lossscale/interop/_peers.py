@@ -1,6 +1,7 @@
-"""Other libraries have names of their own for the fields of a dynamic loss scale: they are converted here.
+"""Conversion of a `DynamicLossScale` from and to the field names of other libraries.
 
-A `UserWarning` names each thing that a library does differently with the same numbers, or has no place for.
+A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
+of the other library and the behavior of `DynamicLossScale` with the same numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# What stands for "no floor" and for "no ceiling": the smallest normal float32 and the largest.
+# The smallest normal float32 is the floor (minimum) of the scale for a library without a floor. The largest float32 is
+# the ceiling (maximum) for a library without a ceiling.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _STATE = ("current_loss_scale", "num_good_steps")
 _CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# What each library calls these, in this order; "" where it has no such field.
+# For each library, the names of the fields in _STATE + _CONFIG, in this order. "" means that the library does not have
+# the field.
 _NAMES = {
     "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
     "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),
@@ -30,21 +33,22 @@ _NAMES = {
     "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
     "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
 }
-# What each library is called in a warning.
+# The names of the libraries in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# What a library has in the place of a field that cannot be set there. (jmp's floor can be, but does not last.)
+# For each library, the fields whose values are fixed. (The floor of jmp can be set, but jmp soon resets it to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 
 def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) -> DynamicLossScale:
-    """Make a loss scale that goes on from what a library has saved.
+    """Return a loss scale with the configuration and state that another library has saved.
 
     Args:
-      library: its name.
-      floor: the floor; ``None`` if there is none.
-      saved: dictionaries in the names of the library, by the argument that the public function was given them in: one
-        of all fields, or ``config`` and ``state``, the second ``None`` for a fresh start.
-      **known: fields of ours that are not read.
+      library: the name of the library, a key of ``_NAMES``.
+      floor: the smallest value of the scale; ``None`` if the library does not have a floor.
+      saved: dictionaries with the field names of the library. The keys are the names of the arguments by which the
+        public function received the dictionaries: either one argument that contains all fields, or ``config`` and
+        ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
+      **known: arguments of `DynamicLossScale` that are not read from ``saved``.
     """
     call, ours = f"from_{library}", dict(known)
     for argument, values in saved.items():
@@ -58,25 +62,26 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
     if not has_floor:
         warn_user(
-            f"`{call}`: {name} has no floor, so `min_loss_scale` becomes the smallest normal float32, 1.2e-38, below "
-            f"which {name} goes on to 0; pass `min_loss_scale=` to choose another."
+            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32, "
+            f"1.2e-38. (In {name}, the scale can decrease to 0.) To use another floor, pass `min_loss_scale=`."
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}, to which {name} raises it on an overflow; "
-            "here an overflow never raises the scale."
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would "
+            "raise the scale to the floor, but `DynamicLossScale` never raises the scale at an overflow."
         )
-    # TensorFlow compares its counter with `>=`, as we do; all other libraries with `==`.
+    # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}, from where {name} does not grow on the next finite step; here it does."
+            f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
+            "`DynamicLossScale` grows."
         )
     return loss_scale
 
 
 def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
-    """Return the fields of a loss scale under the names of a library, as Python numbers."""
+    """Return the fields of a loss scale as Python numbers, with the field names of another library."""
     call = f"to_{library}"
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
@@ -94,39 +99,44 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     theirs |= {"backoff_factor": 1 / theirs["multiplier"], "max_loss_scale": LARGEST_SCALE, "hysteresis": 1}
     for field, value in theirs.items():
         if field not in names and not math.isclose(ours[field], value, rel_tol=1e-6):
-            warn_user(f"`{call}`: `{field}` is {ours[field]:g}, and that of {_TITLES[library]} is {value:g}.")
+            warn_user(
+                f"`{call}`: {_TITLES[library]} does not support `{field}` = {ours[field]:g}; it uses {value:g} instead."
+            )
     return {name: ours[field] for field, name in names.items()}
 
 
 def number(value: Any, name: str) -> float:
-    """Return a scale or a factor as a Python float: from Python, NumPy, JAX, or a scalar tensor or variable."""
+    """Convert a scale or a factor to a Python float, from a Python number, an array, a scalar tensor or a variable."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
-            f"`{name}` must be one number, positive and finite, got {plain!r}. A scale that has run away cannot be "
-            "carried on: start with a fresh `DynamicLossScale`."
+            f"`{name}` must be a single positive and finite number, got {plain!r}. If the scale has become zero, "
+            "infinite or NaN, start again with a new `DynamicLossScale`."
         )
     return float(plain)
 
 
 def _count(value: Any, name: str) -> int:
-    """Return an interval or a counter as an int, from the same sources; integral floats are welcome."""
+    """Convert an interval or a counter to a Python integer. Floats with integral values are accepted."""
     return _check.count(np.asarray(value).tolist(), name)
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """Return what the library calls those of these fields that it has."""
+    """Return the names that a library uses for ``fields``, without the fields that it does not have."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 
 
 def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Read our fields, all but the floor, from what a library has saved; a `ValueError` names missing ones."""
+    """Read all fields except for the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
-        raise ValueError(f"`{argument}` must be a dictionary with {', '.join(names.values())}, got {saved!r}.")
+        raise ValueError(f"`{argument}` must be a dictionary with the keys {', '.join(names.values())}, got {saved!r}.")
     missing = [name for name in names.values() if name not in saved]
     if missing:
-        raise ValueError(f"`{argument}` lacks {', '.join(missing)}; it has {', '.join(map(str, saved)) or 'nothing'}.")
+        raise ValueError(
+            f"`{argument}` lacks the keys {', '.join(missing)}. It has the keys "
+            f"{', '.join(map(str, saved)) or '(none)'}."
+        )
     readers: dict[str, Callable[[Any, str], float]] = {"increment_period": _count, "num_good_steps": _count}
     return {ours: readers.get(ours, number)(saved[name], f"{argument}['{name}']") for ours, name in names.items()}

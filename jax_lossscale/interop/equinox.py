@@ -1,4 +1,4 @@
-"""equinox: gradients of the scaled loss with respect to a module, functions and other settings in it included."""
+"""Gradients of the scaled loss with respect to an equinox module, which may contain leaves that are not arrays."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from jax_lossscale._loss_scale.lookup import as_loss_scale
 try:
     import equinox as eqx
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.equinox` needs equinox: `pip install equinox`.") from error
+    raise ImportError("`jax_lossscale.interop.equinox` needs equinox. Run `pip install equinox`.") from error
 
 
 def filter_value_and_scaled_grad(
     fun: Callable[..., Any], loss_scale: Any, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like ``eqx.filter_value_and_grad``, with the gradients multiplied by a loss scale and the value left alone.
+    """Like ``eqx.filter_value_and_grad``, but multiply the gradients (not the value) by a loss scale.
 
     Args:
-      fun: a scalar-valued function of a module (any pytree), and of any other arguments.
-      loss_scale: whatever `get` accepts, or any optimizer state that holds a loss scale.
+      fun: a scalar-valued function whose first argument is a module (any pytree).
+      loss_scale: any argument that `get` accepts, or an optimizer state that contains a loss scale.
       has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
     Returns:
-      A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux), scaled_grads)``
-      with ``has_aux``. The gradients are those with respect to the floating-point arrays of the first argument, of the
-      same structure, with ``None`` in place of everything else.
+      A function with the same arguments as ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
+      scaled_grads)`` with ``has_aux``. The gradients are computed with respect to the floating-point arrays in the
+      first argument. The gradients have the same tree structure as the first argument, with ``None`` in place of all
+      other leaves.
 
     Raises:
-      ValueError: if ``loss_scale`` is no loss scale and holds none, or more than one.
+      ValueError: if ``loss_scale`` is neither a loss scale nor a tree that contains exactly one.
 
     Warns:
-      UserWarning: as `value_and_scaled_grad`, if the dtype of the loss cannot represent the scale.
+      UserWarning: if the dtype of the loss cannot represent the scale, as in `value_and_scaled_grad`.
 
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax

@@ -1,7 +1,11 @@
-"""jmp's loss scales are read and written here.
+"""Conversion of loss scales from and to jmp.
 
-Read against jmp 0.0.4. The rule is the same, with two differences: jmp keeps its floor only until the first `jax.jit`,
-`jax.lax.scan` or `jax.tree.map`, after which it is 1; and a counter past the period goes on to the next multiple.
+The conversion was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
+with two differences:
+
+- jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`, and then uses the floor 1.
+- If the counter of jmp is already larger than the period, the scale grows only when the counter reaches the next
+  multiple of the period.
 """
 
 from __future__ import annotations
@@ -17,22 +21,23 @@ from jax_lossscale.interop._peers import SMALLEST_FLOOR, from_peer, number, to_p
 try:
     import jmp
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.jmp` needs jmp: `pip install jmp`.") from error
+    raise ImportError("`jax_lossscale.interop.jmp` needs jmp. Run `pip install jmp`.") from error
 
 
 def from_jmp(loss_scale: Any) -> LossScale:
-    """Carry on where a loss scale of jmp stopped.
+    """Convert a loss scale of jmp to a loss scale of this library that continues from the same state.
 
     Args:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is kept, and a warning says that
-      jmp would have lost it. jmp's fixed scale leaves skipping to the caller; `FixedLossScale` only skips with
-      ``skip_nonfinite=True``.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, with a warning,
+      because jmp would have lost it. jmp does not skip steps with a static scale by itself; neither does the returned
+      `FixedLossScale`, because its ``skip_nonfinite`` is False.
 
     Raises:
-      ValueError: if it is none of these, if the scale is 0, infinite or NaN, or if the configuration makes no sense.
+      ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
+        configuration is invalid.
 
     Examples:
       >>> import jax.numpy as jnp, jmp
@@ -54,33 +59,36 @@ def from_jmp(loss_scale: Any) -> LossScale:
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(
-            f"`from_jmp`: the floor {floor:g} is kept here; jmp loses it at the first `jax.jit`, and goes on with 1."
+            f"`from_jmp`: `DynamicLossScale` preserves the floor {floor:g}. (jmp loses it at the first `jax.jit`, and "
+            "then uses the floor 1.)"
         )
     if floor == 0:
         floor = SMALLEST_FLOOR
-        warn_user("`from_jmp`: jmp's floor is 0; here it is the smallest normal float32, 1.2e-38.")
+        warn_user(
+            "`from_jmp`: `DynamicLossScale` does not support the floor 0; it uses the smallest normal float32, 1.2e-38."
+        )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
-    """Return the same loss scale as jmp's.
+    """Convert a loss scale of this library to a loss scale of jmp.
 
     Args:
       loss_scale: a `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`.
 
     Returns:
-      A ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``, its numbers float32 and int32
-      arrays. jmp lowers the scale by the same factor by which it raises it, forgets any floor but 1, and has neither a
-      ceiling nor hysteresis. If ``loss_scale`` differs, a warning says so.
+      A ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale`` with float32 and int32 arrays. jmp
+      lowers the scale by the same factor by which it raises the scale, loses any floor other than 1, and supports
+      neither a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that jmp does not support.
 
     Raises:
-      ValueError: if ``loss_scale`` is of another kind, or a batch.
+      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return jmp.NoOpLossScale()
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            warn_user("`to_jmp`: `skip_nonfinite` is set; with jmp, skipping is the caller's to write.")
+            warn_user("`to_jmp`: jmp does not support `skip_nonfinite=True`; skip non-finite steps in your own code.")
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
     fields = to_peer("jmp", loss_scale)
     return jmp.DynamicLossScale(

@@ -1,7 +1,12 @@
-"""``keras.optimizers.LossScaleOptimizer`` of Keras 3, by its configuration and its two variables; Keras is not needed.
+"""Conversion of loss scales from and to ``keras.optimizers.LossScaleOptimizer`` of Keras 3. Keras is not needed.
 
-Read against Keras 3.15.1. The rule is the same, with three differences: Keras has no floor, no ceiling (its scale can
-become infinite, and stays so), and it compares its counter with ``==``.
+The loss scale is represented by the configuration and the two variables of the ``LossScaleOptimizer``. The conversion
+was checked against Keras 3.15.1. The scale of Keras follows the same rule as `DynamicLossScale`, with three
+differences:
+
+- The scale of Keras has no floor.
+- The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
+- Keras compares its counter with ``==`` instead of ``>=``.
 """
 
 from __future__ import annotations
@@ -25,26 +30,26 @@ def __getattr__(name: str) -> Any:
 def from_keras(
     config: Mapping[str, Any], state: Mapping[str, Any] | None = None, *, min_loss_scale: float | None = None
 ) -> DynamicLossScale:
-    """Carry on where a ``LossScaleOptimizer`` stopped, or begin as it would.
+    """Convert the loss scale of a ``LossScaleOptimizer`` to a `DynamicLossScale`.
 
     Args:
-      config: what ``LossScaleOptimizer.get_config()`` returned; only ``initial_scale`` and ``dynamic_growth_steps`` are
+      config: the result of ``LossScaleOptimizer.get_config()``. Only ``initial_scale`` and ``dynamic_growth_steps`` are
         used.
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
-        numbers; ``None`` for a fresh start.
-      min_loss_scale: the floor, which Keras does not have. By default the smallest normal float32, with a warning; the
-        default of `DynamicLossScale` is 1.
+        numbers. With ``None``, the loss scale starts in its initial state.
+      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. The default is the smallest
+        normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of Keras.
 
     Raises:
-      ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is of
-        tf-keras 2, whose rule is that of TensorFlow 1.
+      ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is a
+        configuration of tf-keras 2, whose loss scale follows the rule of TensorFlow 1.
 
     Examples:
       >>> from jax_lossscale.interop.keras import from_keras
-      >>> # And the inner optimizer, which is not read.
+      >>> # A real configuration also contains the inner optimizer, which is ignored.
       >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
       >>> loss_scale = from_keras(
       ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
@@ -54,16 +59,17 @@ def from_keras(
     """
     if isinstance(config, Mapping) and "dynamic" in config:
         raise ValueError(
-            "`from_keras(config=...)` is of tf-keras 2, which has the floor 1: use `DynamicLossScale(initial_scale, "
-            "dynamic_growth_steps)`, or `FixedLossScale(initial_scale)` where `dynamic` is false."
+            "`from_keras(config=...)` must be a configuration of Keras 3, got a configuration of tf-keras 2. If "
+            "`dynamic` is true, use `DynamicLossScale(initial_scale, dynamic_growth_steps)`, which has the same floor "
+            "1; otherwise, use `FixedLossScale(initial_scale)`."
         )
     return from_peer("keras", min_loss_scale, {"config": config, "state": state})
 
 
 def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a ``LossScaleOptimizer``, and what to assign to its variables.
+    """Return the arguments of a ``LossScaleOptimizer``, and the values of its variables.
 
-    ::
+    Use the result as follows::
 
         config, state = to_keras(loss_scale)
         optimizer = keras.optimizers.LossScaleOptimizer(inner, **config)
@@ -75,11 +81,12 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      ``(config, state)``, dictionaries of Python numbers. Keras doubles and halves, and has no floor, no ceiling and no
-      hysteresis. If ``loss_scale`` differs, a warning says so.
+      ``(config, state)``, two dictionaries of Python numbers. Keras always doubles or halves the scale, and supports
+      neither a floor nor a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that Keras does not
+      support.
 
     Raises:
-      ValueError: if ``loss_scale`` is of another kind, or a batch.
+      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
     config = to_peer("keras", loss_scale)
     state = {name: config.pop(name) for name in ("dynamic_scale", "step_counter")}

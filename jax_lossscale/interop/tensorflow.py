@@ -1,7 +1,9 @@
-"""``tf.compat.v1.mixed_precision``'s loss scales, by configuration and checkpoint values; TensorFlow is not needed.
+"""Conversion of loss scales from and to ``tf.compat.v1.mixed_precision``. TensorFlow is not needed.
 
-Read against TensorFlow 2.21.0, which this library follows step for step: nothing is lost on the way here.
-Configurations that make no sense (a period of 0, a multiplier of 0.5) are accepted there and refused here.
+A loss scale of TensorFlow is represented by its configuration and by the values of its variables in a checkpoint. The
+conversion was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule at every step, so a
+conversion from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period of 0
+or a multiplier of 0.5; this module rejects them.
 """
 
 from __future__ import annotations
@@ -15,19 +17,21 @@ from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> LossScale:
-    """Carry on where a loss scale of TensorFlow 1 stopped, or begin as it would.
+    """Convert a loss scale of TensorFlow 1 to a loss scale of this library.
 
     Args:
-      config: what ``get_config()`` of a ``FixedLossScale`` or ``DynamicLossScale`` returned.
-      state: the variables ``current_loss_scale`` and ``good_steps``; ``None`` for a fresh start. In a checkpoint of
-        ``tf.train.Checkpoint(loss_scale=...)``, which ``tf.train.load_checkpoint(path).get_tensor`` reads, they are
-        ``"loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE"`` and likewise.
+      config: the result of ``get_config()`` of a ``FixedLossScale`` or ``DynamicLossScale``.
+      state: the values of the variables ``current_loss_scale`` and ``good_steps``. With ``None``, the loss scale starts
+        in its initial state. To read these values from a checkpoint of ``tf.train.Checkpoint(loss_scale=...)``, call
+        ``tf.train.load_checkpoint(path).get_tensor``. The name of the first tensor is
+        ``"loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE"``; the name of the second contains ``good_steps``
+        instead of ``current_loss_scale``.
 
     Returns:
       A `DynamicLossScale`, or a `FixedLossScale`.
 
     Raises:
-      ValueError: if an entry is missing or is not a number, or if the configuration makes no sense.
+      ValueError: if an entry is missing or is not a number, or if the configuration is invalid.
 
     Examples:
       >>> from jax_lossscale.interop.tensorflow import from_tensorflow, to_tensorflow
@@ -50,22 +54,26 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
 
 
 def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a loss scale of TensorFlow 1, and the values of its variables.
+    """Return the configuration of a loss scale of TensorFlow 1, and the values of its variables.
 
     Args:
       loss_scale: a `DynamicLossScale` or a `FixedLossScale`.
 
     Returns:
-      ``(config, state)``, dictionaries of Python numbers: what ``from_config`` takes and, for a `DynamicLossScale`,
-      ``current_loss_scale`` and ``good_steps``. TensorFlow has the floor 1, no ceiling and no hysteresis, and lowers
-      the scale by the multiplier. If ``loss_scale`` differs, a warning says so.
+      ``(config, state)``, two dictionaries of Python numbers. ``config`` is the argument of ``from_config``. For a
+      `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it is empty.
+      TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports neither a
+      ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that TensorFlow does not support.
 
     Raises:
-      ValueError: if ``loss_scale`` is of another kind, or a batch.
+      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
     if isinstance(loss_scale, FixedLossScale):
         if loss_scale.skip_nonfinite:
-            warn_user("`to_tensorflow`: `skip_nonfinite` is set, and TensorFlow never skips with a fixed scale.")
+            warn_user(
+                "`to_tensorflow`: TensorFlow does not support `skip_nonfinite=True`; with a fixed scale, it never "
+                "skips steps."
+            )
         return {"loss_scale_value": loss_scale.get_config()["loss_scale_value"]}, {}
     config = to_peer("tensorflow", loss_scale)
     state = {name: config.pop(name) for name in ("current_loss_scale", "good_steps")}

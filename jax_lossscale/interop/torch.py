@@ -1,7 +1,11 @@
-"""``torch.amp.GradScaler``, by its state dictionary; torch itself is not needed.
+"""Conversion of loss scales from and to the state dictionary of ``torch.amp.GradScaler``. torch is not needed.
 
-Read against torch 2.13.0. The rule is the same, with two differences: torch has no floor, and it compares its counter
-with ``==``, so that it stops growing where the interval is set below the counter.
+The conversion was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
+differences:
+
+- The scale of torch has no floor.
+- torch compares its counter with ``==`` instead of ``>=``. The scale therefore stops growing if the growth interval is
+  set to a value below the counter.
 """
 
 from __future__ import annotations
@@ -14,16 +18,17 @@ from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = None) -> LossScale:
-    """Carry on where a ``GradScaler`` stopped.
+    """Convert the loss scale of a ``GradScaler`` to a loss scale of this library.
 
     Args:
-      state_dict: what ``GradScaler.state_dict()`` returned, after ``update()``.
-      min_loss_scale: the floor, which torch does not have. By default the smallest normal float32, with a warning; the
-        default of `DynamicLossScale` is 1.
+      state_dict: the result of ``GradScaler.state_dict()`` after a call of ``update()``.
+      min_loss_scale: the smallest value of the scale (floor), which torch does not have. The default is the smallest
+        normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
 
     Returns:
-      A `DynamicLossScale` with torch's configuration and state. Like torch, which keeps only the current scale, it has
-      that as its `initial_loss_scale`. A `NoOpLossScale` for the empty dictionary of a scaler with ``enabled=False``.
+      A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is
+      the current scale, because torch does not save the initial scale. If the scaler has
+      ``enabled=False``, its dictionary is empty, and the result is a `NoOpLossScale`.
 
     Raises:
       ValueError: if an entry is missing or is not a number, or if the scale is 0, infinite or NaN.
@@ -47,17 +52,18 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
 
 
 def to_torch(loss_scale: LossScale) -> dict[str, Any]:
-    """Return what ``GradScaler.load_state_dict`` takes.
+    """Return a state dictionary for ``GradScaler.load_state_dict``.
 
     Args:
-      loss_scale: a `DynamicLossScale`; or a `NoOpLossScale`, which is torch's ``enabled=False``.
+      loss_scale: a `DynamicLossScale`, or a `NoOpLossScale`, which corresponds to ``enabled=False`` in torch.
 
     Returns:
-      The five entries of a state dictionary, Python numbers; none for a `NoOpLossScale`. torch has no floor, no ceiling
-      and no hysteresis: a warning names what is lost.
+      The five entries of a state dictionary, as Python numbers. For a `NoOpLossScale`, the dictionary is empty. torch
+      supports neither a floor nor a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that torch
+      does not support.
 
     Raises:
-      ValueError: if ``loss_scale`` is of another kind, or a batch.
+      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return {}

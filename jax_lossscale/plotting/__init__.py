@@ -1,7 +1,7 @@
-"""Figures of gradients in the range of a dtype, of their errors, and of what a loss scale did over a run.
+"""Plots of gradient exponents, of gradient errors, and of the loss scale during training.
 
-Matplotlib is imported on the first call, not here. Every figure is legible in gray and to the colour-blind: what
-differs in colour differs in line or marker, too.
+Matplotlib is imported on the first call of a plotting function. All plots are legible in grayscale and for color-blind
+readers, because lines of different color also differ in line style, line width or marker.
 """
 
 from jax_lossscale.plotting._error import plot_gradient_error

@@ -1,6 +1,6 @@
-"""All figures share matplotlib, which is imported on the first call, new Axes, and colours.
+"""Functions that create Axes and grids, and the colors of all plots.
 
-The colours are of the palette of Okabe and Ito, which most colour-blind people can tell apart.
+The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 def given_or_new_axes(
     requested: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
 ) -> tuple[Axes, ...]:
-    """Return the Axes that the user gave, one for each panel, or the Axes of a new figure, which a notebook shows.
+    """Return one Axes object for each panel: the Axes that the user has passed, or the Axes of a new figure.
 
-    ``caller`` and its ``argument`` are named in the errors: an `ImportError` if there is no matplotlib, a `ValueError`
-    if these are no Axes, or not as many.
+    A new figure is created with `matplotlib.pyplot`, so that a notebook displays it. Error messages contain ``caller``
+    and ``argument``.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      ValueError: if ``requested`` does not consist of one Axes object for each panel.
     """
     try:
         from matplotlib import axes
     except ImportError as error:
         raise ImportError(
-            f"`{caller}` needs matplotlib, which the extra `plot` brings: `pip install matplotlib`."
+            f"`{caller}` needs matplotlib. Install the extra `plot`, or run `pip install matplotlib`."
         ) from error
     if requested is None:
         from matplotlib import pyplot
@@ -38,8 +42,8 @@ def given_or_new_axes(
     chosen = tuple(np.ravel(np.asarray(requested, object)))
     if len(chosen) != len(panels) or not all(isinstance(ax, axes.Axes) for ax in chosen):
         raise ValueError(
-            f"`{caller}({argument}=...)` must be {len(panels)} Axes of matplotlib, for: {', '.join(panels)}; got "
-            f"{requested!r}. Make some with `pyplot.subplots({len(panels)})`."
+            f"`{caller}({argument}=...)` must be {len(panels)} matplotlib Axes for {', '.join(panels)}, got "
+            f"{requested!r}. Create them with `pyplot.subplots({len(panels)})`."
         )
     for ax in chosen:
         ax.spines[["top", "right"]].set_visible(False)
@@ -47,6 +51,6 @@ def given_or_new_axes(
 
 
 def draw_grid(ax: Axes) -> None:
-    """Draw a pale grid behind everything else."""
+    """Draw a light gray grid behind all other elements."""
     ax.grid(color="#e6e6e6")
     ax.set_axisbelow(True)

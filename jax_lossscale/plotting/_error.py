@@ -1,4 +1,4 @@
-"""How far float16's gradients are from float32's, over the loss scale."""
+"""Plot of the relative error of gradients in half precision against the loss scale."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from jax_lossscale.plotting._axes import BLUE, GRAY, GREEN, VERMILLION, draw_gri
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Errors below are drawn here: what is exact has no place on a logarithmic axis.
+# Errors below this value are drawn at this value, because an error of zero cannot be drawn on a logarithmic axis.
 _SMALLEST_ERROR = 1e-6
 
 
 def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = None) -> Axes:
-    """Draw the relative error of the gradients against the loss scale: a thin line for each leaf, a thick one for all.
+    """Plot the relative error of the gradients against the loss scale.
 
-    A line that falls shows underflow, which a larger scale cures. A line that is high and flat shows rounding, or a
-    branch that gets no gradients, which no scale cures. Where a line ends, the gradients overflow at all larger
-    scales. A cross marks the scales at which those of any leaf overflow.
+    Thin lines show the error of each leaf, and a thick line shows the error of all leaves together. The shape of a line
+    shows the cause of the error:
+
+    - If a line falls, small gradients underflow, and a larger scale reduces the error.
+    - If a line is high and flat, the cause is rounding, or a branch without gradients, and no loss scale reduces the
+      error.
+    - If a line ends, the gradients of this leaf overflow at all larger scales.
+
+    A cross marks each scale at which the gradients of at least one leaf overflow.
 
     Args:
-      comparison: what `jax_lossscale.diagnostics.compare_gradients` returned. Leaves whose true gradient is nothing but
-        rounding are left out.
-      ax: where to draw; by default a new figure of `matplotlib.pyplot`.
+      comparison: the result of `jax_lossscale.diagnostics.compare_gradients`. Leaves whose float32 gradient consists
+        only of rounding errors are not drawn.
+      ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
       The Axes. Errors below 1e-6 are drawn at 1e-6.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if ``comparison`` is no `GradientComparison`.
+      ValueError: if ``comparison`` is not a `GradientComparison`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -52,7 +58,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     """
     if not isinstance(comparison, GradientComparison):
         raise ValueError(
-            f"`plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got "
+            f"`plot_gradient_error(comparison=...)` must be the result of `jls.diagnostics.compare_gradients`, got "
             f"{type(comparison).__name__}."
         )
     scales = np.asarray(comparison.loss_scales)
@@ -83,7 +89,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.minorticks_off()
-    ax.update_datalim([(scales[0], 0.01), (scales[-1], 1.0)])  # so much is seen in any case
+    ax.update_datalim([(scales[0], 0.01), (scales[-1], 1.0)])  # The errors from 1 % to 100 % are always in view.
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     draw_grid(ax)
     ax.set(xlabel="loss scale", ylabel=f"relative error of {comparison.dtype} gradients")
@@ -92,7 +98,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
 
 
 def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
-    """Return the errors at the scales with finite gradients; NaN, which leaves a gap, at all other scales."""
+    """Return the error at each scale, or NaN (a gap in the line) if the gradients are not finite."""
     errors = np.asarray(leaf.relative_error)
     has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
     return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

@@ -1,4 +1,4 @@
-"""Gradients in the range of a dtype."""
+"""Plot of the exponents of gradients within the range of a dtype."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ def plot_exponents(
     yscale: Literal["linear", "log"] = "linear",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how gradients lie in the range of a dtype, before and after they are multiplied by a loss scale.
+    """Plot a histogram of gradient exponents in the range of a dtype, before and after scaling by a loss scale.
 
-    A loss scale moves the histogram to the right by ``log2(loss_scale)``. The scale is well chosen if no gradients are
-    left in the range where they become zero, below half of the smallest subnormal number, and none are in the range
-    where they overflow. The legend gives the shares of all finite gradients that are not zero, like
-    `jax_lossscale.diagnostics.underflow_fraction`; for a loss scale that is not a power of two, they are right to
-    within one bar.
+    A loss scale moves the histogram to the right by ``log2(loss_scale)``. A good scale moves all gradients out of the
+    range in which they become zero (below half of the smallest subnormal number), and moves none into the range in
+    which they overflow. The legend shows the percentages of gradients that become zero and that overflow, relative to
+    all finite nonzero gradients, as in `jax_lossscale.diagnostics.underflow_fraction`. If the loss scale is not a power
+    of two, these percentages are accurate to within one bar.
 
     Args:
-      tree_or_histogram: *unscaled* gradients, best computed in float32; or the `ExponentHistogram` of some, whose
-        subnormal numbers, of any size, are neither drawn nor counted among those that become zero.
-      loss_scale: a positive number, or a `LossScale`, of which the current scale is taken; with 1, the gradients are
-        drawn unscaled only.
-      dtype: the floating dtype whose range is shown; that of bfloat16 is marked as well (beside bfloat16, float16's).
-      yscale: ``"log"`` shows the rare exponents, too.
-      ax: where to draw; by default a new figure of `matplotlib.pyplot`.
+      tree_or_histogram: *unscaled* gradients, preferably computed in float32; or an `ExponentHistogram` of gradients.
+        An `ExponentHistogram` does not contain the exponents of subnormal numbers, so subnormal numbers are not drawn,
+        and do not count as numbers that become zero.
+      loss_scale: a positive number, or a `LossScale`, whose current scale is used. With a scale of 1, only the
+        unscaled gradients are drawn.
+      dtype: the floating dtype whose range is shown. The range of bfloat16 is marked as well. If ``dtype`` is bfloat16,
+        the range of float16 is marked instead.
+      yscale: the scale of the vertical axis. ``"log"`` also shows rare exponents.
+      ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes; bars are drawn over the powers of two, 0 stands for a magnitude of 1.
+      The Axes. The x coordinate of a bar is the exponent of its gradients: 0 means a magnitude of 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if there are no gradients, or several histograms; if ``loss_scale`` is not a positive finite number,
-        ``dtype`` is not a real floating dtype, or ``yscale`` is neither of the two.
+      ValueError: if there are no gradients, if there is more than one histogram, if ``loss_scale`` is not a positive
+        finite number, if ``dtype`` is not a real floating dtype, or if ``yscale`` is neither ``"linear"`` nor
+        ``"log"``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -79,7 +82,7 @@ def plot_exponents(
     everything = int(counts.sum()) + sum(undrawn.values())
     if everything == 0:
         raise ValueError(
-            "`plot_exponents(tree_or_histogram=...)` must hold floating or complex numbers to draw, got "
+            "`plot_exponents(tree_or_histogram=...)` must contain floating-point or complex numbers, got "
             f"{tree_or_histogram!r}."
         )
     numbers = max(int(counts.sum()) + subnormals, 1)
@@ -103,17 +106,17 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch what the dtype loses. Bars that it keeps have no width between these edges.
+        # Hatch the parts of the bars outside of the range of the dtype. Clipping gives all other parts a width of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
                 ax.stairs(heights, beyond, fill=True, zorder=1.1, **hatched)
 
-    # Bars too low to be seen do not widen the view.
+    # Bars that are too low to be visible do not extend the horizontal axis.
     lowest = 0.0 if yscale == "log" else 0.002 * heights.max()
     _, seen = _between_the_first_and_the_last(np.where(heights > lowest, heights, 0), bars)
     left, right = min(bottom, seen[0] + min(shift, 0) - 1), max(top, seen[-1] + max(shift, 0) + 1)
-    margin = 0.12 * (right - left)  # room for the names of what lies outside
+    margin = 0.12 * (right - left)  # space for the labels of the regions outside of the range
     ax.set_xlim(min(left, bottom - margin), max(right, top + margin))
     _set_share_axis(ax, heights, yscale)
     _draw_ranges(ax, dtype)
@@ -128,25 +131,31 @@ def plot_exponents(
 
 
 def _one_histogram(tree: Any) -> ExponentHistogram:
+    """Return the histogram of a tree of gradients, which may itself be a single histogram."""
     if isinstance(tree, ExponentHistogram) and tree.counts.ndim == 1:
         return tree
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
     if any(isinstance(node, ExponentHistogram) for node in nodes):
-        raise ValueError("`plot_exponents(tree_or_histogram=...)` holds several histograms. Draw one at a time.")
-    # As float32, the subnormal numbers of float16 have exponents of their own; bfloat16 has those of float32 already.
+        raise ValueError("`plot_exponents(tree_or_histogram=...)` contains several histograms. Plot one at a time.")
+    # In float32, the subnormal numbers of float16 are normal, so the histogram contains their exponents. The exponents
+    # of bfloat16 are the same as in float32.
     return exponent_histogram(widen(tree, keep=(jnp.bfloat16,)))
 
 
 def _range_of(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Return the powers of two below which a number rounds to zero or is subnormal, and from which it overflows."""
+    """Return the exponents below which a number becomes zero or is subnormal, and the one at which it overflows."""
     info = jnp.finfo(dtype)
     return info.minexp - info.nmant - 1, info.minexp, info.maxexp
 
 
 def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any) -> tuple[float, float]:
-    """Return how many numbers become zero, and how many overflow, with the bars of ``counts`` between ``edges``.
+    """Return the number of values that become zero, and the number of values that overflow.
 
-    ``faint`` are numbers of which no more is known than that they lie below the first edge.
+    Args:
+      counts: the number of values in each bar.
+      edges: the exponents at the edges of the bars.
+      faint: the number of further values, which have unknown magnitudes below the first edge.
+      dtype: the dtype in which values become zero or overflow.
     """
     bottom, _, top = _range_of(dtype)
     cumulative = np.append(0, counts.cumsum())
@@ -155,29 +164,32 @@ def _lost_and_over(counts: np.ndarray, edges: np.ndarray, faint: int, dtype: Any
 
 
 def _between_the_first_and_the_last(heights: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bars and their edges without the empty ones at both ends; at least one bar."""
+    """Return the bars and their edges without the empty bars at both ends. At least one bar remains."""
     drawn = np.flatnonzero(heights) if heights.any() else [np.searchsorted(edges, 0)]
     return heights[drawn[0] : drawn[-1] + 1], edges[drawn[0] : drawn[-1] + 2]
 
 
 def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
-    """Set an axis from below the lowest bar to above the highest, with room for the ranges and the legend."""
+    """Set the limits of the vertical axis, with space above the highest bar for the dtype ranges and the legend."""
     tallest = float(heights.max()) or 1.0
     lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
     ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
-    ax.set_yscale(yscale)  # after the limits: matplotlib would look for some, and find none if there is no bar
+    ax.set_yscale(yscale)  # The limits are set first, because matplotlib cannot choose them without bars.
     ax.yaxis.set_major_formatter("{x:g}")
 
 
 def _draw_ranges(ax: Axes, dtype: Any) -> None:
-    """Draw gray where gradients are lost, names above, and below the names the range of another dtype, as a line."""
+    """Draw and label the ranges of a dtype, and the normal range of another dtype as a horizontal line.
+
+    The ranges in which gradients become zero or overflow have a gray background.
+    """
     bottom, normal, top = _range_of(dtype)
     left, right = ax.get_xlim()
     names = {"to zero": PALE, "subnormal": PALER, f"normal {dtype.name}": "white", "overflow": PALE}
     borders = left, bottom, normal, top, right
     place: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
     for (name, color), (start, end) in zip(names.items(), itertools.pairwise(borders), strict=True):
-        rotation = 90 if end - start < 0.085 * (right - left) else 0  # a narrow zone has its name upright
+        rotation = 90 if end - start < 0.085 * (right - left) else 0  # In a narrow range, the label is vertical.
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
         ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
         ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **place)

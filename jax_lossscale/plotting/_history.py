@@ -1,4 +1,4 @@
-"""What happened over the steps of a run."""
+"""Plots of the loss scale, the loss, skipped steps and underflow over the steps of a training run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ def plot_loss_scale(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the history of a loss scale: where it grew, and which steps were skipped.
+    """Plot the loss scale over the steps of a run, and mark the steps at which it grew and the skipped steps.
 
     Args:
-      loss_scale: ``[steps]``, the scale after each step, as `jax_lossscale.metrics` gives it. Numbers that are not
-        finite and positive leave gaps.
-      skipped: ``bool[steps]``, whether the step was skipped. If omitted, the steps at which the scale fell are marked;
-        that misses skipped steps that did not lower it, and one before the first number.
-      ax: where to draw; by default a new figure of `matplotlib.pyplot`.
+      loss_scale: ``[steps]``, the scale after each step, from `jax_lossscale.metrics`. Numbers that are not finite and
+        positive leave gaps.
+      skipped: ``bool[steps]``, whether the step was skipped. Without ``skipped``, the steps at which the scale
+        decreased are marked instead, so a skipped step that did not lower the scale, or a skipped first step, is not
+        marked.
+      ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes; steps count from 1.
+      The Axes. The first step has the number 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if one of the two is not one-dimensional or holds nothing, or their lengths differ.
+      ValueError: if ``loss_scale`` or ``skipped`` is empty or not one-dimensional, or if their lengths differ.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -65,26 +66,33 @@ def plot_run(
     *,
     axes: Sequence[Axes] | np.ndarray | None = None,
 ) -> tuple[Axes, ...]:
-    """Draw a run over its steps: the loss, the loss scale, the steps skipped so far, and the underflow.
+    """Plot the loss, the loss scale, the number of skipped steps, and the underflow over the steps of a run.
 
-    A panel is drawn for each of these that the history has. A loss that is not finite leaves a gap, with a mark below
-    it.
+    Each of these quantities is shown in its own panel if the history contains it. A loss that is not finite leaves a
+    gap in the line, and a mark at the bottom of the panel.
 
     Args:
-      history: sequences by name, all as long as the run, or one dictionary for each step: ``"loss"``; ``"loss_scale"``,
-        as in `plot_loss_scale`; ``"skipped"``, or else ``"consecutive_skips"`` of `jax_lossscale.metrics`;
-        ``"skipped_steps"``, their number so far, if the history does not begin with the run;
-        ``"underflow"``, the share of gradients that became zero, from 0 to 1, NaN where it was not measured;
-        ``"step"``, the number of each step, if not all were logged. Other entries are ignored.
-      axes: where to draw, as many Axes as there are panels; by default a new figure of `matplotlib.pyplot`.
+      history: a dictionary of sequences with one number per step, or a sequence of dictionaries, one per step. The
+        following entries are used, and all other entries are ignored:
+
+        - ``"loss"``: the loss.
+        - ``"loss_scale"``: the loss scale, as in `plot_loss_scale`.
+        - ``"skipped"``: whether the step was skipped. Without this entry, ``"consecutive_skips"`` from
+          `jax_lossscale.metrics` is used instead.
+        - ``"skipped_steps"``: the number of steps skipped so far, which is necessary only if the history does not start
+          at the first step of the run.
+        - ``"underflow"``: the fraction of gradients that became zero, from 0 to 1, or NaN if it was not measured.
+        - ``"step"``: the number of the step, which is necessary only if some steps were not logged.
+      axes: the Axes to draw in, one for each panel; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes, from top to bottom; without ``"step"``, steps count from 1.
+      The Axes, from top to bottom. Without ``"step"``, the first step has the number 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      ValueError: if a sequence is not one-dimensional, not of numbers, or not as long as all of them; if steps do not
-        increase, there is nothing to draw, or the number of Axes is not that of the panels.
+      ValueError: if a sequence does not contain exactly one number per step, if the lengths of the sequences differ, if
+        the step numbers do not increase, if there is nothing to draw, or if the number of Axes is not equal to the
+        number of panels.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -112,8 +120,8 @@ def plot_run(
     panels = [panel for panel in all_panels if panel[1] is not None]
     if not panels:
         raise ValueError(
-            f"`plot_run(history=...)` has nothing to draw, only {sorted(history)}. Give loss, loss_scale, skipped or "
-            "underflow."
+            "`plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the "
+            f"keys {sorted(history)}."
         )
 
     figsize = (6.4, 0.8 + 1.2 * len(panels))
@@ -121,52 +129,53 @@ def plot_run(
     for ax, (name, values, draw) in zip(axes, panels, strict=True):
         draw(ax, steps, values)
         _finish(ax, steps)
-        ax.set_title(name, loc="left", fontsize="medium")  # a label beside a panel as low as this would not fit
+        ax.set_title(name, loc="left", fontsize="medium")  # The panel is too low for a vertical axis label.
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
 
 
 def _by_name(history: Any) -> dict[str, Any]:
-    """Return sequences by name, also of one dictionary for each step."""
+    """Convert a history to a dictionary of sequences."""
     if isinstance(history, Mapping):
         return dict(history)
     if not (isinstance(history, Sequence) and all(isinstance(row, Mapping) for row in history)):
         raise ValueError(
-            f"`plot_run(history=...)` must be a dictionary of sequences, or dictionaries, one a step, got {history!r}."
+            "`plot_run(history=...)` must be a dictionary of sequences, or a sequence with one dictionary per step, "
+            f"got {history!r}."
         )
     names = dict.fromkeys(name for row in history for name in row)
     return {name: [row[name] for row in history if name in row] for name in names}
 
 
 def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
-    """Return what can be drawn, as NumPy arrays of the same length."""
+    """Return the entries of a history that can be drawn, as NumPy arrays of the same length."""
     columns = {name: np.asarray(jax.device_get(history[name])) for name in _HISTORY if name in history}
     shapes = {name: column.shape for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
         raise ValueError(
-            f"`{caller}` needs sequences of one number a step, all as long, got the shapes {shapes}. Where a number "
-            "was not measured, write NaN."
+            f"`{caller}` needs sequences of equal length with one number per step, got the shapes {shapes}. If a "
+            "number was not measured, use NaN."
         )
     if "skipped" in columns and np.isnan(columns["skipped"].astype(float)).any():
-        raise ValueError(f"`{caller}` got NaN in skipped, which must be known for every step.")
+        raise ValueError(f"`{caller}`: skipped must not contain NaN, because it must be known for every step.")
     return {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
-    """Return the numbers of the steps, from 1 if nothing tells."""
+    """Return the step numbers of a history, or numbers from 1 if the history does not contain any."""
     if "step" not in columns:
         return np.arange(1, len(next(iter(columns.values()), ())) + 1)
     steps = columns["step"]
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
         raise ValueError(
-            f"`{caller}` got steps that do not increase: {steps}. Draw runs one at a time, sorted by step."
+            f"`{caller}` needs increasing step numbers, got {steps}. Plot one run at a time, sorted by step."
         )
     return steps
 
 
 def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Whether each step was skipped, if that can be told."""
+    """Return whether each step was skipped, or None if the history does not contain this information."""
     if "skipped" in columns:
         return columns["skipped"]
     return columns["consecutive_skips"] > 0 if "consecutive_skips" in columns else None
@@ -193,7 +202,7 @@ def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skippe
     change = np.diff(loss_scale, prepend=loss_scale[0])
     falls, name = (change < 0, "backoff") if skipped is None else (skipped, "skipped step")
     ax.set_yscale("log", base=2)
-    ax.margins(y=0.15)  # in a low panel, too, no marker is cut
+    ax.margins(y=0.15)  # With this margin, markers are not cut off, even in a low panel.
     ax.step(steps, loss_scale, where="mid", color="black", linewidth=1.5)
     for at, what, marker, color in (falls, name, "x", VERMILLION), (change > 0, "growth", "^", GREEN):
         if at.any():
@@ -213,11 +222,11 @@ def _draw_underflow(ax: Axes, steps: np.ndarray, underflow: np.ndarray) -> None:
 
 
 def _set_ylim_from_zero(ax: Axes, highest: float) -> None:
-    ax.set_ylim(-0.06 * highest, 1.1 * highest)  # a line at zero is not hidden by the axis
+    ax.set_ylim(-0.06 * highest, 1.1 * highest)  # A line at zero must not coincide with the axis.
 
 
 def _draw_with_gaps(ax: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """Draw a line that breaks at numbers that are not finite; a number between two of these is a dot."""
+    """Plot a line with gaps at numbers that are not finite. A finite number between two gaps is drawn as a dot."""
     known = np.isfinite(values)
     values = np.where(known, values, np.nan)
     around = np.pad(known, 1)
@@ -230,6 +239,7 @@ def _finish(ax: Axes, steps: np.ndarray) -> None:
     ax.set_xlim(steps[0] - margin, steps[-1] + margin)
     ax.locator_params(axis="x", nbins=9, integer=True)
     draw_grid(ax)
-    if ax.get_legend_handles_labels()[0]:  # above the Axes, where it hides nothing
+    if ax.get_legend_handles_labels()[0]:
+        # Above the Axes, the legend does not cover any data.
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
         ax.legend(ncols=2, fontsize="small", frameon=False, handletextpad=0.2, columnspacing=1.2, **place)

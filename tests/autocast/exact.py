@@ -1,4 +1,4 @@
-"""Evaluates a jaxpr on the host, one operation at a time, and says where a number has too many places."""
+"""Evaluation of jaxprs on the host, one operation at a time, to find values with too many significant bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,14 +6,14 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 
 class InexactError(Exception):
-    """A number that needs more places than there are."""
+    """A value has more significant bits than its dtype can represent."""
 
 
 def evaluated(closed, inputs, check=lambda within, inputs, outputs: None, within=()):
-    """The outputs of a jaxpr.
+    """Return the outputs of a jaxpr.
 
-    ``check`` is called for each operation, with the equations that it lies in, the outermost first, itself the last,
-    its operands and its results.
+    ``check`` is called for each operation with three arguments: the list of enclosing equations (from the outermost
+    equation to the operation itself), the operands, and the results.
     """
     given = map(np.asarray, [*closed.consts, *inputs])
     values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], given, strict=True))
@@ -41,7 +41,8 @@ def _outputs(eqn, inputs, check, within):
     if name == "cond":
         branch = int(np.clip(inputs[0], 0, len(params["branches"]) - 1))
         return evaluated(params["branches"][branch], inputs[1:], check, within)
-    for inside in (params.get("jaxpr"), params.get("call_jaxpr")):  # jit, checkpoint, custom_jvp and custom_vjp
+    # The operations jit, checkpoint, custom_jvp and custom_vjp have one of these two parameters.
+    for inside in (params.get("jaxpr"), params.get("call_jaxpr")):
         if inside is not None:
             return evaluated(
                 inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ()), inputs, check, within
@@ -63,7 +64,7 @@ def _scan(params, inputs, check, within):
     return [*carry, *map(np.stack, zip(*stacked, strict=True))]
 
 
-@np.errstate(over="ignore", invalid="ignore")  # where something else is selected
+@np.errstate(over="ignore", invalid="ignore")  # Values that are not selected may overflow.
 def _operation(eqn, inputs):
     on_host = _ON_HOST.get(eqn.primitive.name)
     if on_host is not None:
@@ -96,7 +97,8 @@ def _the_same(x, **_):
     return x
 
 
-# The operations that programs are full of, and those between devices, of which there is one. The rest are JAX's own.
+# NumPy versions of the most frequent operations and of the collectives, which are identities on a single device. All
+# other operations are evaluated by JAX.
 _ON_HOST = {
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
@@ -124,9 +126,9 @@ _SUMS = {"add_any", "conv_general_dilated", "cumsum", "dot_general", "reduce_sum
 
 
 def exact_in(dtype):
-    """A check for `evaluated`: every float32 number is one of ``dtype``, and so is every sum, in whichever order.
+    """Return a check for `evaluated`: ``dtype`` can represent every float32 value, and every sum in any order.
 
-    Below the scope "float32_range" numbers have 20 places, so that float32 has some to spare.
+    Inside the scope "float32_range", values may have up to 20 significant bits, which is fewer than float32 allows.
     """
     largest_sum = 2 / float(jnp.finfo(dtype).eps)
 

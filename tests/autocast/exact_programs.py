@@ -1,8 +1,9 @@
-"""Random float32 programs whose every number float16 holds exactly, so that `autocast` must change none of them.
+"""Random float32 programs whose values float16 represents exactly, so that `autocast` must not change their results.
 
-A program is a function of weights, ``(4, 4)``, and a state, ``(2, 4)``, to a state: small integers, or a few binary
-places of one. It is a tuple of names of operations, and of pairs of a structure and the program inside it. Only the
-operations of `FLOAT32` leave float16's range, where `autocast` must stay in float32.
+A program maps weights of shape ``(4, 4)`` and a state of shape ``(2, 4)`` to a new state. All values are small
+integers, or fractions with a few binary digits. A program is a tuple whose elements are names of operations, or pairs
+of a structure and the program inside it. Only the operations in `FLOAT32` leave the range of float16, so `autocast`
+must compute them in float32.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax_lossscale as jls
 
 
 def float32(function):
-    """Its numbers need float32, and its result does not."""
+    """Mark a function whose values may leave the range of half precision."""
     return jax.named_scope("float32_range")(function)
 
 
@@ -41,7 +42,7 @@ MATMULS = {
     "with a large constant": float32(lambda w, x: x @ (2.0**20 * np.eye(4, k=1, dtype=np.float32)) / 2.0**20),
     "by its own rule": doubled,
 }
-# Those that stay float32. (bfloat16 holds the constant.)
+# The matmuls that stay in float32. bfloat16 can represent the large constant.
 EXCEPTIONS = {"float16": ("kept", "marked", "with a large constant"), "bfloat16": ("kept", "marked")}
 ARITHMETIC = {
     "add": lambda w, x: x + w[:2],
@@ -95,7 +96,7 @@ def in_remat(body, w, x):
     return jax.checkpoint(body)(w, x)
 
 
-def in_remat_that_keeps_products(body, w, x):
+def in_remat_that_saves_matmuls(body, w, x):
     return jax.checkpoint(body, policy=jax.checkpoint_policies.dots_saveable)(w, x)
 
 
@@ -175,9 +176,9 @@ def in_layer(body, w, x):
 
 
 def in_shard_map(axis_type, check_vma, body, w, x):
-    """On a mesh of one device, over which the state varies and the weights do not."""
+    """Evaluate the body on a mesh with one device. The state is sharded, and the weights are replicated."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
-    if "data" in jax.sharding.get_abstract_mesh().manual_axes:  # a `jax.shard_map` in another one
+    if "data" in jax.sharding.get_abstract_mesh().manual_axes:  # This `jax.shard_map` is inside another one.
         return body(w, x)
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
     function = jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs)
@@ -190,7 +191,7 @@ def in_shard_map(axis_type, check_vma, body, w, x):
 STRUCTURES = {
     function.__name__: function
     for function in (
-        *(in_jit, in_remat, in_remat_that_keeps_products, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
+        *(in_jit, in_remat, in_remat_that_saves_matmuls, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
         *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp),
         *(twice, beside, in_gradient, in_layer),
     )
@@ -202,7 +203,7 @@ STRUCTURES = {
 
 
 def run(program, w, x):
-    """The state after all steps of a program."""
+    """Return the state after all operations of a program."""
     for step in program:
         if isinstance(step, str):
             x = OPERATIONS[step](w, x)
@@ -213,7 +214,7 @@ def run(program, w, x):
 
 
 def loss_of(program):
-    """The program as a loss of two arrays, and what else a program returns: integers, a weak type, an argument."""
+    """Return a loss function of two arrays, with auxiliary results: integers, a weakly typed array, and an argument."""
 
     def loss(w, x):
         y = run(program, w, x)
@@ -224,7 +225,7 @@ def loss_of(program):
 
 
 def arrays(seed):
-    """Weights and a state."""
+    """Return random weights and a random state."""
     random = np.random.default_rng(seed)
     shapes = (4, 4), (2, 4)
     return [jnp.asarray(random.choice([-1, 0, 0, 1, 1], shape), jnp.float32) for shape in shapes]
@@ -238,7 +239,7 @@ def gradients_of(loss, w, x):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(w, x)
 
 
-# What is computed of a loss, with `autocast` and with the identity in its place.
+# Functions that are computed from a loss `f`. The argument `cast` is `autocast` or the identity.
 MODES = {
     "value": lambda cast, f: cast(f),
     "grad": lambda cast, f: functools.partial(gradients_of, cast(f)),
@@ -256,7 +257,7 @@ KINDS = (MATMULS, MATMULS, ARITHMETIC, DATA_MOVEMENT, SELECTIONS, FLOAT32)
 
 
 def program_of(random, structures, outermost):
-    """A random program: in a structure, perhaps another one, and in that a product among a few other operations."""
+    """Return a random program: one or two nested structures around a matmul and a few other operations."""
 
     def some(most):
         return [random.choice(list(random.choice(KINDS))) for _ in range(random.randint(0, most))]
@@ -268,7 +269,7 @@ def program_of(random, structures, outermost):
 
 
 def shorter(program):
-    """The programs that have one operation or one structure less."""
+    """Yield the programs that have one operation or one structure fewer than a program."""
     for n, step in enumerate(program):
         before, after = program[:n], program[n + 1 :]
         yield (*before, *after)

@@ -1,4 +1,4 @@
-"""Small float32 programs, one for each thing that JAX puts around operations; each is a loss of two arrays."""
+"""Small loss functions of two float32 arrays, with different higher-order primitives and transformations."""
 
 import functools
 
@@ -39,7 +39,7 @@ def scan(w, x):
 
 
 def scan_with_a_constant_in_jit(w, x):
-    """Which is a constant of the jaxpr of `jax.jit`, inside that of `jax.lax.scan`."""
+    """Use an array that is a constant of the jaxpr of `jax.jit`, inside the jaxpr of `jax.lax.scan`."""
     constant = np.eye(8, dtype=np.float32)[::-1]
     function = jax.jit(lambda w, x: jnp.tanh(x @ w) @ constant)
     return end(jax.lax.scan(lambda x, _: (function(w, x), None), x, length=2)[0])
@@ -73,7 +73,7 @@ def remat_with_a_barrier_for_one(w, x):
 
 
 def custom_jvp_without_results(w, x):
-    """As equinox writes it around what is not to be differentiated."""
+    """Call a `custom_jvp` function with an empty pytree, as equinox does for values that are not differentiated."""
 
     @jax.custom_jvp
     def function(tree):
@@ -183,7 +183,7 @@ def platform_dependent(w, x):
 
 
 def reference(w, x):
-    """Through an array that is written to."""
+    """Write the result of a matmul to a mutable array, and read it again."""
     ref = NEW_REF(jnp.zeros_like(x))
     ref[...] = x @ w
     return end(ref[...] @ w)
@@ -200,12 +200,12 @@ def reference_in_a_loop(w, x):
     return end(ref[...] @ w)
 
 
-# Its names from jax 0.8 on, and before.
+# The name of `jax.new_ref` was `jax.array_ref` before jax 0.8.
 NEW_REF = jax.new_ref if hasattr(jax, "new_ref") else getattr(jax, "array_ref", None)
 PROGRAMS = [
     value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and value is not end
 ]
-if NEW_REF is None:  # before jax 0.7.1
+if NEW_REF is None:  # JAX before 0.7.1 has neither `new_ref` nor `array_ref`.
     PROGRAMS = [program for program in PROGRAMS if program not in (reference, reference_in_a_loop)]
-if jax.__version_info__ < (0, 8):  # jax 0.7.2 takes no barrier for some arguments only
+if jax.__version_info__ < (0, 8):  # JAX 0.7.2 does not support a barrier for only some of the arguments.
     PROGRAMS.remove(remat_with_a_barrier_for_one)

@@ -1,4 +1,4 @@
-"""Programs that other autocasts fail, or whose numbers float16 arithmetic between the products would spoil."""
+"""Programs that other mixed-precision libraries fail on, or that need float32 arithmetic between the matmuls."""
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ def gradients(loss, *args):
 
 
 def scaled_gradients(loss, *args):
-    """Value and gradients of `autocast`, by way of a loss scale."""
+    """Return the value and the gradients of a loss under `autocast`, computed with a loss scale."""
 
     @jax.jit
     def step(*args):
@@ -32,14 +32,15 @@ def scaled_gradients(loss, *args):
     return step(*args)
 
 
-# Programs on which jaxamp or grampax raise, or leave a product in float32, and that are not among the small programs.
+# Programs for which jaxamp or grampax raise an error or leave a matmul in float32. More of these programs are in
+# `small_programs`.
 
 
-def softmax_after_a_product(w, x):
+def softmax_after_matmul(w, x):
     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
 
 
-def inverse_then_a_product(w, x):
+def inverse_before_matmul(w, x):
     return jnp.mean(jnp.tanh(x @ jnp.linalg.inv(w @ w.T + jnp.eye(8))))
 
 
@@ -66,11 +67,11 @@ def lstm(w, x):
     return jnp.mean(jax.lax.scan(step, (zeros, zeros), jnp.stack([x, 2 * x, x]))[1] ** 2)
 
 
-# What is delicate: sums, differences, ranges. The bound is what was measured, with room.
+# Programs with delicate sums, differences, or ranges of values.
 
 
 def masked_row(w, x):
-    """A row of which everything is masked, by the least float32, which arrives as an argument of `jit(_where)`."""
+    """Mask a whole row with the smallest float32 value, which is an argument of `jit(_where)`."""
     q, k, v = (x @ w)[None, :, None], (x @ w.T)[None, :, None], x[None, :, None]
     mask = jnp.ones((1, 1, 4, 4), bool).at[0, 0, 1].set(False)
     return jnp.mean(jax.nn.dot_product_attention(q, k, v, mask=mask) ** 2)
@@ -83,7 +84,7 @@ def masked_by_hand(w, x):
 
 
 def masked_by_a_literal(w, x):
-    """A selection between a value in half precision and a value outside of its range."""
+    """Select between a value in half precision and a value outside the range of half precision."""
     scores = (x @ w) @ (x @ w).T
     mask = jnp.broadcast_to(jnp.arange(4)[:, None] > 1, (4, 4))
     return jnp.mean((jax.nn.softmax(jax.lax.select(mask, jax.lax.full_like(scores, -2e38), scores)) @ x) ** 2)
@@ -145,13 +146,13 @@ def batch_norm_of_large_numbers(w, x):
 
 
 def float32_batch(w, x):
-    """README's first example: parameters are cast by nobody, the batch is float32."""
+    """Return the loss of the first example of the README, in which the parameters and the batch are float32."""
     return jnp.mean(jnp.square(x @ w[:, :1] - 0.25 * jnp.sum(x, axis=1, keepdims=True)))
 
 
 PROGRAMS = [
-    softmax_after_a_product,
-    inverse_then_a_product,
+    softmax_after_matmul,
+    inverse_before_matmul,
     one_added,
     mlp,
     lstm,
@@ -172,23 +173,24 @@ PROGRAMS = [
     batch_norm_of_large_numbers,
     float32_batch,
 ]
-# Some roundings of float16. The last place of float32 near 1e5 is 0.008, which a variance of 1 there shows.
+# Bounds for the relative errors, which allow for a few float16 rounding errors. Adjacent float32 values near 1e5 differ
+# by 0.008, which causes a larger error in a variance of about 1.
 BOUND = dict.fromkeys(PROGRAMS, 5e-3) | {variance_near_1e5: 0.05}
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 
 
 @each_program
-def test_gradients_are_those_of_float32_but_for_rounding(program):
+def test_gradients_equal_float32_except_for_rounding(program):
     value, grads = gradients(program, W, X)
-    narrow_value, narrow_grads = scaled_gradients(program, W, X)
-    assert abs(value - narrow_value) <= BOUND[program] * abs(value)
-    assert distance(grads, narrow_grads) < BOUND[program]
+    half_value, half_grads = scaled_gradients(program, W, X)
+    assert abs(value - half_value) <= BOUND[program] * abs(value)
+    assert distance(grads, half_grads) < BOUND[program]
 
 
 @each_program
 def test_matmuls_are_half_precision(program):
     found = matmul_dtypes(jax.grad(jls.autocast(program), (0, 1)), W, X)
-    if program is inverse_then_a_product:
+    if program is inverse_before_matmul:
         assert found.count("float16") == 3
     else:
         assert set(found) == {"float16"}
@@ -196,8 +198,8 @@ def test_matmuls_are_half_precision(program):
 
 @pytest.mark.parametrize("start", [4000.0, 65520.0])
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float16, 5e-3), (jnp.bfloat16, 0.03)])
-def test_attention_with_rotary_positions(dtype, bound, start):
-    """The angles are written as a matmul, as in the best-known PyTorch code."""
+def test_attention_with_rotary_positions_has_accurate_gradients(dtype, bound, start):
+    """The angles are computed by a matmul, as in widely used PyTorch implementations."""
 
     def loss(w, x, positions):
         angles = positions[:, None] @ (1e4 ** -jnp.linspace(0.0, 1.0, 8))[None]
@@ -218,10 +220,10 @@ def test_attention_with_rotary_positions(dtype, bound, start):
     assert distance(exact, jax.tree.map(lambda grad: grad / SCALE, found)) < bound
 
 
-# Sums.
+# Sums in float32.
 
 
-def test_a_scatter_adds_up_in_float32():
+def test_scatter_add_is_computed_in_float32():
     def count(x):
         ones = jnp.ones((4096, 1)) * (x @ x)
         return jnp.zeros((1, 1)).at[jnp.zeros(4096, int)].add(ones), jax.ops.segment_sum(ones, jnp.zeros(4096, int), 1)
@@ -231,7 +233,7 @@ def test_a_scatter_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("rows", [3, 4096, 10_000])
-def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
+def test_gradient_of_an_embedding_is_summed_in_float32(rows):
     def loss(table):
         return jnp.sum(table[jnp.zeros(4096, int)] @ jnp.ones((2, 1)))
 
@@ -239,7 +241,7 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32(rows):
 
 
 @pytest.mark.parametrize("move", ["index", "take_along_axis", "slice", "where"])
-def test_the_gradient_of_logits_adds_up_in_float32(move):
+def test_gradient_of_logits_is_summed_in_float32(move):
     pick = {
         "index": lambda logits: logits[jnp.arange(2), jnp.array([0, 0])],
         "take_along_axis": lambda logits: jnp.take_along_axis(logits, jnp.zeros((2, 1), int), 1)[:, 0],
@@ -251,13 +253,14 @@ def test_the_gradient_of_logits_adds_up_in_float32(move):
         logits = x @ w
         return jnp.sum(jax.nn.logsumexp(logits, axis=1) - pick(logits))
 
-    # Of the label's logit the derivative is p - 1, which is 1e-4; rounded before the sum, p is 1.
+    # The derivative with respect to the label's logit is p - 1 = -3.7e-4. If p were rounded to float16 before the
+    # subtraction, the difference would be -4.9e-4.
     args = jnp.diag(jnp.array([9.0, 0.0, 0.0, 0.0])), jnp.eye(4)[jnp.array([0, 0])]
     half = jax.grad(lambda *args: 2.0**12 * jls.autocast(loss)(*args))(*args) / 2.0**12
     np.testing.assert_allclose(half[0], jax.grad(loss)(*args)[0], rtol=2e-3)
 
 
-def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
+def test_gradient_of_a_broadcast_value_is_summed_in_float32():
     def loss(bias, w):
         return jnp.sum(jnp.broadcast_to(bias, (4096, 2)) @ w)
 
@@ -265,15 +268,15 @@ def test_the_gradient_of_what_is_broadcast_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_carry_adds_up_in_float32(dtype):
+def test_scan_carry_is_summed_in_float32(dtype):
     def total(w):
-        zero = w @ jnp.zeros((1, 1))  # in half precision
+        zero = w @ jnp.zeros((1, 1))  # This matmul is in half precision.
         return jax.lax.scan(lambda total, _: (total + w @ w, None), zero, length=4096)[0]
 
     assert jls.autocast(total, dtype)(jnp.ones((1, 1))) == 4096
 
 
-def test_a_carry_of_a_while_loop_adds_up_in_float32():
+def test_while_loop_carry_is_summed_in_float32():
     def total(w):
         zero = w @ jnp.zeros((1, 1))
         return jax.lax.while_loop(lambda total: total[0, 0] < 4096, lambda total: total + w @ w, zero)
@@ -282,7 +285,7 @@ def test_a_carry_of_a_while_loop_adds_up_in_float32():
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_carry_that_is_a_matmul_is_float32(loop):
+def test_carry_that_is_a_matmul_result_is_float32(loop):
     def function(w, x):
         if loop == "scan":
             return jax.lax.scan(lambda x, _: (x @ w, x), x, length=2)
@@ -300,8 +303,8 @@ def test_a_carry_that_is_a_matmul_is_float32(loop):
 
 
 @pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
-def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float32(factor):
-    """Also if both factors are computed in the same segment."""
+def test_gradient_of_an_argument_with_several_uses_is_summed_in_float32(factor):
+    """The sum is also in float32 if both factors are computed in the same segment."""
 
     def loss(w):
         x = factor(w)
@@ -310,17 +313,17 @@ def test_the_gradient_of_an_argument_that_is_used_several_times_adds_up_in_float
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 2049
 
 
-def test_the_gradient_of_a_weight_that_all_iterations_share_adds_up_in_float32():
+def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
     def loss(w):
         return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((4096, 1, 1)))[0]
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 4096
 
 
-# Layers by scan.
+# Layers in a scan.
 
 
-def test_layers_stacked_for_a_scan():
+def test_scan_over_stacked_layers_has_accurate_gradients():
     stacked = jnp.stack([W / 2, W, W.T, W / 3, W, W.T])
 
     def loss(stacked, x):
@@ -334,10 +337,10 @@ def test_layers_stacked_for_a_scan():
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
 
 
-# A training.
+# Training.
 
 
-def test_a_training_reaches_the_loss_of_float32():
+def test_training_reaches_the_loss_of_float32():
     x = jax.random.normal(KEY, (64, 8))
     y = jnp.sin(x @ jax.random.normal(jax.random.key(8), (8, 1)))
     params = {"in": jax.random.normal(KEY, (8, 32)) / 3, "out": jax.random.normal(KEY, (32, 1)) / 6}

@@ -1,7 +1,8 @@
-"""Of any program whose numbers float16 holds, `autocast` changes none: in every mode, dtype, and by every policy.
+"""`autocast` does not change the results of programs whose values float16 represents exactly.
 
-Programs are random (`exact_programs`). One that needs a number with more places is found by evaluating it (`exact`),
-and another is taken in its place. Of one that fails, the shortest that fails is shown.
+The programs are random (`exact_programs`), and so are the mode, the dtype and the policy. A program is replaced by
+another one if its evaluation (`exact`) finds a value with too many significant bits. If a program fails, the error
+message shows the shortest part of it that still fails.
 """
 
 import functools
@@ -26,9 +27,9 @@ POLICIES = {
     "half residual stream": jls.PrecisionPolicy(half_residual_stream=True),
     "float32 results": jls.PrecisionPolicy([jls.PrecisionRule("float32_result")]),
 }
-# Where float32 is left all the same: what goes from block to block is stored in half precision, a rule overrules what
-# `autocast` knows of a constant, and a derivative that is taken before it looks, or by a rule of its own, may hand a
-# constant on as if it were none.
+# Operations whose values may be rounded although they need float32, for some policies, modes and structures. A
+# half-precision residual stream is rounded, a rule overrides the bounds of a constant, and a derivative that is
+# computed before `autocast` or by a custom rule may pass a constant on as if it were an ordinary value.
 LEAVES_FLOAT32 = {
     "half residual stream": ("attention", "with a large constant", *FLOAT32),
     "float32 results": ("with a large constant",),
@@ -36,9 +37,10 @@ LEAVES_FLOAT32 = {
     "in_custom_vjp": ("with a large constant",),
     "in_gradient": ("with a large constant",),
 }
-# The backward pass of the first, in the rule of the second, is computed as it is written.
+# `autocast` does not rewrite the backward pass of a `jax.custom_vjp` function in the rule of a `jax.custom_jvp`
+# function.
 AS_WRITTEN = ("in_custom_vjp", "in_custom_jvp")
-# What has no forward mode.
+# Structures that do not support forward-mode differentiation.
 WITHOUT_TANGENTS = ("in_custom_vjp",)
 
 
@@ -47,7 +49,7 @@ def type_of(aval):
 
 
 def check(program, mode, seed, dtype, policy):
-    """Compare the program with itself under `autocast`; an `InexactError` if there is nothing to be compared."""
+    """Check that `autocast` does not change the results of a program. Raise `InexactError` for inexact results."""
     hows = [how for how in LEAVES_FLOAT32 if how in (policy, mode) or repr(how) in repr(program)]
     if any(repr(name) in repr(program) for how in hows for name in LEAVES_FLOAT32[how]):
         raise InexactError
@@ -59,13 +61,13 @@ def check(program, mode, seed, dtype, policy):
 
     try:
         plain, shapes = traced(lambda loss: loss)
-    except Exception as error:  # JAX itself does not take, on a mesh, all that it takes elsewhere.
+    except Exception as error:  # JAX itself does not support some operations on a mesh.
         if "in_shard_map" in repr(program):
             raise InexactError from error
         raise
     expected = evaluated(plain, inputs, exact_in(dtype))
-    half, narrow_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
-    assert jax.tree.structure(narrow_shapes) == jax.tree.structure(shapes)
+    half, half_shapes = traced(functools.partial(jls.autocast, dtype=dtype, policy=POLICIES[policy]))
+    assert jax.tree.structure(half_shapes) == jax.tree.structure(shapes)
     assert list(map(type_of, half.out_avals)) == list(map(type_of, plain.out_avals))
     for value, other in zip(evaluated(half, inputs), expected, strict=True):
         np.testing.assert_array_equal(value, other)
@@ -76,7 +78,7 @@ def check(program, mode, seed, dtype, policy):
         has_exceptions = any(repr(name) in repr(program) for name in EXCEPTIONS[dtype])
         is_as_written = all(repr(name) in repr(program) for name in AS_WRITTEN)
         assert dtypes <= ({dtype, "float32"} if has_exceptions or is_as_written else {dtype})
-        if mode == "value":  # a derivative may not ask for a product
+        if mode == "value":  # Some derivatives do not need every matmul.
             assert ("float32" in dtypes) == has_exceptions
 
 
@@ -95,7 +97,7 @@ def shortest(program, *how):
 
 
 def check_some(structure, number, modes=MODES):
-    """So many programs around a structure in each of the modes."""
+    """Check random programs around a structure: `number` programs in each mode."""
     for mode in modes:
         structures = [name for name in STRUCTURES if mode not in ("jvp", "linearize") or name not in WITHOUT_TANGENTS]
         if structure not in structures:
@@ -124,21 +126,21 @@ ignored = pytest.mark.filterwarnings("ignore:.*no operation matches")
 
 @ignored
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_result_is_that_of_float32_to_the_bit(structure):
-    """Each structure in every fifth mode, and each mode around every fifth structure; all with all once a week."""
+def test_exact_programs_are_unchanged_by_autocast(structure):
+    """Each structure is tested in every fifth mode. The slow test below covers all combinations."""
     check_some(structure, 1, list(MODES)[list(STRUCTURES).index(structure) % 5 :: 5])
 
 
 @ignored
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_so_it_is_of_thousands(structure):
+def test_thousands_of_exact_programs_are_unchanged_by_autocast(structure):
     check_some(structure, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_so_it_is_compiled_and_eagerly(seed):
+def test_exact_programs_are_unchanged_when_compiled_and_when_eager(seed):
     numbers = random.Random(seed)
     w, x = arrays(seed)
     while True:
@@ -156,14 +158,14 @@ def test_so_it_is_compiled_and_eagerly(seed):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_twice_is_once(structure):
+def test_autocast_twice_equals_autocast_once(structure):
     program = program_of(random.Random(structure), list(STRUCTURES), structure)
     once = jls.autocast(loss_of(program))
     first, second = (str(jax.make_jaxpr(function)(*arrays(0))) for function in (once, jls.autocast(once)))
     assert first == second
 
 
-def test_a_program_whose_numbers_need_more_places_is_thrown_away():
+def test_inexact_programs_are_detected():
     for loss in (lambda x: x / 3, lambda x: x + 5000.5, lambda x: jnp.sum(x * 1000.0)):
         with pytest.raises(InexactError):
             evaluated(jax.make_jaxpr(loss)(jnp.ones(3)), [jnp.ones(3)], exact_in("float16"))

@@ -1,4 +1,4 @@
-"""What goes in and comes out, and what `autocast` composes with."""
+"""Arguments and results of functions under `autocast`, and its composition with the transformations of JAX."""
 
 import functools
 from typing import NamedTuple
@@ -30,7 +30,7 @@ def loss_fn(w, x):
     return jnp.mean(network(w, x) ** 2)
 
 
-narrow_loss = jls.autocast(loss_fn)
+half_loss = jls.autocast(loss_fn)
 
 
 def close(found, expected, tolerance=4e-3):
@@ -38,12 +38,12 @@ def close(found, expected, tolerance=4e-3):
     return distance(expected, found) < tolerance
 
 
-# Ways to call it.
+# The decorator syntax and the `dtype` argument.
 
 
 @jls.autocast
 def decorated(w, x):
-    """Of its own."""
+    """Multiply two matrices."""
     return x @ w
 
 
@@ -52,15 +52,15 @@ def decorated_in_bfloat16(w, x):
     return x @ w
 
 
-def test_it_is_a_decorator_that_keeps_name_and_docstring():
+def test_decorator_keeps_name_and_docstring():
     assert decorated.__name__ == "decorated"
-    assert decorated.__doc__ == "Of its own."
+    assert decorated.__doc__ == "Multiply two matrices."
     assert matmul_dtypes(decorated, W, X) == ["float16"]
     assert matmul_dtypes(decorated_in_bfloat16, W, X) == ["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float16, np.dtype("float16")])
-def test_a_dtype_may_be_written_in_any_way(dtype):
+def test_dtype_may_be_a_name_a_type_or_a_dtype(dtype):
     assert matmul_dtypes(jls.autocast(network, dtype), W, X) == [jnp.dtype(dtype).name] * 2
 
 
@@ -69,29 +69,29 @@ class Batch(NamedTuple):
     label: str = "digits"
 
 
-# Arguments, in the ways a function may take them: each is a call of a function of W and X.
+# Different kinds of arguments. Each entry contains a function, its positional arguments and its keyword arguments.
 CALLS = {
     "keywords": (network, (), {"w": W, "x": X}),
     "some keywords": (network, (W,), {"x": X}),
-    "first argument a number": (lambda n, w, x: n * network(w, x), (2, W, X), {}),
-    "first argument a key": (lambda k, w, x: network(w, x) + jax.random.normal(k), (jax.random.key(0), W, X), {}),
-    "first argument a string": (lambda s, w, x: network(w, x) if s == "train" else x, ("train", W, X), {}),
-    "a function": (lambda f, w, x: f(x @ w) @ w, (jnp.tanh, W, X), {}),
+    "number as first argument": (lambda n, w, x: n * network(w, x), (2, W, X), {}),
+    "key as first argument": (lambda k, w, x: network(w, x) + jax.random.normal(k), (jax.random.key(0), W, X), {}),
+    "string as first argument": (lambda s, w, x: network(w, x) if s == "train" else x, ("train", W, X), {}),
+    "function as argument": (lambda f, w, x: f(x @ w) @ w, (jnp.tanh, W, X), {}),
     "None": (lambda w, bias, x: network(w, x), (W, None, X), {}),
-    "booleans steer the program": (lambda w, x, deep: network(w, x) if deep else x, (W, X), {"deep": True}),
-    "trees": (lambda p, b: network(p["w"][0], b.x), ({"w": [W]}, Batch(X)), {}),
+    "boolean that selects a branch": (lambda w, x, deep: network(w, x) if deep else x, (W, X), {"deep": True}),
+    "pytrees": (lambda p, b: network(p["w"][0], b.x), ({"w": [W]}, Batch(X)), {}),
     "NumPy arrays": (network, (np.asarray(W), np.asarray(X)), {}),
     "a Python number in arithmetic": (lambda s, w, x: s * network(w, x), (0.5, W, X), {}),
     "a NumPy scalar": (lambda s, w, x: s * network(w, x), (np.float32(0.5), W, X), {}),
     "variadic": (lambda *args, **kwargs: network(*args, **kwargs), (W,), {"x": X}),
-    "closed over": (lambda: network(W, X), (), {}),
+    "captured": (lambda: network(W, X), (), {}),
     "a method": (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)).__call__, (X[0],), {}),
     "a module": (lambda mlp, x: jax.vmap(mlp)(x), (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), X), {}),
 }
 
 
 @pytest.mark.parametrize(("function", "args", "kwargs"), CALLS.values(), ids=CALLS)
-def test_arguments_of_any_kind(function, args, kwargs):
+def test_arguments_of_any_kind_are_supported(function, args, kwargs):
     assert close(jls.autocast(function)(*args, **kwargs), function(*args, **kwargs))
     found = [
         eqn.outvars[0].aval.dtype.name
@@ -106,7 +106,7 @@ def jls_jaxpr(function, args, kwargs):
     return jax.make_jaxpr(lambda: jls.autocast(function)(*args, **kwargs))()
 
 
-def test_results_of_any_kind():
+def test_results_of_any_kind_are_supported():
     def function(w, x):
         y = x @ w
         batch = Batch(y, "text")
@@ -123,15 +123,15 @@ def test_results_of_any_kind():
             assert leaf == other
 
 
-def test_a_result_that_is_an_argument_is_that_argument():
+def test_returned_argument_is_unchanged():
     w, x, y = jls.autocast(lambda w, x: (w, x, x @ w))(W, X)
     np.testing.assert_array_equal(w, W)
     np.testing.assert_array_equal(x, X)
     assert y.dtype == jnp.float32
 
 
-def test_a_result_is_weakly_typed_where_that_of_the_function_is():
-    """Or the next step of a training would be traced anew."""
+def test_result_keeps_its_weak_type():
+    """If a weak type were lost, the next training step would be traced again."""
 
     def function(w, x):
         return x @ w, 2.0 * jnp.asarray(1.0), jax.random.gamma(jax.random.key(0), 2.0, (3,))
@@ -143,21 +143,21 @@ def test_a_result_is_weakly_typed_where_that_of_the_function_is():
         """The gradient of a weakly typed array is weakly typed, even if it comes from a matmul."""
         return (jax.jit(jax.grad(lambda weak: jnp.sum(weak * (x @ w))))(jnp.full((4, 8), 0.5)),)
 
-    def product(w, x):
+    def custom_matmul(w, x):
         return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5), x @ w
 
     for each, are_weak in (
         (function, [False, True, False]),
         (broadcast, [False, True]),
         (gradient, [True]),
-        (product, [True, False]),
+        (custom_matmul, [True, False]),
     ):
         found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
         assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak
 
 
 @pytest.mark.parametrize("transformed", [lambda f: f, jls.autocast, jls.diagnostics.in_precision])
-def test_a_constant_result_is_an_array(transformed):
+def test_constant_result_is_an_array(transformed):
     def function(w, x):
         return jax.lax.full((), 1.0), jax.lax.broadcast(2.0, ()), jnp.asarray(3), x @ w
 
@@ -165,10 +165,10 @@ def test_a_constant_result_is_an_array(transformed):
         assert isinstance(result, jax.Array)
 
 
-# What is not float32 stays to the bit.
+# Values that are not float32 remain bitwise identical.
 
 
-def test_random_bits_integers_and_keys_stay_to_the_bit():
+def test_random_bits_integers_and_keys_are_unchanged():
     def function(key, w, x):
         here, there = jax.random.split(key)
         tokens = jnp.argsort(x, axis=-1)
@@ -179,15 +179,15 @@ def test_random_bits_integers_and_keys_stay_to_the_bit():
             "bernoulli": jax.random.bernoulli(here, 0.3, (100,)),
             "tokens": tokens,
             "integers": tokens @ tokens.T,
-            "product": jnp.tanh(x @ w),
+            "custom_matmul": jnp.tanh(x @ w),
         }
 
     found, expected = (each(jax.random.key(3), W, X) for each in (jls.autocast(function), function))
-    assert close({"product": found.pop("product")}, {"product": expected.pop("product")})
+    assert close({"custom_matmul": found.pop("custom_matmul")}, {"custom_matmul": expected.pop("custom_matmul")})
     chex.assert_trees_all_equal(found, expected)
 
 
-def test_complex_numbers_stay_to_the_bit():
+def test_complex_numbers_are_unchanged():
     def function(z, w, x):
         return z @ z.T, jnp.fft.fft(x), z * (1 + 2j), x @ w
 
@@ -199,7 +199,7 @@ def test_complex_numbers_stay_to_the_bit():
     assert result == 2 + 4j
 
 
-def test_float64_stays_to_the_bit():
+def test_float64_is_unchanged():
     with enable_x64():
         w, x = (jnp.asarray(np.asarray(each), jnp.float64) for each in (W, X))
 
@@ -214,7 +214,7 @@ def test_float64_stays_to_the_bit():
         assert not jnp.array_equal(found[2], expected[2])
 
 
-def test_what_is_cast_by_hand_stays_to_the_bit():
+def test_manual_casts_are_unchanged():
     def by_hand(w, x):
         y = jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float16)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
@@ -223,10 +223,10 @@ def test_what_is_cast_by_hand_stays_to_the_bit():
     assert str(plain) == str(half)
 
 
-# What it composes with.
+# Composition with transformations.
 
 
-def test_the_function_itself_is_traced_once_a_call():
+def test_function_is_traced_once_under_jit():
     traces = []
 
     @jax.jit
@@ -242,30 +242,30 @@ def test_the_function_itself_is_traced_once_a_call():
     assert len(traces) == 1
 
 
-# The others are modes of `test_any_program`.
+# `test_any_program` covers the other transformations.
 TRANSFORMED = {
     "hessian": lambda f: jax.hessian(lambda b: f(W, X + b))(jnp.zeros((1, 8))),
     "jacfwd of grad": lambda f: jax.jacfwd(lambda b: jax.grad(f)(W, X + b))(jnp.zeros((1, 8))),
     "scan": lambda f: jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(f)(w, x), f(w, x)), W, jnp.stack([X, X])),
-    "custom_vjp around": lambda f: jax.grad(lambda w: f(jls.scale_gradient(w, 8.0), X))(W),
+    "custom_vjp outside": lambda f: jax.grad(lambda w: f(jls.scale_gradient(w, 8.0), X))(W),
     "value and scaled grad": lambda f: jls.value_and_scaled_grad(f, 2.0**10)(W, X),
     "accumulated": lambda f: jls.accumulate_gradients(f, 2.0**10, 2)(W, X).grads,
-    "a traced value closed over": lambda f: jax.jit(jax.grad(lambda w, x: jls.autocast(lambda: f(w, x))()))(W, X),
+    "captured tracer": lambda f: jax.jit(jax.grad(lambda w, x: jls.autocast(lambda: f(w, x))()))(W, X),
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_what_is_made_of_it_is_that_of_float32_but_for_rounding(transform):
-    assert close(transform(narrow_loss), transform(loss_fn), 2e-2)
-    assert set(matmul_dtypes(lambda: transform(narrow_loss))) == {"float16"}
+def test_transformed_result_equals_float32_except_for_rounding(transform):
+    assert close(transform(half_loss), transform(loss_fn), 2e-2)
+    assert set(matmul_dtypes(lambda: transform(half_loss))) == {"float16"}
 
 
-def test_without_jit():
+def test_autocast_works_with_disabled_jit():
     with jax.disable_jit():
-        assert close(jax.grad(narrow_loss)(W, X), jax.grad(loss_fn)(W, X))
+        assert close(jax.grad(half_loss)(W, X), jax.grad(loss_fn)(W, X))
 
 
-def test_an_outer_matmul_over_a_symbolic_size_is_exported():
+def test_outer_product_with_a_symbolic_size_can_be_exported():
     """A symbolic size counts as larger than 1, so the second matmul is in half precision."""
 
     def function(w, x):
@@ -281,8 +281,8 @@ def test_an_outer_matmul_over_a_symbolic_size_is_exported():
 
 
 @pytest.mark.parametrize("sizes", ["rows, 8", "rows, steps"])
-def test_it_is_exported_for_any_batch(sizes):
-    """Whichever of two sizes without a number is the larger."""
+def test_export_with_symbolic_sizes(sizes):
+    """During tracing, it is not known which of two symbolic sizes is larger."""
 
     def loss(w, x):
         mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
@@ -296,29 +296,29 @@ def test_it_is_exported_for_any_batch(sizes):
 
 
 def test_arguments_can_be_donated():
-    step = jax.jit(lambda w, x: w - jax.grad(narrow_loss)(w, x), donate_argnums=0)
+    step = jax.jit(lambda w, x: w - jax.grad(half_loss)(w, x), donate_argnums=0)
     w = W + 0
     step(w, X)
     assert w.is_deleted()
 
 
-def test_a_call_that_may_destroy_one_of_its_arguments_is_still_told_so():
+def test_inner_jit_keeps_its_donated_arguments():
     inner = jax.jit(lambda w, x: w + x @ w, donate_argnums=0)
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.sum(inner(w, x))))(W, W)
     assert [eqn.params["donated_invars"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"] == [(True, False)]
 
 
-def test_shapes_go_in_under_eval_shape():
-    types = jax.eval_shape(jax.value_and_grad(narrow_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
+def test_eval_shape_is_supported():
+    types = jax.eval_shape(jax.value_and_grad(half_loss), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)))
     assert types == jax.eval_shape(jax.value_and_grad(loss_fn), W, X)
 
 
-def test_an_error_of_the_function_comes_through():
+def test_error_of_the_function_is_raised():
     with pytest.raises(TypeError, match="dot_general"):
         jls.autocast(loss_fn)(W, X[:, :3])
 
 
-# Layers and lines stay on the operations.
+# Locations of operations.
 
 
 def named(w, x):
@@ -328,7 +328,7 @@ def named(w, x):
         return jnp.mean(jnp.tanh(jax.jit(lambda w, x: x @ w)(w, x)))
 
 
-def test_layers_and_lines_stay_on_the_operations():
+def test_operations_keep_their_layers_and_lines():
     first = named.__code__.co_firstlineno
     layers = {"exp": ("encoder", 2), "tanh": ("head", 4)}
     for function in (jls.autocast(named), jax.grad(jls.autocast(named))):
@@ -354,7 +354,7 @@ def walked(jaxpr, at=None):
     return found
 
 
-def test_taylor_mode_needs_a_policy_that_recomputes_nothing():
+def test_taylor_mode_needs_a_policy_without_recomputation():
     def function(w):
         hidden = X @ w
         return (jnp.sin(hidden) * hidden) @ w
@@ -367,7 +367,7 @@ def test_taylor_mode_needs_a_policy_that_recomputes_nothing():
 
 
 @pytest.mark.parametrize("around", [jax.checkpoint, jls.autocast])
-def test_a_backward_pass_that_uses_another_array_than_its_residuals_is_refused_by_jax(around):
+def test_jax_rejects_a_backward_rule_with_a_captured_tracer(around):
     def loss(w, x):
         function = jax.custom_vjp(lambda w: jnp.sum(x @ w))
         function.defvjp(lambda w: (jnp.sum(x @ w), None), lambda _, y: (y * (x.T @ jnp.ones((4, 8))),))
@@ -378,18 +378,18 @@ def test_a_backward_pass_that_uses_another_array_than_its_residuals_is_refused_b
         jax.jit(jax.grad(around(loss)))(W, X)
 
 
-def test_a_backward_pass_in_the_rule_of_a_custom_jvp_is_computed_as_it_is_written():
+def test_backward_rule_inside_a_custom_jvp_rule_is_not_rewritten():
     @jax.custom_vjp
-    def product(x, w):
+    def custom_matmul(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, y: (y @ saved[1].T, saved[0].T @ y))
+    custom_matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, y: (y @ saved[1].T, saved[0].T @ y))
 
     @jax.custom_jvp
     def outer(x, w):
-        return product(x, w)
+        return custom_matmul(x, w)
 
-    outer.defjvp(lambda primals, tangents: jax.jvp(product, primals, tangents))
+    outer.defjvp(lambda primals, tangents: jax.jvp(custom_matmul, primals, tangents))
 
     def loss(w):
         return jnp.sum(outer(X, w))
@@ -409,8 +409,8 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_a_custom_vjp_receives_symbolic_zeros(around):
-    """For unused results, for arguments without a derivative, and for results of which another rule uses nothing."""
+def test_custom_vjp_receives_symbolic_zeros(around):
+    """Cotangents are symbolic zeros if a result is unused, or if another rule returns `None` as its cotangent."""
     received = []
 
     @jax.custom_vjp
@@ -451,8 +451,8 @@ def test_a_custom_vjp_receives_symbolic_zeros(around):
 
 
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
-def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
-    """As does equinox's for `None`. So what comes after it is not differentiated."""
+def test_custom_jvp_rule_may_return_symbolic_zeros(around):
+    """Equinox returns symbolic zeros for `None`. Operations that depend only on such results are not differentiated."""
     matmul = jax.custom_jvp(lambda w, x: (x @ w, 2 * w))
 
     def rule(primals, tangents):
@@ -477,7 +477,7 @@ def test_the_rule_of_a_custom_jvp_may_return_symbolic_zeros(around):
     assert True not in perturbed
 
 
-def test_a_backward_rule_may_return_python_floats():
+def test_backward_rule_may_return_python_floats():
     scaled = jax.custom_vjp(lambda x, scale: scale * (x @ W))
     scaled.defvjp(lambda x, scale: (scaled(x, scale), None), lambda _, g: (g @ W.T, 0.0))
 

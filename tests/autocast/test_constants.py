@@ -1,4 +1,4 @@
-"""A constant goes into a half-precision product only if all its numbers fit, as far as that can be known."""
+"""A constant becomes an operand of a half-precision matmul only if the bounds of its values fit in half precision."""
 
 import math
 import random
@@ -28,7 +28,7 @@ def drawn(shape=(N, N)):
     return jax.random.normal(jax.random.key(0), shape)
 
 
-# What float16 cannot hold, by what makes it.
+# Constants that float16 cannot represent, by the operation that computes them.
 TOO_LARGE = {
     "a number": lambda: jnp.full((N, N), 1e6),
     "a power": lambda: (ROW() + 1) ** 8,
@@ -54,17 +54,17 @@ TOO_LARGE = {
     "a reciprocal square root": lambda: jax.lax.rsqrt(1e-12 * (ROW() + 1)),
     "tan": lambda: jnp.tan(ROW() * 0 + 1.5707963),
     "gammaln": lambda: jax.scipy.special.gammaln(1e4 * (ROW() + 1)),
-    "drawn at random": lambda: 1e6 * drawn(),
-    "drawn of a key": lambda: 1e6 * jax.random.normal(KEY, (N, N)),
-    "what a mask leaves out": lambda: 1e6 * (1 - (ROW() > 3).astype(jnp.float32)),
-    "drawn as an integer": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
+    "random normal": lambda: 1e6 * drawn(),
+    "random normal with a global key": lambda: 1e6 * jax.random.normal(KEY, (N, N)),
+    "a masked value": lambda: 1e6 * (1 - (ROW() > 3).astype(jnp.float32)),
+    "random integers": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
     "bits": lambda: jax.lax.bitcast_convert_type(jnp.full((N, N), 0x4B000000, jnp.int32), jnp.float32),
     "integers": lambda: (jnp.arange(64) * 3000).reshape(N, N).astype(jnp.float32),
-    "integers that wrap": lambda: (jnp.full((N, N), 2**30, jnp.int32) * 3).astype(jnp.float32),
+    "integers that overflow": lambda: (jnp.full((N, N), 2**30, jnp.int32) * 3).astype(jnp.float32),
     "unsigned": lambda: jnp.full((N, N), -1, jnp.int32).astype(jnp.uint32).astype(jnp.float32),
     "a shift": lambda: (jnp.ones((N, N), jnp.int32) << 20).astype(jnp.float32),
     "chosen": lambda: jnp.where(ROW() > 3, 1e6, 0.0),
-    "chosen by name": lambda: jnp.select([ROW() > 3, COLUMN() > 3], [1e6 * ROW(), ROW()], 0.0),
+    "select": lambda: jnp.select([ROW() > 3, COLUMN() > 3], [1e6 * ROW(), ROW()], 0.0),
     "a maximum": lambda: jnp.maximum(ROW(), 1e6 * EYE),
     "a clip": lambda: jnp.clip(1e7 * EYE, 0.0, 1e6),
     "sorted": lambda: jnp.sort(1e6 * drawn(), axis=0),
@@ -74,21 +74,21 @@ TOO_LARGE = {
     "padded": lambda: jnp.pad(EYE[:4, :4], 2, constant_values=1e6),
     "rolled": lambda: jnp.roll(1e6 * EYE, 1, axis=0),
     "written": lambda: jnp.zeros((N, N)).at[0].set(1e6),
-    "added at places": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
-    "the difference of a mask": lambda: 1e6 * (1 - jnp.exp(jnp.where(ROW() > COLUMN(), -jnp.inf, 0.0))),
+    "scatter-add": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
+    "the complement of a mask": lambda: 1e6 * (1 - jnp.exp(jnp.where(ROW() > COLUMN(), -jnp.inf, 0.0))),
     "the outer difference": lambda: ((jnp.arange(300.0)[:, None] - jnp.arange(300.0)[None]) ** 2)[-N:, :N],
     "a loop": lambda: jax.lax.fori_loop(0, 6, lambda _, y: 10 * y, jnp.ones((N, N))),
     "a scan": lambda: jax.lax.scan(lambda y, x: (10 * y + x, None), jnp.zeros((N, N)), jnp.ones(8))[0],
     "polyval": lambda: jnp.polyval(jnp.full(9, 10.0), ROW()),
     "a condition": lambda: jax.lax.cond(jnp.sum(ROW()) > 0, lambda: jnp.full((N, N), 1e6), lambda: ROW()),
-    "a function with a rule": lambda: jax.nn.relu(1e6 * EYE),
+    "a custom_jvp function": lambda: jax.nn.relu(1e6 * EYE),
     "jit": lambda: jax.jit(lambda x: 1e6 * x)(EYE),
     "remat": lambda: jax.checkpoint(lambda x: 1e6 * x)(EYE),
     "vmap": lambda: jax.vmap(lambda n: n**8)(ROW()),
-    "an inverse": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
-    "a long way": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
+    "a factorization": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
+    "3000 operations": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
 }
-# What float16 holds, and is known to hold.
+# Constants whose computed bounds fit in float16.
 FITS = {
     "numbers": lambda: ROW() + 2 * COLUMN(),
     "a table of angles": lambda: jnp.sin(ROW() / 10_000 ** (COLUMN() / 8)),
@@ -101,7 +101,7 @@ FITS = {
     "a decay": lambda: jnp.exp(-jnp.abs(ROW() - COLUMN())),
     "a triangle": lambda: jnp.tril(jnp.ones((N, N))),
     "small bits": lambda: (jax.random.bits(jax.random.key(0), (N, N), jnp.uint8)).astype(jnp.float32),
-    "numbers, and some that are none": lambda: jnp.where(ROW() > COLUMN(), jnp.nan, ROW()),
+    "numbers and NaN": lambda: jnp.where(ROW() > COLUMN(), jnp.nan, ROW()),
     "a normalised row": lambda: (ROW() - ROW().mean(0, keepdims=True)) / jnp.sqrt(ROW().var(0, keepdims=True) + 1.0),
     "a window": lambda: 0.5 - 0.5 * jnp.cos(2 * jnp.pi * ROW() / N),
     "reciprocals": lambda: 1 / (ROW() + COLUMN() + 1),
@@ -122,13 +122,13 @@ def times(constant):
 
 
 @pytest.mark.parametrize("constant", TOO_LARGE.values(), ids=TOO_LARGE)
-def test_what_half_precision_cannot_hold_stays_float32(constant):
+def test_matmul_with_a_constant_out_of_range_stays_float32(constant):
     assert jnp.max(jnp.abs(constant())) > 65_504
     assert matmul_dtypes(jls.autocast(times(constant)), X) == ["float32"]
 
 
 @pytest.mark.parametrize("constant", FITS.values(), ids=FITS)
-def test_what_half_precision_holds_goes_into_matmuls(constant):
+def test_matmul_with_a_constant_in_range_is_half_precision(constant):
     assert matmul_dtypes(jls.autocast(times(constant)), X) == ["float16"]
     largest = float(jnp.nanmax(jnp.abs(constant())))
     np.testing.assert_allclose(jls.autocast(times(constant))(X), X @ constant(), rtol=1e-2, atol=2e-3 * largest)
@@ -160,23 +160,23 @@ OF_TWO = {
 
 
 HALVES = np.array([0.25, 0.5, 1.0], np.float32)
-# What is known of a constant: no less, since it would stay float32 needlessly.
+# The bounds that are computed for a constant. With wider bounds, some matmuls would stay in float32 unnecessarily.
 INTERVALS = {
     "an array": (lambda: jax.lax.neg(HALVES), (-1, -0.25)),
     "iota": (lambda: jax.lax.iota(jnp.float32, 8), (0, 7)),
     "sin": (lambda: jax.lax.sin(HALVES), (-1, 1)),
-    "truth": (lambda: jax.lax.gt(HALVES, jax.lax.neg(HALVES)), (0, 1)),
+    "a comparison": (lambda: jax.lax.gt(HALVES, jax.lax.neg(HALVES)), (0, 1)),
     "a negative power": (lambda: jax.lax.integer_pow(HALVES, -2), (1, 16)),
-    "a negative power of what may be zero": (lambda: jax.lax.integer_pow(HALVES - 1, -2), UNKNOWN),
+    "a negative power of a value that may be zero": (lambda: jax.lax.integer_pow(HALVES - 1, -2), UNKNOWN),
     "the power 0": (lambda: jax.lax.integer_pow(HALVES - 1, 0), (1, 1)),
     "a power": (lambda: jax.lax.pow(HALVES, 1.5), (0.125, 1)),
     "a power to a negative number": (lambda: jax.lax.pow(HALVES, -1.5), (1, 8)),
     "a quotient": (lambda: 1 / jax.lax.neg(HALVES), (-4, -1)),
-    "a quotient by what may be zero": (lambda: 1 / jax.lax.sub(HALVES, jnp.float32(1)), UNKNOWN),
+    "a quotient by a value that may be zero": (lambda: 1 / jax.lax.sub(HALVES, jnp.float32(1)), UNKNOWN),
     "a scatter": (lambda: jnp.full(8, 5.0).at[jnp.array([1, 3])].set(-2.0), (-2, 5)),
     "zero times infinity": (lambda: jnp.zeros(3) * jnp.exp(1e3 * jnp.asarray(HALVES)), UNKNOWN),
-    "a part of complex numbers": (lambda: jax.lax.real(HALVES + 1j), UNKNOWN),
-    "no numbers": (lambda: jax.lax.neg(np.zeros((0, 3), np.float32)), (0, 0)),
+    "the real part of complex numbers": (lambda: jax.lax.real(HALVES + 1j), UNKNOWN),
+    "an empty array": (lambda: jax.lax.neg(np.zeros((0, 3), np.float32)), (0, 0)),
     "an absolute value": (lambda: jax.lax.abs(np.float32([-1, 3])), (0, 3)),
     "a reciprocal square root": (lambda: jax.lax.rsqrt(HALVES), (1, 2)),
     "logistic": (lambda: jax.lax.logistic(HALVES), (1 / (1 + math.exp(-0.25)), 1 / (1 + math.exp(-1)))),
@@ -185,13 +185,13 @@ INTERVALS = {
     "a remainder of integers": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([1, 2])), (-2, 2)),
     "a remainder of integers by zero": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([0, 2])), (-9, 5)),
     "integers of NaN": (lambda: jax.lax.convert_element_type(np.float32([3, np.nan]), jnp.int32), (0, 3)),
-    "bytes from the least on": (lambda: jax.lax.max(np.int8([-128, 3]), np.int8([-128, -128])), (-128, 3)),
-    "bytes up to the largest": (lambda: jax.lax.max(np.int8([0, 127]), np.int8([0, 0])), (0, 127)),
+    "bytes from the smallest value": (lambda: jax.lax.max(np.int8([-128, 3]), np.int8([-128, -128])), (-128, 3)),
+    "bytes up to the largest value": (lambda: jax.lax.max(np.int8([0, 127]), np.int8([0, 0])), (0, 127)),
 }
 
 
 @pytest.mark.parametrize(("constant", "expected"), INTERVALS.values(), ids=INTERVALS)
-def test_what_is_known_of_a_constant(constant, expected):
+def test_bounds_of_a_constant(constant, expected):
     program = inlined(jax.make_jaxpr(constant)())
     constants = Constants(program, [])
     for step in program.nodes:
@@ -200,7 +200,7 @@ def test_what_is_known_of_a_constant(constant, expected):
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])
-def test_of_random_constants_none_that_is_too_large_goes_into_a_matmul(seed):
+def test_matmul_with_a_random_constant_out_of_range_stays_float32(seed):
     numbers = random.Random(seed)
 
     def constant():
@@ -218,7 +218,7 @@ def test_of_random_constants_none_that_is_too_large_goes_into_a_matmul(seed):
     assert dtypes == ["float32"] or not jnp.any(jnp.abs(found) > 65_504), found
 
 
-def test_a_device_to_which_ppermute_sends_nothing_receives_zero():
+def test_ppermute_without_a_sender_has_the_bounds_of_zero():
     def received(x):
         constant = jnp.full((N, N), 3.0)
         return x @ (1.0 / (jax.lax.ppermute(constant, "data", []) + 1e-6))
@@ -230,7 +230,7 @@ def test_a_device_to_which_ppermute_sends_nothing_receives_zero():
 
 def custom_vjp(c):
     function = jax.custom_vjp(lambda x, c: x @ c)
-    function.defvjp(lambda x, c: (x @ c, (x, c)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    function.defvjp(lambda x, c: (x @ c, (x, c)), lambda residuals, g: (g @ residuals[1].T, residuals[0].T @ g))
     return lambda x: function(x, c)
 
 
@@ -272,7 +272,7 @@ LARGE = {
 
 @pytest.mark.parametrize("constant", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)
-def test_constants_that_are_arguments_of_custom_rules(rule, transformation, constant):
+def test_constant_arguments_of_custom_rules_are_supported(rule, transformation, constant):
     """The value is the same with and without the transformation that uses the rule."""
 
     def loss(x):
@@ -284,7 +284,7 @@ def test_constants_that_are_arguments_of_custom_rules(rule, transformation, cons
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), function(half)(x), function(loss)(x))
 
 
-def test_a_residual_that_is_a_constant_of_the_forward_rule():
+def test_constant_residual_of_a_forward_rule_is_supported():
     constant = jnp.full((N, N), 1e6)
     function = jax.custom_vjp(lambda x: x @ constant)
     function.defvjp(lambda x: (x @ constant, constant), lambda constant, g: (g @ constant.T,))
@@ -293,13 +293,13 @@ def test_a_residual_that_is_a_constant_of_the_forward_rule():
 
 
 @pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)
-def test_constants_that_fit_are_half_precision_in_custom_rules(rule, transformation):
+def test_constants_in_range_are_half_precision_in_custom_rules(rule, transformation):
     half = jls.autocast(lambda x: jnp.sum(rule(jnp.full((N, N), 2.0))(x)))
     assert set(matmul_dtypes(transformation(half), jnp.ones((2, N)))) == {"float16"}
 
 
-def test_nothing_is_known_of_a_constant_without_a_dtype():
-    """As is an array of a user-defined extended dtype."""
+def test_constant_without_a_dtype_has_unknown_bounds():
+    """An array with a user-defined extended dtype is an example of a constant without bounds."""
     program = inlined(jax.make_jaxpr(lambda: HALVES + 1)())
     (constant,) = program.constants
     constants = Constants(program._replace(constants={constant: object()}), ())

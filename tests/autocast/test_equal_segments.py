@@ -1,4 +1,4 @@
-"""The blocks of a network are traced once where they are equal, and the compiled program tells them apart as before."""
+"""Equal blocks of a network are traced once, and each block keeps its name and its source line."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def on_lines_of_their_own(weights, x):
 
 
 def unlike(weights, x):
-    """All are equal but for one number, one shape, one constant."""
+    """Apply four layers, two of which differ from the others: one in a constant and one in a shape."""
     for n, w in enumerate(weights):
         x = jnp.tanh(x @ w[:, : 8 - (n == 2)]) * (0.5 + (n == 1))
         x = jnp.pad(x, ((0, 0), (0, n == 2)))
@@ -54,7 +54,7 @@ def apart(plan, segment):
 
 @pytest.fixture
 def compiled_anew():
-    """Find no program in the persistent cache, which takes programs for equal whose names and lines are not."""
+    """Disable the persistent compilation cache, whose keys do not include the names and source lines of operations."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -64,14 +64,14 @@ def compiled_anew():
 
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
-def test_the_compiled_program_is_that_of_segments_traced_apart(loss, monkeypatch):
+def test_compiled_program_does_not_depend_on_shared_traces(loss, monkeypatch):
     found = []
     for meaning in (rewrite._key, apart):
         monkeypatch.setattr(rewrite, "_key", meaning)
         step = jax.jit(jax.value_and_grad(jls.autocast(loss)))
         found.append((step.lower(WEIGHTS, X).compile().as_text(), step(WEIGHTS, X)))
     (together, results), (text, expected) = found
-    assert together == text  # with the names of layers and the lines
+    assert together == text  # The text contains the names of the layers and the source lines.
     jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
@@ -90,7 +90,7 @@ def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
     step = rewrite.Rewriting._node
 
     def counted(self, plan, segment, position, *operands):
-        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # there is one in gelu
+        if plan.graph.nodes[position].eqn.primitive.name == "tanh":  # Each gelu contains one tanh.
             traced.append(position)
         return step(self, plan, segment, position, *operands)
 

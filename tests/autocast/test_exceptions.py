@@ -1,4 +1,4 @@
-"""The products that stay float32: which, and for which reason."""
+"""The matmuls that stay in float32, and the reason that a report gives for each of them."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def solved_in_a_scan(w, x):
 
 
 def in_a_while_loop(step, matrix):
-    """Twice, of a matrix that no derivative is taken of."""
+    """Apply a function twice to a matrix that is not differentiated."""
     state = 0, jax.lax.stop_gradient(matrix)
     return jax.lax.while_loop(lambda state: state[0] < 2, lambda state: (state[0] + 1, step(state[1])), state)[1]
 
@@ -87,7 +87,7 @@ def loops_over(name):
 
 
 def convolved(channels, groups, window, w):
-    """Return the result of a convolution of an image of ones with that many channels."""
+    """Return the convolution of a uniform image with the given number of channels."""
     kernel = jnp.broadcast_to(w[0, 0], (window, window, channels // groups, 16))
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
@@ -101,19 +101,20 @@ def convolved(channels, groups, window, w):
 
 
 MARKED = "marked with the precision"
-FACTORED = "a factorization is made of its result"
+FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
-CONSTANT = "float16 cannot hold its constant operand"
-UNKNOWN = "nothing is known of its constant operand"
-# A function of a matrix of 8 x 8 and one of 4 x 8, and the reason why its matmuls are in float32; "" if they are not.
+CONSTANT = "its constant operand is outside the range of float16"
+UNKNOWN = "the range of its constant operand is unknown"
+# Functions of an 8 x 8 matrix and a 4 x 8 matrix, and the reason why their matmuls stay in float32. The reason is "" if
+# they are in half precision, and `None` if reports do not list them as matmuls because they contain no sum.
 SITUATIONS = {
     "plain": (lambda w, x: x @ w, ""),
     "marked": (lambda w, x: jnp.matmul(x, w, precision="highest"), MARKED),
     "one operand marked": (lambda w, x: jnp.matmul(x, w, precision=("default", "highest")), MARKED),
     "marked around": (in_context, MARKED),
-    "marked high, which is three bfloat16": (lambda w, x: jnp.matmul(x, w, precision="high"), ""),
+    "marked high": (lambda w, x: jnp.matmul(x, w, precision="high"), ""),
     "an algorithm": (lambda w, x: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32), MARKED),
-    "float32 preferred, as jnp does by itself": (
+    "float32 as preferred_element_type": (
         lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.float32),
         "",
     ),
@@ -121,14 +122,14 @@ SITUATIONS = {
         lambda w, x: jax.lax.dot(x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32),
         "float16 in the source",
     ),
-    "cast by hand to the other": (
+    "manual cast to bfloat16": (
         lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
         "bfloat16 in the source",
     ),
     "of complex numbers": (lambda w, x: jnp.real(x @ (w + 1j)), "complex64 in the source"),
-    "ragged": (lambda w, x: ragged(w, x), ""),
-    "ragged, and marked": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),
-    "no sum": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),
+    "ragged_dot": (lambda w, x: ragged(w, x), ""),
+    "marked ragged_dot": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),
+    "no contraction": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))), None),
     "contraction of size 1": (lambda w, x: x[:, :1] @ w[:1], None),
     "contraction of two axes of size 1": (lambda w, x: jnp.einsum("iab,abj->ij", x[:, :1, None], w[:1, None]), None),
     "contraction of size 1 in a batch": (lambda w, x: jnp.einsum("bik,bkj->bij", x[:, :, None], w[:4, None]), None),
@@ -138,7 +139,7 @@ SITUATIONS = {
         "",
     ),
     "inner product": (lambda w, x: x[0] @ w[0], ""),
-    "ragged, contraction of size 1": (lambda w, x: ragged(w[:1], x[:, :1]), None),
+    "ragged_dot with a contraction of size 1": (lambda w, x: ragged(w[:1], x[:, :1]), None),
     "convolution with one channel and a window of size 1": (lambda w, x: convolved(1, 1, 1, w), None),
     "depthwise convolution with a window of size 1": (lambda w, x: convolved(8, 8, 1, w), None),
     "convolution with two channels": (lambda w, x: convolved(2, 1, 1, w), ""),
@@ -164,7 +165,7 @@ SITUATIONS = {
         lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y: y.astype(int), lambda y: jnp.zeros((4, 8), int), x @ w),
         INTEGER,
     ),
-    "integers of a product in cond": (
+    "integers of a matmul in cond": (
         lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.ones((4, 8))).astype(int),
         INTEGER,
     ),
@@ -176,15 +177,15 @@ SITUATIONS = {
     "top k": (lambda w, x: jax.lax.top_k(x @ w, 2)[1].astype(jnp.float32).astype(jnp.int32), ""),
     "argsort": (lambda w, x: jnp.argsort(x @ w, axis=-1), ""),
     "comparison": (lambda w, x: jnp.sum(x @ w > 0, axis=-1), ""),
-    "chosen by a comparison": (lambda w, x: jnp.where(x @ w > 0, 3.0, 2.0).astype(jnp.int32), ""),
+    "selected by a comparison": (lambda w, x: jnp.where(x @ w > 0, 3.0, 2.0).astype(jnp.int32), ""),
     "conversion to bool": (lambda w, x: (x @ w).astype(bool).astype(jnp.int32), ""),
     "a router with argmax": (
         lambda w, x: jnp.cumsum(jax.nn.one_hot(jnp.argmax(jax.nn.softmax(x @ w), -1), 8), axis=0).astype(jnp.int32),
         "",
     ),
     "cholesky": (lambda w, x: jnp.linalg.cholesky(gram(w)), FACTORED),
-    "cholesky, through moves": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
-    "cholesky, through arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
+    "cholesky after data movement": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
+    "cholesky after arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
     "cholesky, both in jit": (lambda w, x: jax.jit(jnp.linalg.cholesky)(jax.jit(gram)(w)), FACTORED),
     "cholesky in vmap": (
         lambda w, x: jax.vmap(lambda x: jnp.linalg.cholesky(gram(w) + jnp.diag(x * x)))(x),
@@ -206,7 +207,7 @@ SITUATIONS = {
         lambda w, x: factored(in_a_while_loop(lambda matrix: matrix + 9 * IDENTITY, gram(w))),
         FACTORED,
     ),
-    "no cholesky, and a while loop": (lambda w, x: in_a_while_loop(jnp.sin, gram(w)), ""),
+    "while loop without cholesky": (lambda w, x: in_a_while_loop(jnp.sin, gram(w)), ""),
     "cholesky of one of two parts": (
         lambda w, x: factored(jax.lax.split(jnp.concatenate([gram(w), IDENTITY]), (8, 8))[0]),
         FACTORED,
@@ -219,74 +220,75 @@ SITUATIONS = {
         lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]),
         FACTORED,
     ),
-    "a product of a factor is not factored": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY + 0 * w), ""),
+    "matmul with a factor": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY + 0 * w), ""),
     "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
-    "constant made inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
+    "constant computed inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
     "constant array of the device": (lambda w, x: x @ jnp.asarray(LARGE).T, CONSTANT),
     "constant put on a device": (lambda w, x: x @ jax.device_put(LARGE, jax.devices()[0]), CONSTANT),
-    "constant given to jit": (lambda w, x: jax.jit(jnp.matmul)(x, LARGE), CONSTANT),
+    "constant as argument of jit": (lambda w, x: jax.jit(jnp.matmul)(x, LARGE), CONSTANT),
     "constant in a loop": (times_a_constant_in_a_loop, CONSTANT),
     "constant in a while loop": (times_a_constant_in_a_while_loop, CONSTANT),
     "constant in remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, LARGE), CONSTANT),
-    "constant of which an iteration multiplies a part": (times_each_of_a_constant, CONSTANT),
+    "scanned constant": (times_each_of_a_constant, CONSTANT),
     "constant in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, y: x, x, LARGE), CONSTANT),
     "constant in cond, first": (
         lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y, x: x @ y, lambda y, x: x, LARGE, x),
         CONSTANT,
     ),
-    "constant made by arithmetic": (lambda w, x: x @ (1e9 * jnp.eye(8)), CONSTANT),
-    "constant made by arithmetic in jit": (
+    "constant computed by arithmetic": (lambda w, x: x @ (1e9 * jnp.eye(8)), CONSTANT),
+    "constant computed by arithmetic in jit": (
         lambda w, x: jax.jit(lambda x, y: x @ (1e3 * y))(x, 1e6 + IDENTITY),
         CONSTANT,
     ),
-    "constant made by a sum": (lambda w, x: x @ jnp.cumsum(jnp.full((8, 8), 1e5), axis=0), CONSTANT),
+    "constant computed by a sum": (lambda w, x: x @ jnp.cumsum(jnp.full((8, 8), 1e5), axis=0), CONSTANT),
     "constant drawn at random": (lambda w, x: x @ (1e9 * jax.random.normal(jax.random.key(0), (8, 8))), UNKNOWN),
-    "constant made by a factorization": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), UNKNOWN),
-    "constant made by a loop": (
+    "constant computed by a factorization": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), UNKNOWN),
+    "constant computed by a loop": (
         lambda w, x: x @ jax.lax.fori_loop(0, 9, lambda _, y: 10 * y, jnp.ones((8, 8))),
         UNKNOWN,
     ),
-    "constant made by adding at places": (lambda w, x: x @ jnp.zeros((8, 8)).at[0].add(1e9), UNKNOWN),
+    "constant computed by a scatter-add": (lambda w, x: x @ jnp.zeros((8, 8)).at[0].add(1e9), UNKNOWN),
     "constant that is infinite": (lambda w, x: x @ jnp.where(IDENTITY > 0, jnp.inf, -jnp.inf), UNKNOWN),
-    "constant made by arithmetic, and fits": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
-    "constant of which an iteration gets a part": (
+    "constant in range computed by arithmetic": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
+    "scanned constant with a sum in range": (
         lambda w, x: jax.lax.scan(lambda x, y: (x @ (y.T - 1e9), None), x, LARGE[None])[0],
         "",
     ),
-    "made of a constant and of an argument": (lambda w, x: x @ (1e9 * w), ""),
-    "constant that fits": (lambda w, x: x @ (SMALL + 1), ""),
+    "constant times an argument": (lambda w, x: x @ (1e9 * w), ""),
+    "constant in range": (lambda w, x: x @ (SMALL + 1), ""),
     "constant of zeros": (lambda w, x: x @ (0 * SMALL), ""),
-    "constant with some that vanish": (lambda w, x: x @ (SMALL + IDENTITY), ""),
+    "constant with some values that underflow": (lambda w, x: x @ (SMALL + IDENTITY), ""),
 }
-# Of these, not all products do: (dtype, reason) of those of the forward pass.
+# Functions in which only some matmuls stay in float32. Each entry contains the dtypes and reasons of the forward
+# matmuls.
 IN_PARTS = {
-    "a product before the one that is factored": (
+    "matmul before the factored matmul": (
         lambda w, x: jnp.linalg.cholesky(gram(jnp.sin(w @ w))),
         {("float32", FACTORED), ("float16", "")},
     ),
-    "a product that decides whether to factor": (
+    "matmul that selects whether to factor": (
         lambda w, x: jax.lax.cond((x @ w)[0, 0] > 0, factored, jnp.tanh, gram(w)),
         {("float32", FACTORED), ("float16", "")},
     ),
     "one of two arguments of remat": (one_of_two_arguments_of_remat, {("float32", FACTORED), ("float16", "")}),
-    "a product before the one that becomes integers": (
+    "matmul before the matmul that becomes integers": (
         lambda w, x: (jnp.sin(x @ w) @ w).astype(jnp.int32),
         {("float32", INTEGER), ("float16", "")},
     ),
     "solve": (
         lambda w, x: jnp.linalg.solve(gram(w), x[0]),
-        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which is computed as it was")},
+        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite")},
     ),
     "multivariate normal": (
         lambda w, x: multivariate_normal.logpdf(x[0], jnp.zeros(8), gram(w)),
         {("float32", FACTORED), ("float16", "")},
     ),
-    "inverse, then a product": (
+    "matmul after an inverse": (
         lambda w, x: x @ jnp.linalg.inv(gram(w)),
         {
             ("float32", FACTORED),
-            ("float32", "inside `custom_linear_solve`, which is computed as it was"),
+            ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite"),
             ("float16", ""),
         },
     ),
@@ -300,7 +302,7 @@ def loss_of(function):
     return loss
 
 
-def forward_products(report):
+def forward_matmuls(report):
     return [each for each in report.matmuls if not each.is_backward]
 
 
@@ -311,34 +313,34 @@ def test_which_matmuls_stay_float32_and_why(function, reason):
     assert half == (["float16"] * len(plain) if reason == "" else plain)
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
-        assert not forward_products(report)
+        assert not forward_matmuls(report)
         eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
         assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in MATMULS} == {"float32"}
     else:
-        assert all(each.reason.startswith(reason) for each in forward_products(report))
-        assert len(forward_products(report)) == 1
+        assert all(each.reason.startswith(reason) for each in forward_matmuls(report))
+        assert len(forward_matmuls(report)) == 1
 
 
 @pytest.mark.parametrize(("function", "expected"), IN_PARTS.values(), ids=IN_PARTS)
 def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
     report = jls.diagnostics.autocast_report(loss_of(function), W, X)
-    assert {(each.dtype, each.reason) for each in forward_products(report)} == expected
+    assert {(each.dtype, each.reason) for each in forward_matmuls(report)} == expected
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32"])
-def test_a_mark_that_everybody_has_is_none(precision):
+def test_default_matmul_precision_is_ignored(precision):
     with jax.default_matmul_precision(precision):
         assert matmul_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
-        if precision == "F32_F32_F32":  # another mark is one
+        if precision == "F32_F32_F32":  # A precision other than the default still has an effect.
             marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
             assert matmul_dtypes(marked, W, X) == ["float32"]
 
 
-def test_bfloat16_holds_the_constants_of_float32():
+def test_bfloat16_can_represent_large_constants():
     assert matmul_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
 
 
-def test_what_differs_between_the_members_of_a_batch_is_no_constant():
+def test_axis_index_in_vmap_is_not_a_constant():
     def loss_fn(x):
         return jnp.sum(x @ (SMALL + 1 + jax.lax.axis_index("member")))
 
@@ -361,7 +363,7 @@ def test_integers_computed_by_a_matmul_are_exact(dtype):
     np.testing.assert_array_equal(sizes, [3000, 3000])
 
 
-def test_a_constant_outer_matmul_has_bounds():
+def test_bounds_of_a_constant_outer_product_are_computed():
     large = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, 8)))
     assert matmul_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*large)), W, X) == ["float32"]
     small = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.full((1, 8), 1e-9))
@@ -369,7 +371,7 @@ def test_a_constant_outer_matmul_has_bounds():
 
 
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])
-def test_a_nearly_singular_matrix_is_factored_as_in_float32(function):
+def test_factorization_of_a_nearly_singular_matrix_equals_float32(function):
     def loss(a):
         return jnp.sum(function(a @ a.T + 1e-3 * jnp.eye(64)))
 
@@ -378,7 +380,7 @@ def test_a_nearly_singular_matrix_is_factored_as_in_float32(function):
         np.testing.assert_array_equal(plain, half)
 
 
-def test_the_derivative_of_a_factorization_is_that_of_float32():
+def test_derivative_of_a_factorization_equals_float32():
     def loss(w):
         return jnp.sum(jnp.linalg.qr(w)[1] ** 2 * IDENTITY)
 
@@ -387,7 +389,7 @@ def test_the_derivative_of_a_factorization_is_that_of_float32():
 
 @jax.custom_vjp
 def quantized(x, w):
-    """As in training for int8: the product of the forward pass is one of integers."""
+    """Multiply two matrices in int8, as in the forward pass of quantization-aware training."""
     rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
     return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
 
@@ -406,8 +408,8 @@ AROUND = {
 
 @pytest.mark.ci
 @pytest.mark.parametrize("around", AROUND)
-def test_the_backward_pass_of_a_function_of_integers_is_half_precision(around):
-    """Whatever its forward pass is made of."""
+def test_backward_pass_of_an_int8_matmul_is_half_precision(around):
+    """The forward pass of the function is a matmul of int8 operands."""
 
     def loss(w, x):
         return jnp.mean(jnp.sin(AROUND[around](quantized)(x, w)))

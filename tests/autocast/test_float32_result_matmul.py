@@ -22,7 +22,7 @@ def float32(f):
 
 
 def matmuls(jaxpr):
-    """How many products there are, by primitive, dtypes of the operands and dtype of the result."""
+    """Count the matmuls by primitive, dtypes of the operands, and dtype of the result."""
     return Counter(
         (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
         for eqn in equations(jaxpr)
@@ -38,7 +38,7 @@ DOT = {"dimension_numbers": (((1,), (0,)), ((), ())), "out_sharding": None}
 X16, W16 = X.astype(jnp.float16), W.astype(jnp.float16)
 
 
-def test_the_result_is_float32_and_was_never_rounded():
+def test_result_is_float32_without_intermediate_rounding():
     large = jnp.full((2, 3), 300, jnp.float16)
     assert dot(large, large.T).dtype == jnp.float32
     assert dot(large, large.T)[0, 0] == 270_000
@@ -51,7 +51,7 @@ def network(w, x):
     return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w))
 
 
-# The others are modes of `test_any_program`.
+# `test_any_program` covers the other transformations.
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -62,7 +62,7 @@ def network(w, x):
     ],
     ids=["hessian", "grad of grad", "vmap over weights", "map"],
 )
-def test_every_derivative(derivative):
+def test_every_kind_of_derivative_is_supported(derivative):
     exact = jax.jit(derivative(network))(W, X)
     assert distance(exact, jax.jit(derivative(float32(network)))(W, X)) < 3e-3
     found = matmuls(jax.make_jaxpr(derivative(float32(network)))(W, X).jaxpr)
@@ -70,7 +70,7 @@ def test_every_derivative(derivative):
     assert any(name == "float32_result_matmul" for name, *_ in found)
 
 
-def test_a_cotangent_is_rounded_once():
+def test_cotangent_is_rounded_once():
     _, pull_back = jax.vjp(dot, X16, W16)
     cotangent = jnp.full((4, 8), 1.0 + 2.0**-20)
     of_x, of_w = pull_back(cotangent)
@@ -79,7 +79,7 @@ def test_a_cotangent_is_rounded_once():
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2), (2, 1)])
-def test_vmap_of_a_matmul_is_a_matmul(axes):
+def test_vmap_returns_a_single_matmul(axes):
     x = X16 if axes[0] is None else jnp.stack([X16, 2 * X16, -X16], axes[0])
     w = W16 if axes[1] is None else jnp.stack([W16, W16 + 1, -W16], axes[1])
     batched = jax.vmap(dot, in_axes=axes)
@@ -89,7 +89,7 @@ def test_vmap_of_a_matmul_is_a_matmul(axes):
 
 
 @pytest.mark.parametrize("batched", ["x", "kernel", "both"])
-def test_vmap_of_a_convolution(batched):
+def test_vmap_of_a_convolution_has_accurate_gradients(batched):
     def convolution(x, kernel):
         return jax.lax.conv(x, kernel, (1, 1), "SAME")
 
@@ -105,7 +105,7 @@ def test_vmap_of_a_convolution(batched):
     assert distance(exact, jax.value_and_grad(loss(float32(convolution)), (0, 1))(x, kernel)) < 2e-3
 
 
-def test_a_matmul_by_groups():
+def test_ragged_dot_is_supported():
     def loss(w, x):
         y = jax.lax.ragged_dot(x, jnp.stack([w, 2 * w]), jnp.array([1, 3], jnp.int32))
         return jnp.mean(jnp.square(y))
@@ -114,11 +114,11 @@ def test_a_matmul_by_groups():
     assert distance(exact, jax.value_and_grad(float32(loss), (0, 1))(W, X)) < 2e-3
 
 
-def test_in_float32_it_is_the_matmul_itself():
+def test_in_precision_computes_the_matmul_in_float32():
     loss = jls.diagnostics.in_precision(float32(network))
     assert distance(jax.grad(network)(W, X), jax.grad(loss)(W, X)) < 1e-6
 
 
-def test_autocast_leaves_it_alone():
+def test_second_autocast_does_not_change_the_matmul():
     twice = jls.autocast(float32(network))
     assert str(jax.make_jaxpr(jax.grad(twice))(W, X)) == str(jax.make_jaxpr(jax.grad(float32(network)))(W, X))

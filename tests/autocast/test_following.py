@@ -1,4 +1,4 @@
-"""Choices follow what they choose among; what only seems to move does not; callbacks and constants of any size."""
+"""Dtypes of selections, softmaxes, biases and custom rules, and the cost of tracing constants, branches and layers."""
 
 import functools
 import tracemalloc
@@ -21,7 +21,7 @@ HALF, FLOAT32 = "float16", "float32"
 
 
 def dtypes_of(names, function, *args):
-    """Of the results of the operations of these names."""
+    """Return the dtypes of the results of the operations with the given names."""
     eqns = equations(jax.make_jaxpr(function)(*args))
     return [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in names]
 
@@ -30,39 +30,40 @@ def pooled(x):
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
 
 
-# What is made of the result of a product, or of arithmetic: operation, dtype.
+# Selections from the results of matmuls or arithmetic. Each entry contains a function, a primitive, and its expected
+# dtype.
 SELECTIONS = {
     "relu": (lambda w, x: jax.nn.relu(x @ w), "max", HALF),
-    "maximum of two products": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", HALF),
+    "maximum of two matmuls": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", HALF),
     "minimum": (lambda w, x: jnp.minimum(x @ w, 0.5), "min", HALF),
-    "clip, which takes integers": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", HALF),
+    "clip with integer bounds": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", HALF),
     "clamp": (lambda w, x: jax.lax.clamp(-1.0, x @ w, 1.0), "clamp", HALF),
-    "largest": (lambda w, x: jnp.max(x @ w, axis=1), "reduce_max", HALF),
-    "smallest": (lambda w, x: jnp.min(x @ w, axis=1), "reduce_min", HALF),
+    "reduce_max": (lambda w, x: jnp.max(x @ w, axis=1), "reduce_max", HALF),
+    "reduce_min": (lambda w, x: jnp.min(x @ w, axis=1), "reduce_min", HALF),
     "pool": (lambda w, x: pooled(x @ w), "reduce_window_max", HALF),
     "sorted": (lambda w, x: jnp.sort(x @ w, axis=1), "sort", HALF),
-    "largest so far": (lambda w, x: jax.lax.cummax(x @ w), "cummax", HALF),
-    "chosen by a mask": (lambda w, x: jnp.where(x[:, :1] > 0, x @ w, x @ w.T), "select_n", HALF),
-    "a bound that float16 does not hold": (lambda w, x: jnp.maximum(x @ w, 1e-9), "max", FLOAT32),
-    "of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", FLOAT32),
-    "of a product and of arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", FLOAT32),
-    "a pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", FLOAT32),
-    "the largest of arithmetic, into a product": (
+    "cummax": (lambda w, x: jax.lax.cummax(x @ w), "cummax", HALF),
+    "select by a mask": (lambda w, x: jnp.where(x[:, :1] > 0, x @ w, x @ w.T), "select_n", HALF),
+    "a bound that float16 cannot represent": (lambda w, x: jnp.maximum(x @ w, 1e-9), "max", FLOAT32),
+    "relu of arithmetic": (lambda w, x: jax.nn.relu(jnp.sin(x @ w)), "max", FLOAT32),
+    "maximum of a matmul and arithmetic": (lambda w, x: jnp.maximum(x @ w, jnp.sin(x)), "max", FLOAT32),
+    "pool of arithmetic": (lambda w, x: pooled(jnp.sin(x @ w)), "reduce_window_max", FLOAT32),
+    "maximum of arithmetic before a matmul": (
         lambda w, x: jnp.max(jnp.sin(x), 0, keepdims=True) @ w,
         "reduce_max",
         FLOAT32,
     ),
-    "a pool that goes into a product": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", HALF),
+    "pool before a matmul": (lambda w, x: pooled(jnp.sin(x @ w)) @ w[:4], "reduce_window_max", HALF),
 }
 
 
 @pytest.mark.parametrize(("function", "name", "dtype"), SELECTIONS.values(), ids=SELECTIONS)
-def test_choices_follow(function, name, dtype):
+def test_selection_has_the_dtype_of_its_operands(function, name, dtype):
     found = dtypes_of([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
     assert found[-1] == dtype
 
 
-def test_all_that_use_a_pool_see_what_goes_into_the_matmul():
+def test_all_uses_of_a_pool_receive_its_rounded_result():
     def function(w, x):
         y = pooled(jnp.sin(x) + 1.0 / 3)
         return y, y @ w[:4]
@@ -71,10 +72,11 @@ def test_all_that_use_a_pool_see_what_goes_into_the_matmul():
     np.testing.assert_array_equal(y, y.astype(jnp.float16).astype(jnp.float32))
 
 
-# A softmax that goes into a product is differentiated by its rounded result; anything that only looks like one is not.
+# The derivative of a softmax is computed from its rounded result if that is an operand of a matmul. Functions that only
+# resemble a softmax are not treated in this way.
 
 
-def product_of(weights):
+def matmul_with(weights):
     return lambda w, x: weights(x @ w) @ w.T @ w[:, :4]
 
 
@@ -92,16 +94,16 @@ SOFTMAXES = {
     "over another axis": (lambda y: jax.nn.softmax(y, axis=0), 1),
     "over both": (lambda y: jax.nn.softmax(y, axis=(0, 1)), 1),
     "summed over one axis, divided along the other": (wrong_axis, 0),
-    "not of exponentials": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
-    "of the same squares": (lambda y: normalized(jnp.square(y)), 0),
-    "of the sum of others": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
-    "that is used for more": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
+    "normalized squares": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
+    "squares normalized in a function": (lambda y: normalized(jnp.square(y)), 0),
+    "exponentials over another sum": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
+    "softmax that arithmetic uses": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
 }
 
 
 @pytest.mark.parametrize(("weights", "number"), SOFTMAXES.values(), ids=SOFTMAXES)
-def test_which_are_softmaxes(weights, number):
-    function = product_of(weights)
+def test_only_softmaxes_are_differentiated_from_their_result(weights, number):
+    function = matmul_with(weights)
     eqns = equations(jax.make_jaxpr(jls.autocast(function))(W, X))
     found = [eqn for eqn in eqns if eqn.primitive.name == "custom_jvp_call"]
     assert len(found) == number
@@ -111,22 +113,19 @@ def test_which_are_softmaxes(weights, number):
     assert distance(tangents[0], tangents[1]) < 6e-3
 
 
-# The cotangent of a bias.
-
-
-# What is added to a product, and whether it is a bias.
+# Values that are added to the result of a matmul, and whether they are biases.
 ADDED = {
     "a row": (lambda w, x: jnp.ones(8)[None] * x[0, 0], True),
     "a row of an argument": (lambda w, x: x[:1], True),
-    "what was spread": (lambda w, x: jnp.broadcast_to(x[:1], x.shape), True),
-    "as much": (lambda w, x: x, False),
-    "as much arithmetic": (lambda w, x: jnp.exp(x), False),
-    "another product": (lambda w, x: x @ w.T, False),
+    "a broadcast row": (lambda w, x: jnp.broadcast_to(x[:1], x.shape), True),
+    "an array of the same size": (lambda w, x: x, False),
+    "arithmetic of the same size": (lambda w, x: jnp.exp(x), False),
+    "another matmul": (lambda w, x: x @ w.T, False),
 }
 
 
 @pytest.mark.parametrize(("added", "is_bias"), ADDED.values(), ids=ADDED)
-def test_what_is_a_bias(added, is_bias):
+def test_only_biases_have_rounded_cotangents(added, is_bias):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w + added(w, x)))
 
@@ -134,8 +133,8 @@ def test_what_is_a_bias(added, is_bias):
     assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_bias
 
 
-def test_what_is_repeated_for_a_matmul_is_cast_afterwards():
-    """Its cotangent is a sum, of float32 numbers."""
+def test_repeated_operand_of_a_matmul_is_cast_after_the_broadcast():
+    """The cotangent of the repeated row is a sum of float32 values."""
 
     def function(w, x):
         return jnp.broadcast_to(jnp.sin(x[:1]), x.shape) @ w
@@ -145,7 +144,7 @@ def test_what_is_repeated_for_a_matmul_is_cast_afterwards():
     assert "float16[1,8]" not in types
 
 
-def test_what_is_used_as_it_is_and_moved_is_float32_on_both_ways():
+def test_data_movement_of_a_value_that_arithmetic_also_uses_is_float32():
     def function(w, x):
         y = x @ w
         return jnp.sin(y) + jnp.cos(y.T).T
@@ -157,7 +156,7 @@ def biased(w, b, x):
     return jnp.sum(jnp.sin(x @ w + b[None]))
 
 
-def test_a_bias_and_its_matmul_get_the_same_cotangent():
+def test_bias_and_matmul_have_the_same_cotangent():
     args = W, jnp.ones(8), X
     program = jax.make_jaxpr(jax.grad(jls.autocast(biased), (0, 1)))(*args)
     assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == 1
@@ -176,13 +175,13 @@ def test_a_bias_and_its_matmul_get_the_same_cotangent():
     ],
     ids=["jacfwd", "grad of grad", "in_precision"],
 )
-def test_every_derivative_of_a_bias(derivative):
+def test_bias_supports_every_kind_of_derivative(derivative):
     args = W, jnp.ones(8), X
     plain, half = (jax.jit(derivative(f))(*args) for f in (biased, jls.autocast(biased)))
     assert distance(plain, half) < 4e-3
 
 
-def test_a_linear_function_is_transposed():
+def test_linear_function_can_be_transposed():
     def linear(x):
         return (2 * x[:, ::-1] / 3) @ W + x @ W
 
@@ -190,10 +189,10 @@ def test_a_linear_function_is_transposed():
     assert distance(plain, half) < 4e-3
 
 
-# What seems to move, or to be arithmetic.
+# Operations that resemble data movement or arithmetic.
 
 
-def test_a_gather_that_fills_with_what_float16_cannot_hold_is_arithmetic():
+def test_gather_does_not_round_its_fill_value():
     def taken(w, x, fill):
         return jnp.take(x @ w, jnp.array([1, 9]), axis=0, mode="fill", fill_value=fill)
 
@@ -214,25 +213,26 @@ BITS = {
 
 @pytest.mark.parametrize(("operation", "function"), BITS.items(), ids=BITS)
 @pytest.mark.filterwarnings("ignore:.*no operation matches")
-def test_a_half_precision_rule_leaves_alone_what_would_be_something_else(operation, function):
+def test_half_precision_rule_ignores_operations_that_depend_on_the_dtype(operation, function):
     policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation=operation)])
     half = jls.autocast(lambda x: function(x) @ W[:, :4], policy=policy)
     plain = function(X) @ W[:, :4]
     assert distance(plain, half(X)) < 1e-2
 
 
-# The derivative of a choice, as a rule of the user's may have it: the rule, the scale of operands, the choice's dtype.
+# Custom derivative rules of a selection. Each entry contains a rule, the scale of the operands, and the dtype of the
+# selection.
 RULES = {
-    "a choice": (lambda x, tangent: jnp.where(x > 0, tangent, 0.0), 1.0, HALF),
+    "a selection": (lambda x, tangent: jnp.where(x > 0, tangent, 0.0), 1.0, HALF),
     "the tangent": (lambda x, tangent: tangent, 1.0, HALF),
     "nothing": (lambda x, tangent: jnp.zeros_like(x), 1.0, HALF),
-    "a relu of its own": (lambda x, tangent: jax.jvp(jax.nn.relu, (x,), (tangent,))[1], 1.0, HALF),
+    "a relu": (lambda x, tangent: jax.jvp(jax.nn.relu, (x,), (tangent,))[1], 1.0, HALF),
     "a mask by arithmetic": (lambda x, tangent: tangent * (x > 0), 1.0, FLOAT32),
-    "what overflows in 16 bits": (lambda x, tangent: tangent * x / jnp.abs(x), 1e5, FLOAT32),
-    "what rounding changes": (lambda x, tangent: tangent * jnp.cos(x), 1e3, FLOAT32),
+    "overflow in 16 bits": (lambda x, tangent: tangent * x / jnp.abs(x), 1e5, FLOAT32),
+    "sensitive to rounding": (lambda x, tangent: tangent * jnp.cos(x), 1e3, FLOAT32),
     "a large factor": (lambda x, tangent: tangent * 1e6, 1.0, FLOAT32),
     "a small factor": (lambda x, tangent: tangent * 1e-8, 1.0, FLOAT32),
-    "a large factor, computed together with a mask": (
+    "a large factor in a checkpoint with a mask": (
         lambda x, tangent: jax.checkpoint(lambda x, tangent: (x > 0, tangent * 1e6))(x, tangent)[1],
         1.0,
         FLOAT32,
@@ -242,7 +242,7 @@ RULES = {
 
 @pytest.mark.parametrize(("rule", "scale", "dtype"), RULES.values(), ids=RULES)
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_function_with_a_rule_of_its_own_is_a_choice_if_its_derivative_is(rule, scale, dtype, recompute):
+def test_custom_jvp_is_a_selection_if_its_derivative_is(rule, scale, dtype, recompute):
     function = jax.custom_jvp(lambda x: jnp.clip(x, -1.0, 1.0))
     function.defjvp(lambda primals, tangents: (function(*primals), rule(*primals, *tangents)))
 
@@ -254,7 +254,7 @@ def test_a_function_with_a_rule_of_its_own_is_a_choice_if_its_derivative_is(rule
     assert distance(jax.grad(loss)(X), jax.grad(half)(X)) < 1e-2
 
 
-def test_what_calls_another_function_with_a_rule_is_what_that_is():
+def test_custom_jvp_that_calls_arithmetic_is_not_a_selection():
     inner = jax.custom_jvp(jnp.sin)
     inner.defjvp(lambda primals, tangents: (inner(*primals), tangents[0]))
     function = jax.custom_jvp(lambda x: jnp.maximum(inner(x), 0))
@@ -263,7 +263,7 @@ def test_what_calls_another_function_with_a_rule_is_what_that_is():
     assert distance(expected, found) < 1e-2
 
 
-def test_what_holds_a_token_is_no_choice():
+def test_custom_jvp_with_a_token_is_not_a_selection():
     def with_a_token(x):
         jax.lax.after_all(jax.lax.create_token())
         return jnp.maximum(x, 0)
@@ -277,7 +277,7 @@ def test_what_holds_a_token_is_no_choice():
     assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
 
 
-def test_an_operand_may_be_a_token():
+def test_token_operands_are_supported():
     first = Primitive("first_of_array_and_token")
     first.def_impl(lambda x, token: x)
     first.def_abstract_eval(lambda x, token: x)
@@ -291,7 +291,7 @@ def test_an_operand_may_be_a_token():
     assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
 
 
-def test_the_result_of_a_rule_may_be_computed_otherwise():
+def test_custom_jvp_rule_may_compute_its_result_differently():
     function = jax.custom_jvp(lambda x: jnp.maximum(x, 0))
     function.defjvp(lambda primals, tangents: (primals[0] * (primals[0] > 0), tangents[0]))
 
@@ -301,8 +301,8 @@ def test_the_result_of_a_rule_may_be_computed_otherwise():
     assert distance(jax.grad(loss)(W), jax.grad(jls.autocast(loss))(W)) < 1e-2
 
 
-def test_ties_that_rounding_makes_are_none():
-    """Plainly a maximum of so few numbers is a choice; where its derivative adds up, it is arithmetic."""
+def test_rounding_does_not_create_ties_in_a_custom_maximum():
+    """A maximum is a selection. However, this rule adds the tangents of equal elements, so it counts as arithmetic."""
     largest = jax.custom_jvp(lambda x: jnp.max(x, axis=1, keepdims=True))
 
     @largest.defjvp
@@ -317,7 +317,7 @@ def test_ties_that_rounding_makes_are_none():
     assert distance(jax.grad(loss)(x), jax.grad(jls.autocast(loss))(x)) < 1e-2
 
 
-def test_a_callback_is_called_as_often_as_without():
+def test_number_of_callback_calls_is_unchanged():
     calls = []
 
     def called(x):
@@ -345,7 +345,7 @@ def test_a_callback_is_called_as_often_as_without():
 
 
 def test_constants_of_any_size_are_bounded_without_computing_them():
-    """144 million numbers, some of them too large: nothing of their size is made."""
+    """The constant has 144 million elements, but tracing allocates less than 1 MiB."""
 
     def times_triangle(x, largest):
         row, column = (jax.lax.broadcasted_iota(jnp.float32, (12_000, 12_000), n) for n in (0, 1))
@@ -361,7 +361,7 @@ def test_constants_of_any_size_are_bounded_without_computing_them():
         tracemalloc.stop()
 
 
-def test_a_callback_of_constants_is_not_called_while_tracing():
+def test_callback_with_constant_operands_is_not_called_during_tracing():
     def loss(x):
         def called(y):
             raise AssertionError
@@ -371,11 +371,11 @@ def test_a_callback_of_constants_is_not_called_while_tracing():
     assert matmul_dtypes(jls.autocast(loss), X) == [HALF]
 
 
-# What a trace costs: as much for each branch and each layer, however many there are.
+# The cost of tracing is linear in the number of branches and layers.
 
 
 def nested(depth):
-    """Conditionals whose results are of different dtypes: half precision in one branch, float32 in the other."""
+    """Return nested conditionals whose branches have results of different dtypes: half precision and float32."""
 
     def function(x, w):
         if depth == 0:
@@ -395,7 +395,7 @@ def layers(depth):
 
 
 def cost(function, monkeypatch):
-    """How many jaxprs are made for a function, and how many equations come out."""
+    """Return the number of calls of `jax.make_jaxpr` during tracing, and the number of equations of the jaxpr."""
     made = []
     with monkeypatch.context() as patch:
         make_jaxpr = jax.make_jaxpr
@@ -406,8 +406,8 @@ def cost(function, monkeypatch):
 
 @pytest.mark.parametrize(("program", "depths"), [(nested, (4, 6, 8)), (layers, (20, 60, 100))], ids=["cond", "layers"])
 @pytest.mark.parametrize("derivative", [False, True])
-def test_a_trace_costs_as_much_more_for_each_branch_and_layer(program, depths, derivative, monkeypatch):
-    """More than without `autocast`: the derivative of nested conditionals is JAX's own affair."""
+def test_cost_of_tracing_is_linear_in_branches_and_layers(program, depths, derivative, monkeypatch):
+    """The cost without `autocast` is subtracted, because JAX itself also differentiates the nested conditionals."""
 
     def more(depth):
         def counted(function):

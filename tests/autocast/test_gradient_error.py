@@ -1,4 +1,4 @@
-"""Gradients are no worse than those of code that casts by hand, where that is hard; by NumPy, in float64."""
+"""Accuracy of gradients for which rounding matters, compared with manual casts and with float64 gradients by NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ KEYS, WIDTH, SCALE = 64, 32, 2.0**6
 
 
 def attention(dtype):
-    """A loss by attention, in which ``lead`` is added to the logit of each query's own key."""
+    """Return a loss with attention, in which ``lead`` is added to the logit of each query's own key."""
 
     def cast(x):
         return x if dtype is None else x.astype(dtype)
@@ -38,14 +38,14 @@ def exact_gradients(params, lead, weights):
 
 @pytest.fixture(scope="module", params=[jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 def gradients(request):
-    """By hand, and by `autocast`."""
+    """Return the gradient function with manual casts and the gradient function with `autocast`."""
     losses = attention(request.param), jls.autocast(attention(None), request.param)
     return [jax.jit(jax.grad(loss)) for loss in losses]
 
 
 @pytest.mark.parametrize("mean", [0, 3, 10])
 @pytest.mark.parametrize("lead", [0.0, 4.0, 6.0, 8.0, 10.0, 12.0])
-def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradients, lead, mean):
+def test_attention_gradients_are_as_accurate_as_with_manual_casts(gradients, lead, mean):
     q, k, v, weights = np.random.default_rng(0).normal(size=(4, KEYS, WIDTH)).astype(np.float32)
     arguments = (q, k, v + np.float32(mean)), lead, weights
     exact = exact_gradients(*arguments)
@@ -55,21 +55,21 @@ def test_where_one_key_leads_attention_has_gradients_as_good_as_by_hand(gradient
     assert all(error <= 1.25 * of_hand for error, of_hand in zip(ours, by_hand, strict=True))
 
 
-def test_a_row_of_which_all_is_rounded_to_zero_has_no_gradient():
-    """As one of 2^26 equal logits has."""
+def test_softmax_that_is_rounded_to_zero_has_zero_gradient():
+    """For example, each of 2^26 equal logits has a probability that is zero in float16."""
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(2048, "float16"), (2049, "float32")])
-def test_a_maximum_is_half_precision_as_far_as_float16_counts(rows, dtype):
+def test_maximum_is_half_precision_if_float16_can_count_the_elements(rows, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.max(x @ w, axis=0) @ w))(jnp.eye(2), jnp.ones((rows, 2)))
     assert [eqn.outvars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "reduce_max"] == [dtype]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("choose", [jnp.max, jnp.min])
-def test_the_largest_of_many_equal_numbers_has_a_gradient(choose, dtype):
-    """As in a global pool over padding: JAX divides by how many they are, counted in the dtype that they have."""
+def test_maximum_of_many_equal_elements_has_an_accurate_gradient(choose, dtype):
+    """JAX divides by the number of equal elements, which it counts in their dtype. Padding has many equal elements."""
 
     def loss(w, x):
         return jnp.sum(choose(x @ w, axis=0))

@@ -11,7 +11,7 @@ from reading import distance, equations, taken_by_segments
 import jax_lossscale as jls
 
 KEY = random.key(0)
-W = random.normal(KEY, (4, 16, 16)) / 8  # of four blocks
+W = random.normal(KEY, (4, 16, 16)) / 8  # These are the weights of four blocks.
 X = random.normal(KEY, (32, 16))
 pytestmark = pytest.mark.ci
 
@@ -46,7 +46,7 @@ def moved(x, w):
 
 
 def cell(carry, w):
-    """An LSTM's, but for its gates."""
+    """Return the next state of an LSTM cell that has only a forget gate."""
     h, c = carry
     c = c * jax.nn.sigmoid(h @ w) + jnp.tanh(h @ w.T)
     return jnp.tanh(c), c
@@ -80,7 +80,7 @@ def another(carry, w):
 
 
 def learned(inner, w):
-    """An inner loop learns a weight, as in meta-learning."""
+    """Update a weight by one gradient step, as in the inner loop of meta-learning."""
     return inner - 0.1 * jax.grad(lambda inner: jnp.mean((jnp.tanh(X @ inner) - X @ w) ** 2))(inner)
 
 
@@ -102,20 +102,20 @@ CASES = {
     "jax.checkpoint": (jax.checkpoint(block), X, [HALF]),
     "jax.checkpoint twice": (jax.checkpoint(jax.checkpoint(blocks)), X, [HALF]),
     "jax.jit": (jax.jit(block), X, [HALF]),
-    "a block that may be left out": (dropped, X, [HALF]),
+    "a block in a conditional": (dropped, X, [HALF]),
     "a scan in a scan": (iterated, X, [HALF]),
-    "norm before": (before, X, [HALF]),
-    "moved": (moved, X, [HALF]),
+    "norm before the block": (before, X, [HALF]),
+    "data movement": (moved, X, [HALF]),
     "two streams": (two, (X, X), [HALF, HALF]),
-    "beside a running mean": (beside_a_mean, (X, X[0]), [HALF, FLOAT32]),
-    "norm after, which gives no sum": (after, X, [FLOAT32]),
+    "with a running mean": (beside_a_mean, (X, X[0]), [HALF, FLOAT32]),
+    "norm after the sum": (after, X, [FLOAT32]),
     "a cell": (cell, (X, X), [FLOAT32, FLOAT32]),
-    "a sum of what is not carried": (beside_a_sum, (X, X), [FLOAT32, FLOAT32]),
-    "what is moved only": (rolled, (X, X), [FLOAT32, FLOAT32]),
+    "a sum of values that are not carried": (beside_a_sum, (X, X), [FLOAT32, FLOAT32]),
+    "only data movement": (rolled, (X, X), [FLOAT32, FLOAT32]),
     "a weight of an inner loop": (learned, W[0], [FLOAT32]),
     "a weight to which updates are added": (learned_by_optax, W[0], [HALF]),
-    "another one's sum": (another, (X, X), [FLOAT32, FLOAT32]),
-    "half of it": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [HALF]),
+    "the sum of another carry": (another, (X, X), [FLOAT32, FLOAT32]),
+    "a sum for half of the rows": (lambda x, w: jnp.concatenate([x[:16] + jnp.tanh(x[16:] @ w), x[16:]]), X, [HALF]),
     "two numbers": (lambda x, w: x + jnp.tanh(x @ w[:2, :2]), X[0, :2], [HALF]),
     "one number": (lambda x, w: x + jnp.sum((x * w) @ w), jnp.float32(1), [FLOAT32]),
 }
@@ -130,13 +130,13 @@ def by_scan(body, start):
 
 
 def carried(function):
-    """Return the dtypes of what the outermost scan carries."""
+    """Return the dtypes of the carries of the outermost scan."""
     scan = next(eqn for eqn in equations(jax.make_jaxpr(function)(W)) if eqn.primitive.name == "scan")
     return [v.aval.dtype.name for v in scan.outvars[: scan.params["num_carry"]]]
 
 
 @pytest.mark.parametrize(("body", "start", "dtypes"), CASES.values(), ids=CASES)
-def test_what_is_carried(body, start, dtypes):
+def test_only_residual_streams_are_carried_in_half_precision(body, start, dtypes):
     loss = by_scan(body, start)
     assert carried(jls.autocast(loss)) == [FLOAT32] * len(dtypes)
     half = jls.autocast(loss, policy=POLICY)
@@ -146,14 +146,14 @@ def test_what_is_carried(body, start, dtypes):
         assert distance(plain, rounded) < 1e-2
 
 
-def test_what_branches_give_to_a_half_precision_carry_is_half_precision():
-    """It would be written as float32 and rounded afterwards."""
+def test_branch_result_for_a_half_precision_carry_is_half_precision():
+    """A float32 result of a branch would be written to memory before it is rounded."""
     eqns = equations(jax.make_jaxpr(jls.autocast(by_scan(dropped, X), policy=POLICY))(W))
     given = [variable.aval.dtype.name for eqn in eqns if eqn.primitive.name == "cond" for variable in eqn.outvars]
     assert given == [HALF]
 
 
-def test_what_is_saved_for_the_backward_pass_is_half_as_large():
+def test_saved_carries_are_half_precision():
     loss = by_scan(jax.checkpoint(block), X)
 
     def saved(function):
@@ -168,7 +168,7 @@ def types_taken(loss):
     return set().union(*taken_by_segments(jax.make_jaxpr(jls.autocast(loss, policy=POLICY))(W[0], X)))
 
 
-def test_only_the_largest_of_what_goes_on_is_a_skip_connection():
+def test_smaller_value_between_segments_is_not_a_residual_stream():
     def loss(w, x):
         y = jnp.sin(x @ w)
         total = jnp.sin(jnp.sum(y, axis=1, keepdims=True))
@@ -179,7 +179,7 @@ def test_only_the_largest_of_what_goes_on_is_a_skip_connection():
     assert "float16[32,1]" not in taken
 
 
-def test_what_is_computed_once_is_no_skip_connection():
+def test_result_of_an_expensive_operation_is_not_a_residual_stream():
     def loss(w, x):
         y = jnp.cumsum(jnp.sin(x[:, :8]), axis=1)
         return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w)[:, :8] * y)
@@ -189,7 +189,7 @@ def test_what_is_computed_once_is_no_skip_connection():
     assert "float16[32,8]" not in taken
 
 
-def test_the_derivative_may_be_taken_inside():
+def test_gradient_inside_autocast_is_supported():
     loss = by_scan(jax.checkpoint(block), X)
     inside = jls.autocast(jax.grad(loss), policy=POLICY)(W)
     np.testing.assert_allclose(inside, jax.grad(loss)(W), atol=4e-3 * np.abs(inside).max())

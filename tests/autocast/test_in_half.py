@@ -1,6 +1,6 @@
-"""`in_half`: which of its two functions is computed, in which dtype, below and above every transformation.
+"""`in_half` inside and outside of JAX transformations: which of its two functions is computed, and in which dtype.
 
-One is a sine, the other a cosine, so that a number tells which of them it is.
+The half-precision function computes a sine and the fallback computes a cosine, so the result shows which one was used.
 """
 
 import chex
@@ -23,15 +23,15 @@ HALVES = (jnp.float16, jnp.bfloat16)
 
 @jax.custom_vjp
 def kernel(w, x):
-    """For 16 bits only, and with a derivative of its own: three times the true one."""
+    """Return ``sin(x @ w)`` for 16-bit operands. The custom derivative is three times the true derivative."""
     assert {w.dtype, x.dtype} <= {*map(jnp.dtype, HALVES)}, "16 bits only"
     return jnp.sin(x @ w)
 
 
 def kernel_backward(saved, cotangent):
     w, x = saved
-    of_product = 3 * cotangent * jnp.cos(x @ w)
-    return x.T @ of_product, of_product @ w.T
+    of_matmul = 3 * cotangent * jnp.cos(x @ w)
+    return x.T @ of_matmul, of_matmul @ w.T
 
 
 kernel.defvjp(lambda w, x: (kernel(w, x), (w, x)), kernel_backward)
@@ -42,13 +42,13 @@ def reference(w, x):
 
 
 def by_hand(dtype, function=kernel):
-    """What `autocast` should make of `either`, written out."""
+    """Cast the operands of a function to `dtype` and its result to float32, as `autocast` must do with `either`."""
     return lambda w, x: function(w.astype(dtype), x.astype(dtype)).astype(jnp.float32)
 
 
 either = jls.in_half(kernel, reference)
 kernel_only = jls.in_half(kernel)
-jitted_once = jax.jit(either)  # by every test, with `autocast` and without
+jitted_once = jax.jit(either)  # All tests share the cached jaxpr of this function.
 
 
 def shard_mapped(function, axes, **options):
@@ -85,15 +85,15 @@ def with_its_own_rule(function):
 
 
 def of_one_row(function, **options):
-    """For one row of ``x``."""
+    """Return a version of a function for a single row of ``x``."""
     return lambda w, x: function(w, x[None], **options)[0]
 
 
-# What lies around the call before `autocast` comes: from a function of W and X, another one.
+# Transformations that are applied before `autocast`. Each one maps a function of W and X to another such function.
 BELOW = {
     "nothing": lambda f: f,
     "jit": jax.jit,
-    "jit, traced before": lambda f: jitted_once if f is either else f,
+    "cached jit": lambda f: jitted_once if f is either else f,
     "vmap": lambda f: jax.vmap(of_one_row(f), (None, 0)),
     "vmap in jit in vmap": lambda f: (
         lambda w, x: jax.vmap(jax.jit(jax.vmap(of_one_row(f), (None, 0))), (0, None))(jnp.stack([w, w.T]), x)
@@ -110,7 +110,7 @@ BELOW = {
     "custom_jvp": with_its_own_rule,
     "autocast": lambda f: jls.autocast(f) if f is either else f,
 }
-# What lies around `autocast`.
+# Transformations that are applied to the result of `autocast`.
 ABOVE = {
     "jit": lambda f: jax.jit(f)(W, X),
     "value and grad": lambda f: jax.value_and_grad(f, (0, 1))(W, X),
@@ -130,19 +130,22 @@ def loss_of(function):
 
 
 def assert_alike(found, expected):
-    """But for the order of float32 sums: far below the difference between a sine in 16 bits and in 32."""
+    """Check that the types are equal and that the values differ at most by the order of float32 sums.
+
+    The tolerance is far smaller than the difference between a sine in 16 bits and a sine in 32 bits.
+    """
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     chex.assert_trees_all_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("below", BELOW.values(), ids=BELOW)
-def test_under_autocast_it_is_the_function_cast_by_hand(below):
+def test_autocast_computes_the_half_precision_function(below):
     check_under_autocast(below, ABOVE["value and grad"])
 
 
 @pytest.mark.parametrize("below", ["vmap in jit in vmap"])
 @pytest.mark.parametrize("above", ABOVE.values(), ids=ABOVE)
-def test_and_so_it_is_in_what_is_made_of_that(below, above):
+def test_transformations_of_autocast_compute_the_half_precision_function(below, above):
     check_under_autocast(BELOW[below], above)
 
 
@@ -151,12 +154,12 @@ def check_under_autocast(below, above):
 
 
 @pytest.mark.parametrize("below", BELOW.values(), ids=BELOW)
-def test_without_autocast_it_is_the_other_function(below):
+def test_fallback_is_computed_without_autocast(below):
     if below is not BELOW["autocast"]:
         assert_alike(loss_of(below(either))(W, X), loss_of(below(reference))(W, X))
 
 
-def test_what_is_made_for_it_goes_in_and_comes_back_in_half_precision():
+def test_operand_of_in_half_is_saved_in_half_precision():
     def loss(w, bias, x):
         return jnp.sum(jls.in_half(jnp.sin)(x @ w + bias[None]))
 
@@ -167,19 +170,19 @@ def test_what_is_made_for_it_goes_in_and_comes_back_in_half_precision():
     assert {atom.aval.dtype.name for eqn in backward for atom in eqn.invars if atom.aval.ndim == 2} <= {"float16"}
 
 
-def test_in_bfloat16():
+def test_autocast_to_bfloat16_computes_the_half_precision_function():
     found = jax.value_and_grad(jls.autocast(loss_of(either), jnp.bfloat16), (0, 1))(W, X)
     assert_alike(found, jax.value_and_grad(loss_of(by_hand(jnp.bfloat16)), (0, 1))(W, X))
 
 
-def test_what_is_half_precision_already_is_not_cast_again():
-    """Neither the product that goes in, nor the result that goes on into a product."""
+def test_half_precision_values_are_not_cast_again():
+    """Casts between matmuls and the half-precision function are omitted."""
     program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
     casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
     assert [eqn.params["new_dtype"].name for eqn in casts] == ["float16"] * 3 + ["float32"]
 
 
-def test_the_derivative_of_the_function_keeps_nothing_in_float32():
+def test_in_half_saves_no_float32_residuals():
     @jls.autocast
     def loss(w, x):
         return loss_of(either)(jnp.sin(w), jnp.sin(x))
@@ -189,9 +192,9 @@ def test_the_derivative_of_the_function_keeps_nothing_in_float32():
     assert {atom.aval.dtype.name for atom in saved.jaxpr.outvars if atom not in there} == {"float16"}
 
 
-# Where the other function is computed, under `autocast`.
+# Calls for which the fallback is computed under `autocast`.
 
-WIDE_BY_A_RULE = {
+FLOAT32_BY_A_RULE = {
     "operation": {"operation": "in_half"},
     "layer": {"layer": "attention"},
     "line": {"source": "test_in_half.py:*"},
@@ -199,15 +202,15 @@ WIDE_BY_A_RULE = {
 
 
 @pytest.mark.parametrize("below", ["nothing", "jit", "vmap in jit in vmap", "scan", "remat"])
-def test_inside_keep_float32_it_is_the_other_function(below):
+def test_fallback_is_computed_inside_keep_float32(below):
     saved = jls.keep_float32(BELOW[below](either))
     expected = jax.value_and_grad(loss_of(BELOW[below](reference)))(W, X)
     assert_alike(jax.value_and_grad(jls.autocast(loss_of(saved)))(W, X), expected)
 
 
-@pytest.mark.parametrize("rule", WIDE_BY_A_RULE.values(), ids=WIDE_BY_A_RULE)
+@pytest.mark.parametrize("rule", FLOAT32_BY_A_RULE.values(), ids=FLOAT32_BY_A_RULE)
 @pytest.mark.parametrize("precision", ["float32", "float32_result"])
-def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precision):
+def test_fallback_is_computed_in_float32_if_a_rule_matches(rule, precision):
     def loss(w, x):
         with jax.named_scope("attention"):
             return loss_of(either)(w, x)
@@ -220,7 +223,7 @@ def test_where_a_rule_says_so_it_is_the_other_function_in_float32(rule, precisio
 @pytest.mark.parametrize(
     "rule", [("half", {}), ("float32", {"layer": "head"}), ("float32", {"operation": "dot_general"})]
 )
-def test_other_rules_do_not_ask_for_the_other_function(rule):
+def test_fallback_is_not_computed_because_of_other_rules(rule):
     precision, patterns = rule
     policy = jls.PrecisionPolicy(
         [jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("float32", operation="add")]
@@ -237,7 +240,8 @@ def test_other_rules_do_not_ask_for_the_other_function(rule):
     assert numbers == {"float16"}
 
 
-# The derivative is taken first: it is that of the other function, which `autocast` then treats like any other.
+# Derivatives that are taken before `autocast`. They are derivatives of the fallback, which `autocast` then casts like
+# any other function.
 DIFFERENTIATED = {
     "grad": lambda f: jax.grad(loss_of(f), (0, 1)),
     "grad of jit": lambda f: jax.grad(jax.jit(loss_of(f))),
@@ -252,7 +256,7 @@ DIFFERENTIATED = {
 
 
 def linear(function):
-    """One that can be transposed; of which the first function cannot. Of its results one is not used."""
+    """Return a linear function with an unused second result, or an `in_half` function whose fallback is linear."""
 
     def other(w, x):
         return x @ w, 2 * x
@@ -263,7 +267,7 @@ def linear(function):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "hessian" else ()) for name in DIFFERENTIATED]
 )
-def test_what_is_differentiated_before_is_the_other_function(name):
+def test_derivative_before_autocast_uses_the_fallback(name):
     derivative = DIFFERENTIATED[name]
     expected = derivative(reference)
     assert_alike(derivative(either)(W, X), expected(W, X))
@@ -271,14 +275,14 @@ def test_what_is_differentiated_before_is_the_other_function(name):
     assert set(matmul_dtypes(jls.autocast(derivative(either)), W, X)) == {"float16"}
 
 
-def test_float32_is_the_other_function():
+def test_autocast_to_float32_does_not_change_in_half():
     assert jls.autocast(either, jnp.float32) is either
 
 
 # Arguments and results.
 
 
-def test_arguments_and_results_of_any_kind():
+def test_in_half_supports_any_arguments_and_results():
     seen = []
 
     def function(tree, mask, *, scale, name, bias=None, key):
@@ -303,7 +307,7 @@ def test_arguments_and_results_of_any_kind():
         assert record == (dtype, [dtype, jnp.bfloat16], bool, keywords["key"].dtype, 0.5, "n", None)
 
 
-def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
+def test_float32_result_of_the_half_precision_function_is_not_rounded():
     def function(w, x):
         return jnp.matmul(x, w, preferred_element_type=jnp.float32)
 
@@ -311,12 +315,12 @@ def test_a_result_that_the_function_returns_in_float32_is_not_rounded():
     np.testing.assert_array_equal(jls.autocast(jls.in_half(function))(W, X), expected)
 
 
-def test_a_result_that_the_function_casts_to_yet_another_dtype_goes_into_a_half_precision_matmul():
+def test_result_in_another_half_precision_dtype_is_cast_for_a_matmul():
     half = jls.in_half(lambda w, x: (x @ w).astype(jnp.bfloat16), reference)
     assert set(matmul_dtypes(jls.autocast(lambda w, x: half(w, x) @ w), W, X)) == {"float16"}
 
 
-def test_in_precision_finds_the_other_function():
+def test_in_precision_computes_the_fallback():
     def cast(w, x):
         return jls.in_half(kernel, reference)(w.astype(jnp.float16), x.astype(jnp.float16))
 
@@ -324,12 +328,12 @@ def test_in_precision_finds_the_other_function():
     np.testing.assert_allclose(in_precision(cast)(w, x), reference(w, x), rtol=1e-6)
 
 
-def test_a_result_has_the_dtype_that_the_other_function_gives_it():
+def test_result_has_the_dtype_of_the_fallback():
     by_author = jls.in_half(lambda w, x: x @ w, lambda w, x: (x @ w).astype(jnp.bfloat16))
     assert jls.autocast(by_author)(W, X).dtype == by_author(W, X).dtype == jnp.bfloat16
 
 
-def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
+def test_captured_constant_keeps_its_dtype():
     constant = np.linspace(0, 1, 32, dtype=np.float32).reshape(4, 8)
     shifted = jls.in_half(lambda w, x: kernel(w, x) + constant, lambda w, x: reference(w, x) + constant)
     assert_alike(jax.jit(jls.autocast(shifted))(W, X), by_hand(jnp.float16)(W, X) + constant)
@@ -345,9 +349,9 @@ def test_a_constant_that_the_functions_close_over_keeps_its_dtype():
     ],
     ids=["both", "fallback", "function"],
 )
-def test_a_traced_array_must_be_an_argument(call):
-    """Or it would not be cast, nor be there any more when `autocast` comes."""
-    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is none of its arguments"):
+def test_captured_tracer_raises_an_error(call):
+    """A captured tracer would not be cast, and it would no longer exist when `autocast` evaluates the function."""
+    with pytest.raises(ValueError, match=r"uses a traced array, float32\[8,8\], that is not one of its arguments"):
         jax.jit(call)(W, X)
 
 
@@ -359,7 +363,7 @@ def with_integers(function):
     return loss
 
 
-def test_derivatives_pass_by_integers():
+def test_in_half_is_differentiable_with_integer_results():
     def function(w, x, mask):
         y = jnp.where(mask, jnp.sin(x @ w), 0)
         return y, jnp.argmax(y, axis=-1)
@@ -379,7 +383,7 @@ def test_derivatives_pass_by_integers():
 
 
 @pytest.mark.parametrize("above", [True, False])
-def test_the_names_of_mapped_axes_are_known_inside(above):
+def test_axis_names_are_available_inside_in_half(above):
     def centred(function):
         return lambda w, x: function(w, x) - jax.lax.pmean(function(w, x), "rows")
 
@@ -392,7 +396,7 @@ def test_the_names_of_mapped_axes_are_known_inside(above):
     assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
 
 
-def test_the_devices_of_a_shard_map_exchange_inside():
+def test_collectives_work_inside_in_half():
     def summed(function):
         return lambda w, x: jax.lax.psum(function(w, x), "data")
 
@@ -409,48 +413,48 @@ def test_the_devices_of_a_shard_map_exchange_inside():
 
 
 @pytest.mark.parametrize("is_cast", [True, False])
-def test_effects_take_place_once(is_cast, capfd):
-    def told(function):
-        def told(w, x):
+def test_effects_occur_once(is_cast, capfd):
+    def with_callback(function):
+        def with_callback(w, x):
             jax.debug.print("{} is told", function.__name__, ordered=True)
             return function(w, x)
 
-        return told
+        return with_callback
 
-    half = jls.in_half(told(kernel), told(reference))
+    half = jls.in_half(with_callback(kernel), with_callback(reference))
     jax.jit(jls.autocast(half) if is_cast else half)(W, X).block_until_ready()
     jax.effects_barrier()
-    assert jax.make_jaxpr(jls.in_half(told(kernel)))(W, X).effects
+    assert jax.make_jaxpr(jls.in_half(with_callback(kernel)))(W, X).effects
     assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
-# A function that is for 16 bits only, and no other.
+# A half-precision function without a fallback.
 
 
 @pytest.mark.parametrize("below", ["nothing", "jit", "vmap", "scan", "remat", "cond"])
-def test_without_another_function_it_works_under_autocast_all_the_same(below):
+def test_fallback_is_optional_under_autocast(below):
     function, hand = (loss_of(BELOW[below](each)) for each in (kernel_only, by_hand(jnp.float16)))
     assert_alike(jax.value_and_grad(jls.autocast(function))(W, X), jax.value_and_grad(hand)(W, X))
 
 
 WITHOUT = {
-    "called": lambda f: f(W, X),
-    "compiled": lambda f: jax.jit(f)(W, X),
-    "mapped": lambda f: jax.vmap(f)(W[None], X[None]),
+    "call": lambda f: f(W, X),
+    "jit": lambda f: jax.jit(f)(W, X),
+    "vmap": lambda f: jax.vmap(f)(W[None], X[None]),
     "differentiated": lambda f: jax.grad(loss_of(f))(W, X),
-    "kept": lambda f: jls.autocast(jls.keep_float32(f))(W, X),
-    "differentiated before": lambda f: jls.autocast(jax.grad(loss_of(f)))(W, X),
+    "in keep_float32": lambda f: jls.autocast(jls.keep_float32(f))(W, X),
+    "grad before autocast": lambda f: jls.autocast(jax.grad(loss_of(f)))(W, X),
 }
 
 
 @pytest.mark.parametrize("use", WITHOUT.values(), ids=WITHOUT)
-def test_and_without_autocast_the_error_is_its_own(use):
+def test_missing_fallback_raises_the_error_of_the_function(use):
     with pytest.raises(AssertionError, match="16 bits only") as caught:
         use(kernel_only)
-    assert any("Pass `fallback`" in note for note in caught.value.__notes__)
+    assert any("Pass a `fallback`" in note for note in caught.value.__notes__)
 
 
-def test_a_function_may_be_for_one_dtype_only():
+def test_function_may_support_a_single_dtype():
     def function(w, x):
         assert w.dtype == jnp.bfloat16, "bfloat16 only"
         return w @ x
@@ -462,57 +466,57 @@ def test_a_function_may_be_for_one_dtype_only():
         jls.autocast(half)(X, W)
 
 
-def test_a_program_that_is_saved_holds_none_of_the_arrays_that_an_error_met():
+def test_cached_error_has_no_traceback():
     [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
     assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
 
-# Bad input.
+# Invalid functions.
 
 
 OTHER_RESULTS = {
     "structure": (
         lambda w, x: (reference(w, x),),
-        r"returns \('float\[4,8\]',\) in float32, and float\[4,8\] in float16",
+        r"returns \('float\[4,8\]',\) in float32, but float\[4,8\] in float16",
     ),
-    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, and float\[4,8\] in float16"),
+    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, but float\[4,8\] in float16"),
     "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
-    "no array": (lambda w, x: 3.0, "returns 3.0 in float32"),
+    "not an array": (lambda w, x: 3.0, "returns 3.0 in float32"),
 }
 
 
 @pytest.mark.parametrize(("fallback", "message"), OTHER_RESULTS.values(), ids=OTHER_RESULTS)
-def test_results_that_differ_are_refused(fallback, message):
+def test_different_results_of_function_and_fallback_raise_an_error(fallback, message):
     with pytest.raises(ValueError, match=message):
         jls.in_half(kernel, fallback)(W, X)
 
 
-def test_results_that_depend_on_the_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, and float\[8\] in bfloat16"):
+def test_results_that_depend_on_the_dtype_raise_an_error():
+    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, but float\[8\] in bfloat16"):
         jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
 
 
-def test_an_error_of_the_other_function_comes_at_once():
+def test_error_of_the_fallback_is_raised_immediately():
     with pytest.raises(TypeError, match="dot_general"):
         jax.eval_shape(jls.autocast(jls.in_half(kernel, lambda w, x: x @ w[:3])), W, X)
 
 
-def test_an_error_that_has_nothing_to_do_with_dtypes_comes_at_once():
+def test_error_that_is_unrelated_to_dtypes_is_raised_immediately():
     with pytest.raises(TypeError, match="dot_general") as caught:
         jax.eval_shape(jls.in_half(lambda w, x: x @ w), W, X[:, :3])
     assert not any("fallback" in note for note in caught.value.__notes__)
 
 
-# What reports say.
+# Reports.
 
 
-def test_the_report_counts_the_matmuls_of_the_function():
+def test_report_counts_the_matmuls_of_the_half_precision_function():
     half = jls.in_half(jnp.matmul, lambda x, w: (x @ w) @ jnp.eye(8))
     report = autocast_report(loss_of(half), X, W)
     assert (report.summary.matmuls, report.summary.half_matmuls) == (2, 2)
     assert all("test_in_half.py:" in each.source for each in report.matmuls)
-    beside_a_wide_one = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
-    assert report.not_in_half == beside_a_wide_one.not_in_half == ()
+    beside_float32 = autocast_report(loss_of(lambda x, w: half(x, w) + jls.keep_float32(jnp.matmul)(x, w)), X, W)
+    assert report.not_in_half == beside_float32.not_in_half == ()
 
 
 HERE = "test_in_half.py:"
@@ -523,7 +527,7 @@ REPORTED = {
         jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="in_half")]),
         "a rule of the policy: PrecisionRule('float32', operation='in_half')",
     ),
-    "differentiated before": (
+    "grad before autocast": (
         lambda w, x: jnp.sum(jax.grad(loss_of(either), 1)(w, x) ** 2),
         None,
         "differentiated before `autocast`",
@@ -532,11 +536,11 @@ REPORTED = {
 
 
 @pytest.mark.parametrize(("loss", "policy", "reason"), REPORTED.values(), ids=REPORTED)
-def test_the_report_says_where_the_other_function_is_computed_and_why(loss, policy, reason):
+def test_report_lists_calls_that_compute_the_fallback(loss, policy, reason):
     report = autocast_report(loss, W, X, policy=policy)
     [entry] = report.not_in_half
     assert entry.endswith(f" ({reason})")
     assert HERE in entry
-    assert f"`fallback` of `in_half` is computed: {entry}." in str(report)
+    assert f"`in_half` functions that use their `fallback`: {entry}." in str(report)
     float32 = [each.reason for each in report.matmuls if each.dtype == "float32"]
     assert set(float32) == (set() if "differentiated" in reason else {"in `fallback` of `in_half`"})

@@ -1,4 +1,4 @@
-"""Every matmul of a traced function is listed with its location, its dtype and the reason if it is not in half."""
+"""The list of matmuls of a traced function, with location, dtype, and the reason if a matmul is in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,13 @@ def test_forward_and_backward_matmuls_have_the_reason_of_the_plan():
     ]
 
 
-def test_without_autocast_there_is_no_plan():
+def test_matmuls_without_autocast_have_no_plan():
     is_autocast, found = listed(loss)
     assert not is_autocast
-    assert {reason for *_, reason in found} == {"outside of `autocast`, or made by differentiating"}
+    assert {reason for *_, reason in found} == {"outside of `autocast`, or part of a derivative"}
 
 
-def test_the_flops_of_a_loop_count_every_iteration():
+def test_flops_include_all_iterations_of_a_loop():
     def looped(w, x):
         return jax.lax.fori_loop(0, 3, lambda _, y: y @ w, x)
 

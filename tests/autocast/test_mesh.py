@@ -29,7 +29,7 @@ def loss_fn(w, x):
 
 
 def fully_sharded(w, x):
-    """Weights are gathered where they are used, and their gradients scattered."""
+    """Compute the loss from sharded weights, which are gathered. Their gradients are reduce-scattered."""
 
     def shard(w, x):
         w = jax.lax.all_gather(w, "data", axis=0, tiled=True)
@@ -47,7 +47,7 @@ def moved(function, name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_in_shard_map_weights_are_gathered_and_their_gradients_scattered_half_precision(dtype):
+def test_shard_map_gathers_weights_and_scatters_gradients_in_half_precision(dtype):
     half = jax.value_and_grad(jls.autocast(fully_sharded, dtype))
     assert moved(jax.value_and_grad(fully_sharded), "all_gather") == {"float32"}
     assert moved(half, "all_gather") == {jnp.dtype(dtype).name}
@@ -72,12 +72,12 @@ def clipped(w, x):
 
 
 def penalized(branches):
-    """The gradient of what branches."""
+    """Return a function that adds the gradient of a function with branches to the result of a matmul."""
     return lambda w, x: x @ w + jax.grad(lambda x: jnp.sum(jnp.sin(branches(w, x))))(x)
 
 
 ON_A_SHARD = {
-    "its number": (times_its_number, {"float16", "float32"}),  # any int32
+    "its number": (times_its_number, {"float16", "float32"}),  # The axis index may be any int32.
     "clip": (clipped, {"float16"}),
     "hard_tanh": (lambda w, x: jax.nn.hard_tanh(x @ w) @ w, {"float16"}),
     "a gradient of cond": (
@@ -97,7 +97,7 @@ ON_A_SHARD = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("function", "dtypes"), ON_A_SHARD.values(), ids=ON_A_SHARD)
-def test_what_a_device_makes_of_constants_is_computed_by_none_while_tracing(function, dtypes, check_vma):
+def test_functions_with_constants_inside_shard_map_are_supported(function, dtypes, check_vma):
     sharded = over_shards(function, check_vma=check_vma)
     expected = jax.jit(sharded)(W, X)
     with set_mesh(mesh_of()):
@@ -108,7 +108,7 @@ def test_what_a_device_makes_of_constants_is_computed_by_none_while_tracing(func
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_training_step_is_lowered_for_devices_that_are_not_there(axis_type):
+def test_training_step_can_be_lowered_for_an_abstract_mesh(axis_type):
     mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(axis_type,))
     tx = jls.loss_scaled(optax.adam(1e-3))
 
@@ -129,7 +129,8 @@ def test_a_training_step_is_lowered_for_devices_that_are_not_there(axis_type):
         assert set(matmul_dtypes_in(traced.jaxpr)) == {"float16"}
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mhlo.num_partitions = 64" in text
-    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3  # the weights, and Adam's moments
+    # The buffers of the weights and of Adam's two moments are donated.
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 3
 
 
 COLLECTIVE = re.compile(r"= \(?(\w+)\[[^\]]*\][^=]* (all-gather|all-reduce|reduce-scatter)(?:-start)?\(")
@@ -140,7 +141,7 @@ def collectives(compiled):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_in_jit_with_shardings_weights_are_gathered_half_precision(axis_type):
+def test_jit_with_shardings_gathers_weights_in_half_precision(axis_type):
     mesh = mesh_of(axis_type)
     with set_mesh(mesh):
         w, x = (jax.device_put(each, NamedSharding(mesh, P("data"))) for each in (W, X))
@@ -159,7 +160,7 @@ def test_in_jit_with_shardings_weights_are_gathered_half_precision(axis_type):
         assert distance(plain(w, x), result) < 4e-3
 
 
-def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
+def test_function_in_auto_axes_is_cast():
     with set_mesh(mesh_of(AxisType.Explicit)):
         w, x = jax.device_put(W, P(None, "data")), jax.device_put(X, P("data"))
         loss = jax.sharding.auto_axes(loss_fn, axes=("data",), out_sharding=P())
@@ -168,8 +169,8 @@ def test_a_part_without_explicit_axes_is_cast_on_its_own_mesh():
         assert distance(jax.jit(jax.value_and_grad(loss))(w, x), jax.jit(half)(w, x)) < 4e-3
 
 
-def test_gradients_of_data_parallel_training_are_reduced_half_precision():
-    """So are those of code that is cast by hand; a loss scale that follows the overflow covers both."""
+def test_data_parallel_gradients_are_reduced_in_half_precision():
+    """Manual casts have the same effect. A dynamic loss scale handles overflow in both cases."""
     mesh = mesh_of()
     w, x = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("data")))
     compiled = jax.jit(jax.grad(jls.autocast(loss_fn))).lower(w, x).compile()
@@ -196,8 +197,8 @@ def varying_outside(loss):
         pytest.param(AxisType.Explicit, reduced_outside, marks=needs_jax("0.8.0", "products forget what is reduced")),
     ],
 )
-def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_outside(axis_type, recipe, spec):
-    """Eight summands of 40,000, of which no two can be added in float16."""
+def test_gradients_of_weights_replicated_outside_are_summed_in_float32(axis_type, recipe, spec):
+    """There are eight summands of 40,000. The sum of any two of them overflows in float16."""
     mesh = mesh_of(axis_type)
     half = jls.autocast(lambda w, x: 8 * jnp.mean(x @ w))
 
@@ -213,8 +214,8 @@ def test_gradients_are_summed_over_devices_in_float32_where_weights_are_shared_o
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_function_in_half_is_computed_where_its_arguments_lie(axis_type):
-    """Attention with two heads for each of the keys, mapped over batches of examples, which lie on the devices."""
+def test_in_half_keeps_the_sharding_of_its_arguments(axis_type):
+    """Grouped-query attention with two query heads per key is batched by `jax.vmap`, and its examples are sharded."""
 
     def attend(q, k, v):
         seen = jax.nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
@@ -238,7 +239,7 @@ def test_a_function_in_half_is_computed_where_its_arguments_lie(axis_type):
         assert distance(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), compiled(q, k, v)) < 4e-3
 
 
-def test_a_constraint_inside_stays():
+def test_sharding_constraint_is_kept():
     mesh = mesh_of()
 
     def constrained(w, x):
@@ -257,8 +258,8 @@ def test_a_constraint_inside_stays():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_relu_in_shard_map_is_a_choice_from_outside(check_vma):
-    """Its derivative names the axes of the mesh, which are known inside only."""
+def test_relu_in_shard_map_is_a_selection(check_vma):
+    """The derivative of the relu contains names of mesh axes, which are only defined inside the `jax.shard_map`."""
 
     def shard(w, x):
         return jax.lax.pmean(jnp.mean(jax.nn.relu(x @ w) @ w), "data")
@@ -270,7 +271,7 @@ def test_a_relu_in_shard_map_is_a_choice_from_outside(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_skip_connection_in_shard_map_is_rewritten_from_outside(check_vma):
+def test_skip_connection_in_shard_map_is_rewritten(check_vma):
     def loss_fn(w, x):
         for _ in range(2):
             x = jax.nn.relu(x + jnp.tanh(x @ w))
@@ -291,7 +292,7 @@ def its_backward_rule(residuals, cotangents):
     return x.T @ cotangent, cotangent @ w.T
 
 
-def test_in_shard_map_a_custom_vjp_may_have_an_unused_result():
+def test_custom_vjp_in_shard_map_may_have_an_unused_result():
     function = jax.custom_vjp(matmul_with_row_sums)
     function.defvjp(lambda w, x: (matmul_with_row_sums(w, x), (w, x)), its_backward_rule)
 
@@ -307,7 +308,7 @@ def test_in_shard_map_a_custom_vjp_may_have_an_unused_result():
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_custom_vjp_in_an_eager_shard_map(is_differentiated, check_vma):
+def test_custom_vjp_in_an_eager_shard_map_is_supported(is_differentiated, check_vma):
     """The forward rule calls the function itself, as in the documentation of JAX."""
     function = jax.custom_vjp(matmul_with_row_sums)
     function.defvjp(lambda w, x: (function(w, x), (w, x)), its_backward_rule)
@@ -325,7 +326,7 @@ def test_custom_vjp_in_an_eager_shard_map(is_differentiated, check_vma):
     assert distance(results(lambda loss: loss), results(jls.autocast)) < 4e-3
 
 
-def test_custom_vmap_in_shard_map():
+def test_custom_vmap_in_shard_map_is_supported():
     function = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
     function.def_vmap(lambda axis_size, is_batched, w, x: (x @ w, True))
 

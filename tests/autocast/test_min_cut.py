@@ -1,4 +1,4 @@
-"""The minimum cut, against all cuts that there are; and what the derivatives of operations ask for."""
+"""The minimum cut, compared with all possible cuts, and the operands that the derivatives of operations need."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
 
 
 def all_cuts(edges):
-    """The price of each way to part the nodes, by what is on the side of the sink."""
+    """Yield the price of every possible cut, and the nodes on the side of the sink."""
     nodes = sorted({node for start, end, _ in edges for node in (start, end)} - {"source", "sink"})
     for chosen in itertools.product((False, True), repeat=len(nodes)):
         beyond = {"sink", *(node for node, is_beyond in zip(nodes, chosen, strict=True) if is_beyond)}
@@ -21,8 +21,8 @@ def all_cuts(edges):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
-    """Prices are few, so that there are ties."""
+def test_cut_is_the_cheapest_and_nearest_to_the_sink(seed):
+    """There are only a few different prices, so that different cuts often have the same price."""
     numbers = np.random.default_rng(seed)
     nodes = ["source", *"abcdef", "sink"]
     edges = [
@@ -36,13 +36,13 @@ def test_it_is_a_cheapest_cut_and_of_these_the_nearest_to_the_sink(seed):
     assert _nearest_to_sink(edges) == nearest | {"sink"}
 
 
-def test_large_prices_are_told_apart_from_none():
+def test_small_price_is_distinguished_from_zero():
     edges = [("source", "a", 2.0**40), ("a", "b", 1.0), ("b", "sink", math.inf)]
     assert _nearest_to_sink(edges) == {"b", "sink"}
 
 
-def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
-    """Equinox binds such a `custom_jvp_call` of an empty pytree in every `filter_custom_vjp`."""
+def test_segment_with_only_an_empty_equation():
+    """Each `filter_custom_vjp` of equinox contains such an equation, a `custom_jvp_call` with an empty pytree."""
     without_leaves = jax.custom_jvp(lambda tree: tree)
     without_leaves.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
     matmul = jax.custom_vjp(lambda w: w @ w)
@@ -57,7 +57,7 @@ def test_a_segment_whose_only_equation_has_no_operands_and_no_results():
 
 
 X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
-# An operation, and which of its operands its derivative asks for.
+# Each entry contains an operation, its arguments, and the positions of the operands that its derivative needs.
 NEEDED = {
     "exp": (jnp.exp, (X,), {0}),
     "sum": (lambda x: jax.lax.reduce_sum(x, (0,)), (X,), set()),
@@ -65,14 +65,14 @@ NEEDED = {
     "difference": (jax.lax.sub, (X, X), set()),
     "quotient": (jax.lax.div, (X, X), {0, 1}),
     "mask of a maximum": (jax.lax.max, (X, X), {0, 1}),
-    "choice": (jax.lax.select, (X > 0, X, X), {0}),
+    "selection": (jax.lax.select, (X > 0, X, X), {0}),
     "sign": (jax.lax.sign, (X,), set()),
-    "a rule of its own": (jax.nn.relu, (X,), {0}),
+    "custom_jvp": (jax.nn.relu, (X,), {0}),
 }
 
 
 @pytest.mark.parametrize(("function", "args", "expected"), NEEDED.values(), ids=NEEDED)
-def test_what_a_derivative_asks_for(function, args, expected):
+def test_operands_that_a_derivative_needs(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":
         eqn = eqn.params["jaxpr"].eqns[-1]

@@ -1,4 +1,4 @@
-"""Primitives that a newer JAX than the installed one has; here, primitives of the same names and semantics."""
+"""Primitives of newer versions of JAX, represented by new primitives with the same names and semantics."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def call(name, parameter):
     return primitive
 
 
-def test_data_movement_follows_its_operand():
+def test_data_movement_has_the_dtype_of_its_operand():
     stage = identity("stage")
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: stage.bind(x @ w) @ w))(W, X)
     (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive is stage)
@@ -45,13 +45,13 @@ def function_with(primitive, parameter):
     return function
 
 
-def test_the_jaxpr_of_a_call_is_rewritten():
+def test_jaxpr_of_a_call_is_rewritten():
     function = function_with(call("eval_jaxpr", "call_jaxpr"), "call_jaxpr")
     assert matmul_dtypes(jls.autocast(function), W, X) == ["float16"]
 
 
 @pytest.mark.parametrize("name", ["compute_on", "fused_call"])
-def test_the_jaxpr_of_an_opaque_operation_is_evaluated_as_it_is(name):
+def test_jaxpr_of_an_opaque_operation_is_not_rewritten(name):
     function = function_with(call(name, "jaxpr"), "jaxpr")
     assert matmul_dtypes(jls.autocast(function), W, X) == ["float32"]
     assert matmul_dtypes(jls.autocast(lambda w, x: function(w, x @ w)), W, X) == ["float16", "float32"]
@@ -68,6 +68,6 @@ def test_collectives_are_computed_once_in_float32():
     assert COMPUTED_ONCE.issuperset(COLLECTIVES)
 
 
-def test_all_are_known():
+def test_new_primitives_are_known():
     names = {"broadcast_to", "compute_on", "eval_jaxpr", "fused_call", "stage", *COLLECTIVES}
     assert names <= KNOWN | HIGHER_ORDER

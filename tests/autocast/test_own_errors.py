@@ -33,7 +33,7 @@ def loss(w, x):
     return jnp.sum(jax.nn.relu(x @ w) @ w)
 
 
-def test_an_error_in_a_rule_of_the_user_is_raised_only_by_the_derivative():
+def test_error_in_a_user_rule_is_raised_only_by_the_derivative():
     def with_rule(w, x):
         return jnp.sum(larger(x @ w) @ w)
 

@@ -1,4 +1,4 @@
-"""A rule by parameter is obeyed however the parameter is moved on its way into the product, and by no other product."""
+"""A rule with a parameter pattern applies to the matmuls that use the parameter, even after data movement."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ import jax_lossscale as jls
 MESH = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 FLOAT32 = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter="['kept']")])
-MOVED = {  # a parameter of the shape of W, and what a product takes of it
-    "as it is": (W, lambda w: w),
+# Each entry contains a parameter, and the data movement that computes a matmul operand of the shape of W from it.
+MOVED = {
+    "unchanged": (W, lambda w: w),
     "transposed": (W, jnp.transpose),
     "reshaped": (W.ravel(), lambda w: w.reshape(8, 8)),
     "a slice": (jnp.ones((2, 8, 8)), lambda w: w[1]),
@@ -22,25 +23,25 @@ MOVED = {  # a parameter of the shape of W, and what a product takes of it
         lambda w: jax.lax.dynamic_index_in_dim(w, jnp.argmax(w[0, 0]), keepdims=False),
     ),
     "broadcast": (W[0], lambda w: jnp.broadcast_to(w, (8, 8))),
-    "with an axis more, and less": (W, lambda w: jnp.squeeze(jnp.expand_dims(w, 0), 0)),
+    "expanded and squeezed": (W, lambda w: jnp.squeeze(jnp.expand_dims(w, 0), 0)),
     "cast": (W.astype(jnp.bfloat16), lambda w: w.astype(jnp.float32)),
     "copied": (W, lambda w: jnp.array(w, copy=True)),
     "transposed in jit": (W, jax.jit(jnp.transpose)),
-    "one of a scan": (jnp.ones((2, 8, 8)), None),
+    "slice in a scan": (jnp.ones((2, 8, 8)), None),
     "sharded": (W, lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(MESH, P()))),
     "split": (W, lambda w: jnp.concatenate(jnp.split(w, 2)[::-1])),
     "flipped": (W, lambda w: w[::-1, ::-1]),
-    "taken": (W, lambda w: jnp.take(w, jnp.arange(8)[::-1], axis=0, mode="clip")),
-    "held": (W, lambda w: jax.lax.optimization_barrier((jnp.ones(3), w))[1]),
+    "take": (W, lambda w: jnp.take(w, jnp.arange(8)[::-1], axis=0, mode="clip")),
+    "optimization barrier": (W, lambda w: jax.lax.optimization_barrier((jnp.ones(3), w))[1]),
     "padded": (W, lambda w: jnp.pad(w[:, :4], ((0, 0), (0, 4)))),
     "stacked": (W, lambda w: jnp.stack([w, w])[1]),
     "from a branch": (W, lambda w: jax.lax.cond(w[0, 0] > 0, jnp.transpose, jnp.flip, w)),
-    "chosen": (W, lambda w: jnp.where(jnp.eye(8, dtype=bool), w, 0.0)),
+    "selected by a mask": (W, lambda w: jnp.where(jnp.eye(8, dtype=bool), w, 0.0)),
 }
 
 
 @pytest.mark.parametrize(("parameter", "moved"), MOVED.values(), ids=MOVED)
-def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
+def test_parameter_rule_applies_after_data_movement(parameter, moved):
     def loss(params, x):
         if moved is None:
             x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["kept"])
@@ -51,11 +52,11 @@ def test_a_rule_by_parameter_is_obeyed_wherever_it_is_moved(parameter, moved):
     params = {"kept": parameter, "other": W}
     assert matmul_dtypes(jls.autocast(loss, policy=FLOAT32), params, X) == ["float32", "float16"]
     of_gradient = matmul_dtypes(jax.grad(jls.autocast(loss, policy=FLOAT32)), params, X)
-    assert of_gradient.count("float32") > 1  # the product for its derivative, too
+    assert of_gradient.count("float32") > 1  # The rule also applies to the backward matmul.
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 
-def test_so_it_is_in_a_while_loop():
+def test_parameter_rule_applies_in_a_while_loop():
     def fun(params, x):
         def step(state):
             return state[0] + 1, state[1] @ params["kept"] @ params["other"]
@@ -66,7 +67,7 @@ def test_so_it_is_in_a_while_loop():
     assert matmul_dtypes(jls.autocast(fun, policy=FLOAT32), params, X) == ["float32", "float16"]
 
 
-def test_beside_a_rule_for_a_parameter_others_stand():
+def test_parameter_rule_can_be_combined_with_other_rules():
     policy = jls.PrecisionPolicy([*FLOAT32.rules, jls.PrecisionRule("half", operation="dot_general")])
     params = {"kept": W, "other": W}
     half = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
@@ -74,8 +75,8 @@ def test_beside_a_rule_for_a_parameter_others_stand():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", [name for name in MOVED if name not in ("one of a scan", "sharded")])
-def test_so_it_is_inside_shard_map(name):
+@pytest.mark.parametrize("name", [name for name in MOVED if name not in ("slice in a scan", "sharded")])
+def test_parameter_rule_applies_inside_shard_map(name):
     parameter, moved = MOVED[name]
 
     def loss(params, x):

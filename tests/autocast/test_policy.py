@@ -1,4 +1,4 @@
-"""`keep_float32`, and the rules of a policy: what they speak of, and what they change."""
+"""`keep_float32` and the rules of a policy: the operations that they match, and their effect on these operations."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ compiled = jax.jit(multiplied)
 
 
 def cached(w, x):
-    """A compiled function whose program is the same inside and outside."""
+    """Call a jitted function inside and outside of `keep_float32`. Its jaxpr is cached and is therefore the same."""
     x = compiled(w, x)
     with jls.keep_float32():
         x = compiled(w, x)
@@ -54,7 +54,7 @@ def around_a_loop(w, x):
     return x @ w
 
 
-# Where the mark is, and the dtypes of the products of the forward pass.
+# Functions that use `keep_float32`, and the dtypes of the matmuls of the forward pass.
 MARKED = {
     "context": (lambda w, x: jls.keep_float32(multiplied)(w, x) @ w, [FLOAT32, HALF]),
     "below jit": (lambda w, x: jax.jit(saved)(w, x) @ w, [FLOAT32, HALF]),
@@ -67,20 +67,20 @@ MARKED = {
     "below scan": (in_scan, [FLOAT32, HALF]),
     "around a loop": (around_a_loop, [FLOAT32, HALF]),
     "around custom_vjp": (lambda w, x: jls.keep_float32(with_a_rule)(w, x) @ w, [FLOAT32, HALF]),
-    "two deep": (lambda w, x: jls.keep_float32(saved)(w, x) @ w, [FLOAT32, HALF]),
+    "nested": (lambda w, x: jls.keep_float32(saved)(w, x) @ w, [FLOAT32, HALF]),
 }
 each_mark = pytest.mark.parametrize(("function", "expected"), MARKED.values(), ids=MARKED)
 
 
 @each_mark
-def test_what_is_marked_stays_float32(function, expected):
+def test_matmuls_in_keep_float32_stay_float32(function, expected):
     assert matmul_dtypes(jls.autocast(function), W, X) == expected
     assert matmul_dtypes(jls.autocast(jax.jit(function)), W, X) == expected
     assert matmul_dtypes(jax.jit(jls.autocast(function)), W, X) == expected
 
 
 @each_mark
-def test_so_do_its_derivatives(function, expected):
+def test_derivatives_of_matmuls_in_keep_float32_stay_float32(function, expected):
     loss = jls.autocast(lambda w, x: jnp.sum(function(w, x)))
     found = matmul_dtypes(jax.grad(loss, (0, 1)), W, X)
     assert set(found) == {HALF, FLOAT32}
@@ -90,7 +90,7 @@ def test_so_do_its_derivatives(function, expected):
 @pytest.mark.parametrize(
     "name", ["keep_float32_not", "no keep_float32", "keep_float32[0]", "keep_float32.head", "(keep_float32)"]
 )
-def test_a_scope_whose_name_contains_the_mark_is_not_the_mark(name):
+def test_scope_whose_name_contains_keep_float32_has_no_effect(name):
     def function(w, x):
         with jax.named_scope(name):
             return x @ w
@@ -98,7 +98,7 @@ def test_a_scope_whose_name_contains_the_mark_is_not_the_mark(name):
     assert matmul_dtypes(jls.autocast(function), W, X) == [HALF]
 
 
-def test_operands_that_nothing_rounded_before_are_not_rounded():
+def test_float32_operands_in_keep_float32_are_not_rounded():
     def function(w, x):
         return saved(w.T, jnp.sin(x)), w @ w
 
@@ -106,7 +106,7 @@ def test_operands_that_nothing_rounded_before_are_not_rounded():
 
 
 @each_mark
-def test_without_autocast_the_mark_changes_nothing(function, expected):
+def test_keep_float32_has_no_effect_without_autocast(function, expected):
     assert set(matmul_dtypes(function, W, X)) == {FLOAT32}
 
 
@@ -126,22 +126,22 @@ def head(w, x):
 
 FIRST_LINE = network.__code__.co_firstlineno + 3
 RULES = {
-    "a layer, and what is below": ([{"layer": "encoder"}], [FLOAT32, FLOAT32, HALF]),
+    "a layer and its sublayers": ([{"layer": "encoder"}], [FLOAT32, FLOAT32, HALF]),
     "a path": ([{"layer": "encoder/first"}], [FLOAT32, HALF, HALF]),
     "a pattern": ([{"layer": "*/second"}], [HALF, FLOAT32, HALF]),
     "an operation": ([{"operation": "dot_general"}], [FLOAT32] * 3),
     "a line": ([{"source": f"test_policy.py:{FIRST_LINE}"}], [FLOAT32, HALF, HALF]),
     "a file": ([{"source": "test_policy.py:*"}], [FLOAT32] * 3),
-    "a file, with its folder": ([{"source": "autocast/test_policy.py:*"}], [FLOAT32] * 3),
+    "a file with its folder": ([{"source": "autocast/test_policy.py:*"}], [FLOAT32] * 3),
     "a function": ([{"function": "head"}], [HALF, HALF, FLOAT32]),
-    "all at once": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [FLOAT32, FLOAT32, HALF]),
+    "all patterns": ([{"layer": "encoder", "operation": "dot*", "function": "network"}], [FLOAT32, FLOAT32, HALF]),
     "two rules": ([{"layer": "encoder/first"}, {"function": "head"}], [FLOAT32, HALF, FLOAT32]),
     "the first that matches": ([{"precision": "half", "layer": "*/first"}, {"layer": "*"}], [HALF, FLOAT32, FLOAT32]),
 }
 
 
 @pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
-def test_what_a_rule_speaks_of(rules, expected):
+def test_rule_matches_operations(rules, expected):
     policy = jls.PrecisionPolicy([{"precision": "float32", **rule} for rule in rules])
     half = functools.partial(jls.autocast, policy=policy)
     assert matmul_dtypes(half(network), W, X) == expected
@@ -153,7 +153,7 @@ def test_what_a_rule_speaks_of(rules, expected):
 
 
 @pytest.mark.parametrize("rule", [{"layer": "encoder"}, {"function": "unreadable"}, {"operation": "dot*"}], ids=str)
-def test_a_rule_speaks_of_code_whose_source_cannot_be_read(rule):
+def test_rule_matches_code_without_a_source_file(rule):
     names = {"jax": jax}
     exec("def unreadable(w, x):\n    with jax.named_scope('encoder'):\n        return x @ w", names)
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **rule)])
@@ -180,7 +180,7 @@ def test_brackets_in_a_pattern_match_literally(layer, expected):
     assert matmul_dtypes(following("float32", layer=layer)(in_blocks), W, X) == expected
 
 
-def test_brackets_are_literal_in_parameters_and_functions():
+def test_brackets_match_literally_in_parameters_and_functions():
     def loss(params, x):
         return [x @ w for w in params["w"]]
 
@@ -199,17 +199,17 @@ def project(w, x):
 
 
 @pytest.mark.parametrize("folder", [f"{jax.__path__[0]}opt", f"{jls.__path__[0]}_runs"], ids=["jaxopt", "ours"])
-def test_a_package_whose_name_starts_like_another_is_a_package_of_its_own(folder):
+def test_package_with_the_prefix_of_a_known_package_is_user_code(folder):
     model = {}
     exec(compile(MODEL, f"{folder}/model.py", "exec"), model)
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", function="project")])
     report = jls.diagnostics.autocast_report(
         lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
     )
-    assert {(product.layer, product.dtype) for product in report.matmuls} == {("Block", FLOAT32)}
+    assert {(operation.layer, operation.dtype) for operation in report.matmuls} == {("Block", FLOAT32)}
 
 
-def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
+def test_source_rule_does_not_depend_on_the_working_directory(monkeypatch, tmp_path):
     file = Path(__file__)
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(network(w, x)), W, X)
     sources = [f"{file}:*", f"autocast/{file.name}:*", f"{file.name}:{FIRST_LINE}", report.matmuls[0].source]
@@ -220,7 +220,7 @@ def test_a_rule_by_source_does_not_depend_on_the_working_directory(monkeypatch, 
 
 
 @pytest.mark.parametrize("source", ["policy.py:*", "test_policy.py", f"ocast/test_policy.py:{FIRST_LINE}"])
-def test_a_rule_by_source_matches_whole_components_of_the_path(source):
+def test_source_rule_matches_whole_path_components(source):
     with pytest.warns(UserWarning, match="no operation matches"):
         following("float32", source=source)(network)(W, X)
 
@@ -243,21 +243,21 @@ def loss_of_rule(w, x):
         return jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x)))
 
 
-def test_a_rule_for_a_layer_in_a_backward_rule_does_not_warn():
+def test_layer_rule_that_matches_only_a_backward_rule_does_not_warn():
     loss = following("float32", layer="forward/backward")(loss_of_rule)
     assert matmul_dtypes(jax.grad(loss, (0, 1)), W, X) == [HALF, FLOAT32, FLOAT32]
 
 
-def test_a_rule_for_an_operation_of_a_backward_rule_does_not_warn():
+def test_operation_rule_that_may_match_a_backward_rule_does_not_warn():
     following("float32", layer="forward", operation="transpose")(loss_of_rule)(W, X)
 
 
-def test_a_rule_that_matches_no_operation_warns_despite_a_backward_rule():
+def test_rule_without_a_match_warns_despite_a_backward_rule():
     with pytest.warns(UserWarning, match="no operation matches"):
         following("float32", layer="forwards", operation="transpose")(loss_of_rule)(W, X)
 
 
-def test_a_rule_that_speaks_of_nothing_warns():
+def test_rule_without_a_match_warns():
     policy = jls.PrecisionPolicy(
         [jls.PrecisionRule("float32", layer="decoder"), jls.PrecisionRule("float32", layer="*")]
     )
@@ -277,7 +277,7 @@ def following(precision, **patterns):
     return functools.partial(jls.autocast, policy=jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns)]))
 
 
-def test_half_precision_overrules_a_mark():
+def test_half_precision_rule_overrides_keep_float32():
     def marked(w, x):
         with jls.keep_float32():
             return jnp.matmul(x, w, precision="highest")
@@ -285,13 +285,13 @@ def test_half_precision_overrules_a_mark():
     assert matmul_dtypes(following("half", operation="dot_general")(marked), W, X) == [HALF]
 
 
-def test_half_precision_arithmetic():
+def test_half_precision_rule_applies_to_arithmetic():
     function = following("half", operation="tanh")(network)
     assert dtypes_of("tanh", function, W, X) == [(HALF, HALF)] * 2
     assert distance(network(W, X), function(W, X)) < 4e-3
 
 
-def test_half_precision_arithmetic_takes_its_integers_as_they_are():
+def test_half_precision_rule_does_not_cast_integer_operands():
     def rows(w, x):
         return jnp.tanh(x @ w).at[jnp.array([3, 9])].get(mode="fill", fill_value=0.1) @ w
 
@@ -299,7 +299,7 @@ def test_half_precision_arithmetic_takes_its_integers_as_they_are():
         assert dtypes_of("gather", half(rows), W, X) == [(dtype, "int32", dtype)]
 
 
-def test_what_cannot_be_half_precision_stays_float32_whatever_a_rule_says():
+def test_half_precision_rule_does_not_apply_to_conversions():
     def with_positions(w, x):
         return jnp.tanh(x + jnp.arange(len(w))[None].astype(jnp.float32) * w[:1]) @ w
 
@@ -308,14 +308,14 @@ def test_what_cannot_be_half_precision_stays_float32_whatever_a_rule_says():
     assert dtypes_of("tanh", half, W, X) == [(HALF, HALF)]
 
 
-def test_half_precision_multiplications_have_half_precision_results():
+def test_half_precision_rule_applies_to_outer_products():
     def outer(w, x):
         return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w
 
     assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(HALF,) * 3] * 2
 
 
-def test_a_half_precision_outer_matmul_may_be_written_as_a_matmul():
+def test_half_precision_rule_applies_to_outer_products_with_an_axis_of_size_1():
     def outer(w, x):
         return (x[:, :1] @ w[:1]) @ w
 
@@ -324,7 +324,7 @@ def test_a_half_precision_outer_matmul_may_be_written_as_a_matmul():
 
 @pytest.mark.parametrize("precision", ["half", "float32_result"])
 @pytest.mark.parametrize("number", [1e6, 1e-9])
-def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_cannot_represent(precision, number):
+def test_rule_has_no_effect_on_a_matmul_with_a_constant_out_of_range(precision, number):
     policy = jls.PrecisionPolicy([jls.PrecisionRule(precision, operation="dot_general")])
 
     def loss(x):
@@ -335,11 +335,14 @@ def test_a_rule_has_no_effect_on_a_matmul_with_a_constant_that_half_precision_ca
     np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
     for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
         if each.is_matmul:
-            assert each.reason == f"float16 cannot hold its constant operand, so {policy.rules[0]!r} has no effect here"
+            assert (
+                each.reason
+                == f"its constant operand is outside the range of float16, so {policy.rules[0]!r} has no effect here"
+            )
     assert matmul_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
 
-def test_a_rule_decides_about_a_constant_with_unknown_bounds():
+def test_rule_applies_to_a_matmul_with_a_constant_of_unknown_bounds():
     def function(w, x):
         return x @ jnp.linalg.cholesky(8 * jnp.eye(8))
 
@@ -347,14 +350,14 @@ def test_a_rule_decides_about_a_constant_with_unknown_bounds():
     assert matmul_dtypes(following("half", operation="dot_general")(function), W, X) == [HALF]
 
 
-def test_a_half_precision_mask_does_not_become_infinite():
+def test_half_precision_mask_does_not_become_infinite():
     def function(w, x):
         return jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None])
 
     np.testing.assert_allclose(following("half")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
 
 
-def test_what_is_computed_once_is_made_half_precision_by_no_rule():
+def test_half_precision_rule_does_not_apply_to_cumulative_sums():
     policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="cumsum")])
     with pytest.warns(UserWarning, match="no operation matches"):
         result = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.cumsum(x @ w, axis=1), policy=policy))(W, X)
@@ -362,14 +365,14 @@ def test_what_is_computed_once_is_made_half_precision_by_no_rule():
     assert dtype == FLOAT32
 
 
-def test_what_cannot_be_half_precision_stays_as_it_is():
-    """JAX makes no complex numbers of half precision."""
+def test_half_precision_rule_does_not_apply_to_complex_numbers():
+    """JAX does not have complex numbers in half precision."""
     policy = jls.PrecisionPolicy([jls.PrecisionRule("half")])
     half = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
     assert distance(half(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
 
 
-def test_everything_half_precision():
+def test_half_precision_rule_for_all_operations():
     def loss(w, x):
         return jnp.mean(network(w, x) ** 2)
 
@@ -379,7 +382,7 @@ def test_everything_half_precision():
     assert set(dtypes_of("integer_pow", function, W, X)) == {(HALF, HALF)}
 
 
-def test_between_devices_a_float32_move_moves_float32_and_its_gradient_is_summed_in_float32():
+def test_float32_rule_applies_to_all_gather_and_its_gradient():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
@@ -392,19 +395,18 @@ def test_between_devices_a_float32_move_moves_float32_and_its_gradient_is_summed
         assert matmul_dtypes(half(gathering), W, X) == [HALF]
 
 
-def test_a_rule_that_matches_moves_only_decides_nothing_and_warns():
+def test_rule_that_matches_only_data_movement_warns():
     with pytest.warns(UserWarning, match="no operation matches"):
         following("float32", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
-# How the second parameter comes to its product.
 def convolved(w, x):
     image, kernel = jnp.tile(x[:, :, None], (1, 1, 2)), w.reshape(4, 2, 8)
     return jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
 @pytest.mark.parametrize("function", [multiplied, convolved])
-def test_a_float32_result_is_float32_of_half_precision_operands(function):
+def test_float32_result_rule_keeps_half_precision_operands(function):
     float32_result = following("float32_result", function=function.__name__)(function)
     assert matmul_dtypes(float32_result, W, X) == [f"{HALF} {HALF} {FLOAT32}"]
     assert jnp.all(jnp.isfinite(float32_result(1e3 * W, 1e3 * X)))
@@ -413,7 +415,7 @@ def test_a_float32_result_is_float32_of_half_precision_operands(function):
     assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(float32_result(w, x))), (0, 1))(W, X)) < 2e-3
 
 
-def test_without_recomputing_there_is_no_checkpoint():
+def test_policy_without_recomputation_has_no_checkpoint():
     def loss(w, x):
         return jnp.mean(network(w, x) ** 2)
 
@@ -433,8 +435,8 @@ def residual(w, x):
 
 
 @pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
-def test_what_goes_from_block_to_block_may_be_half_precision(w, x):
-    """The sums are arithmetic, and float32; where they are stored they are float16."""
+def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
+    """The sums are computed in float32 and are stored in float16."""
     half = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
     for function, dtype in ((jls.autocast(residual), FLOAT32), (half, HALF)):
         saved = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
@@ -446,27 +448,27 @@ def test_what_goes_from_block_to_block_may_be_half_precision(w, x):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_kept", "words"),
+    ("given", "options", "words"),
     [
         ({"recompute": 1.0}, {"recompute": True}, "No exceptions"),
         (
             {"recompute": np.float32(2.5)},
             {"recompute": 2.5},
-            "A byte kept for the backward pass counts as 2.5 bytes moved.",
+            "Saving a byte for the backward pass counts as moving 2.5 bytes.",
         ),
-        ({"recompute": 0}, {"recompute": False}, "Nothing is computed again"),
+        ({"recompute": 0}, {"recompute": False}, "No values are recomputed"),
         (
             {"half_residual_stream": np.True_},
             {"recompute": True, "half_residual_stream": True},
-            "What goes from block to block is stored in half precision.",
+            "The residual stream is stored in half precision.",
         ),
     ],
 )
-def test_options_are_saved_and_shown(given, is_kept, words):
+def test_options_are_serialized_and_printed(given, options, words):
     policy = jls.PrecisionPolicy(**given)
     config = json.loads(json.dumps(policy.get_config()))
-    assert config == {"rules": [], **is_kept}
-    assert type(config["recompute"]) is type(is_kept["recompute"])
+    assert config == {"rules": [], **options}
+    assert type(config["recompute"]) is type(options["recompute"])
     assert jls.PrecisionPolicy.from_config(config) == policy
     assert hash(jls.PrecisionPolicy.from_config(config)) == hash(policy)
     assert words in str(policy)
@@ -475,38 +477,38 @@ def test_options_are_saved_and_shown(given, is_kept, words):
 POLICY = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")], recompute=False)
 
 
-def test_a_policy_is_a_value():
+def test_policy_is_hashable_and_serializable():
     again = jls.PrecisionPolicy.from_config(json.loads(json.dumps(POLICY.get_config())))
     assert again == POLICY
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
-    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNothing is computed again in the backward pass."
+    assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNo values are recomputed in the backward pass."
     assert str(jls.PrecisionPolicy()) == "No exceptions from the rule of `autocast`."
 
 
-def test_errors_are_shown_and_saved_and_change_nothing():
+def test_errors_are_serialized_and_printed_but_not_compared():
     policy = jls.PrecisionPolicy(POLICY.rules, errors=[1, 0.01])
     assert policy == jls.PrecisionPolicy(POLICY.rules)
     assert policy.errors == (1.0, 0.01)
     assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config()))).errors == (1.0, 0.01)
-    assert str(policy).startswith("Error against float32: wrong altogether -> 1%.\nfloat32: ")
+    assert str(policy).startswith("Error compared with float32: over 100% -> 1%.\nfloat32: ")
 
 
-def test_an_operation_that_takes_no_parameter_has_an_empty_one():
+def test_parameter_pattern_may_be_empty():
     assert jls.PrecisionRule("float32", parameter="").parameter == ""
 
 
-def test_the_loss_scale_is_shown_and_saved_and_changes_nothing():
+def test_loss_scale_is_serialized_and_printed_but_not_compared():
     policy = jls.PrecisionPolicy(loss_scale=2**15)
     assert policy == jls.PrecisionPolicy()
     assert policy.get_config() == {"rules": [], "recompute": True, "loss_scale": 32768.0}
     assert jls.PrecisionPolicy.from_config(policy.get_config()).loss_scale == 32768.0
     assert "loss_scale" not in jls.PrecisionPolicy().get_config()
-    assert str(policy).endswith("Found to be right at a loss scale of 2^15.")
+    assert str(policy).endswith("Tested at a loss scale of 2^15.")
     for scale, is_below in (0.5, True), (1.0, False):
         assert ("below 1" in str(jls.PrecisionPolicy(loss_scale=scale))) == is_below
 
 
-def test_numbers_of_numpy_become_those_of_python():
+def test_numpy_numbers_are_converted_to_python_numbers():
     config = jls.PrecisionPolicy(recompute=np.False_, loss_scale=np.float32(8)).get_config()
     assert json.loads(json.dumps(config)) == {"rules": [], "recompute": False, "loss_scale": 8.0}

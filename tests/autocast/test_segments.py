@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: results of products, and what the author's arguments hold anyway."""
+"""The values that are saved for the backward pass or recomputed, and the dtype in which values are stored."""
 
 from collections import Counter
 
@@ -16,14 +16,14 @@ X = jnp.ones((4, 16))
 
 
 def saved(fun, *args):
-    """The types of what `jax.vjp` keeps, beside the arguments themselves."""
+    """Return the types of the residuals of `jax.vjp`, except for the arguments of the function."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable: variable.aval for variable in jaxpr.outvars if not isinstance(variable, Literal)}
     return sorted(aval.str_short() for variable, aval in found.items() if variable not in jaxpr.invars)
 
 
-def bytes_kept(fun, *args):
-    """The bytes that `jax.vjp` keeps, beside the arguments themselves."""
+def bytes_saved(fun, *args):
+    """Return the size of the residuals of `jax.vjp` in bytes, except for the arguments of the function."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(fun, *args)[1]))(*args).jaxpr
     found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in found)
@@ -56,7 +56,7 @@ def dropped(y):
 
 
 def scanned(y):
-    """A scan of many small operations, of which none is to be done again."""
+    """Compute an associative scan, which consists of many small operations that must not be recomputed."""
 
     def composed(before, after):
         return before[0] * after[0], before[1] * after[0] + after[1]
@@ -65,7 +65,7 @@ def scanned(y):
 
 
 def squared_outer_product(y):
-    """Sixteen times as large as what it is made of."""
+    """Compute an outer product that is 16 times as large as its operand."""
     return jnp.sum(jnp.sin(y[:, :, None] * y[:, None, :]), -1)
 
 
@@ -84,17 +84,18 @@ def with_a_rule(y):
 
 with_a_rule.defjvps(lambda tangent, result, y: 2 * jnp.cos(y) * tangent)
 
-# What is computed between two products, and what is kept beside their operands: the bytes, of results of 128.
+# Functions between two matmuls, and the number of bytes that may be saved in addition to the operands of the matmuls.
+# The result of the first matmul has 128 bytes.
 BETWEEN = {
     jnp.tanh: 128,
     jax.nn.gelu: 128,
     jax.nn.relu: 128,
     gated: 128,
-    normal_softmax: 0,  # the weights alone, which are the operand
+    normal_softmax: 0,  # Only the softmax is saved, which is the operand of the second matmul.
     masked_softmax: 0,
-    norm: 128 + 2 * 16,  # and both statistics, as float32, rather than to sum up again
+    norm: 128 + 2 * 16,  # Both statistics are saved in float32 instead of being recomputed.
     through_a_broadcast: 128,
-    dropped: 64 + 128,  # a byte for each of the mask, rather than four of random bits
+    dropped: 64 + 128,  # The mask has one byte per element, and the random bits have four.
     squared_outer_product: 128,
     squared_by_a_matmul: 128,
     behind_a_stop: 128,
@@ -103,15 +104,16 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize(("between", "most"), BETWEEN.items(), ids=lambda each: getattr(each, "__name__", str(each)))
-def test_what_is_saved_between_two_matmuls(between, most):
+def test_number_of_bytes_saved_between_two_matmuls(between, most):
     def loss(w, v, x):
         return jnp.sum(between(x @ w) @ v)
 
-    # The weights and the input are kept as they go into the products; so is what goes into the second.
+    # All operands of the matmuls are saved in half precision: two weights, the input, and the operand of the second
+    # matmul.
     operands = 2 * 16 * 16 * 2 + 4 * 16 * 2 + 4 * 16 * 2
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= operands + most
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= operands + most
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= bytes_saved(without, W, W.T, X)
 
 
 @jax.custom_jvp
@@ -124,47 +126,48 @@ def straight_through(primals, tangents):
     return ramp(*primals), *tangents
 
 
-# What ends a block whose result goes into a product and past it, and what is kept of each: as float32, where nothing
-# else says what the derivative asks for.
+# Functions at the end of a residual block, and the number of bytes per element that are saved for each of them. The
+# derivative of `jnp.abs` needs the float32 operand in addition to the rounded result.
 ENDS = {jax.nn.relu: 2, jnp.abs: 2 + 4, ramp: 2}
 
 
 @pytest.mark.parametrize(("end", "size"), ENDS.items(), ids=lambda each: getattr(each, "__name__", str(each)))
-def test_a_relu_before_a_skip_connection_keeps_what_it_is_rounded_to(end, size):
+def test_relu_before_a_skip_connection_saves_its_rounded_result(end, size):
     def loss(weights, x):
         for w in weights:
             x = end(x + jnp.sin(x @ w))
         return jnp.sum(x)
 
     weights = [W] * 4
-    kept_of_a_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16  # the weights, the product, what goes into it
-    assert bytes_kept(jls.autocast(loss), weights, X) <= 4 * kept_of_a_block + 4 * 4 * 16  # and what ends the last
+    # Each block saves its weights, the result of its matmul, and the values for `end`. The last result is in float32.
+    saved_per_block = 16 * 16 * 2 + 2 * 4 * 16 + size * 4 * 16
+    assert bytes_saved(jls.autocast(loss), weights, X) <= 4 * saved_per_block + 4 * 4 * 16
     expected = jax.grad(loss)(weights, X)
     chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(weights, X), expected, rtol=1e-2, atol=1e-2)
 
 
-# What is kept of three blocks, beside weights: without, and with `half_residual_stream`.
+# The residuals of three blocks, except for the weights, without and with `half_residual_stream`.
 HALF, FLOAT32, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
 BLOCKS = {
-    "relu behind the sum": (
+    "relu after the sum": (
         lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T),
         {HALF: 7, FLOAT32: 1},
         {HALF: 7},
     ),
-    "relu before": (lambda w, x: x + jax.nn.relu(x) @ w, {HALF: 4, FLOAT32: 1}, {HALF: 4}),
+    "relu before the matmul": (lambda w, x: x + jax.nn.relu(x) @ w, {HALF: 4, FLOAT32: 1}, {HALF: 4}),
     "norms and relu": (
         lambda w, x: jax.nn.relu(x + norm(jax.nn.relu(norm(x @ w)) @ w)),
         {HALF: 9, FLOAT32: 1, STATISTICS: 12},
         {HALF: 9, STATISTICS: 12},
     ),
-    "norm before": (
+    "norm before the matmul": (
         lambda w, x: x + jnp.tanh(norm(x) @ w) @ w.T,
         {HALF: 4, FLOAT32: 2, STATISTICS: 6},
         {HALF: 7, STATISTICS: 6},
     ),
     "norm": (lambda w, x: norm(x @ w) @ w, {HALF: 7, STATISTICS: 6}, {HALF: 7, STATISTICS: 6}),
     "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {HALF: 7, FLOAT32: 1}, {HALF: 7}),
-    "a product that is used twice": (
+    "a matmul result that is used twice": (
         lambda w, x: (lambda y: jnp.sin(y) @ w + jnp.cos(y) @ w.T)(x @ w),
         {HALF: 8},
         {HALF: 8},
@@ -174,7 +177,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(("block", "plain", "with_half_residual_stream"), BLOCKS.values(), ids=BLOCKS)
-def test_what_is_saved_of_blocks(block, plain, with_half_residual_stream):
+def test_saved_values_of_three_blocks(block, plain, with_half_residual_stream):
     def loss(w, x):
         return jnp.sum(jnp.sin(block(w, block(w, block(w, x)))))
 
@@ -186,7 +189,7 @@ def test_what_is_saved_of_blocks(block, plain, with_half_residual_stream):
         assert {kind: number for kind, number in found.items() if kind != "float16[16,16]"} == expected
 
 
-def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
+def test_relu_before_a_skip_connection_supports_jvp():
     def block(w, x):
         x = jax.nn.relu(x + jnp.sin(x @ w))
         return x + x @ w
@@ -197,21 +200,21 @@ def test_a_relu_before_a_skip_connection_has_its_own_derivative_forward_too():
         assert distance(actual, expected) < 1e-2
 
 
-def test_a_relu_before_a_matmul_in_float32_is_differentiated_as_it_is():
+def test_relu_before_a_float32_matmul_keeps_its_derivative():
     def block(w, x):
         x = jax.nn.relu(x)
         return jnp.sum((x + jls.keep_float32(jnp.matmul)(x, w)) @ w)
 
-    x = jnp.full(X.shape, 1e-9)  # zero in float16
+    x = jnp.full(X.shape, 1e-9)  # This value is zero in float16.
     assert distance(jax.grad(jls.autocast(block), 1)(W, x), jax.grad(block, 1)(W, x)) < 1e-3
 
 
-def test_a_relu_between_matmuls_is_taken_in_half_precision():
+def test_relu_between_matmuls_is_computed_in_half_precision():
     jaxpr = jax.make_jaxpr(jax.grad(jls.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w))))(W, X)
     assert {str(eqn.outvars[0].aval.dtype) for eqn in equations(jaxpr) if eqn.primitive.name == "max"} == {"float16"}
 
 
-def test_a_relu_of_integers_is_no_operand():
+def test_relu_of_integers_is_not_cast():
     def rows(sizes, w):
         return jax.lax.ragged_dot(jnp.ones((4, 16)), w, jax.nn.relu(sizes))
 
@@ -219,7 +222,7 @@ def test_a_relu_of_integers_is_no_operand():
     assert distance(jls.autocast(rows)(sizes, w), rows(sizes, w)) < 1e-3
 
 
-def test_the_operations_of_a_scan_by_halves_are_not_done_again():
+def test_associative_scan_is_not_recomputed():
     def loss(w, v, x):
         return jnp.sum(scanned(x @ w) @ v)
 
@@ -229,12 +232,12 @@ def test_the_operations_of_a_scan_by_halves_are_not_done_again():
     assert 0 < joins(jls.autocast(loss)) <= joins(loss)
 
 
-def test_less_is_saved_of_a_scan_by_halves():
+def test_associative_scan_saves_fewer_bytes():
     def loss(w, v, x):
         return jnp.sum(scanned(x @ w) @ v)
 
     without = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_kept(without, W, W.T, X)
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) < 0.6 * bytes_saved(without, W, W.T, X)
 
 
 def padded(y):
@@ -243,7 +246,7 @@ def padded(y):
     return y[:, :16]
 
 
-def test_what_is_padded_is_not_saved():
+def test_padded_values_are_not_saved():
     def loss(w, v, x):
         return jnp.sum(padded(x @ w) @ v)
 
@@ -251,16 +254,16 @@ def test_what_is_padded_is_not_saved():
     assert not [kind for kind in found if kind.endswith(("[4,20]", "[4,24]", "[4,28]", "[4,32]"))]
 
 
-# A large value, and the steps that make it of small ones.
+# Functions that compute a large value from small values.
 LARGE = {
     "a mask": lambda x, lengths: (jnp.arange(16)[None] < lengths[:, None]).astype(x.dtype),
-    "a table of who goes where": lambda x, lengths: jnp.where(jax.nn.one_hot(lengths, 16) == 1, 2.0, 1.0),
+    "a one-hot table": lambda x, lengths: jnp.where(jax.nn.one_hot(lengths, 16) == 1, 2.0, 1.0),
     "an outer product": lambda x, lengths: lengths.astype(x.dtype)[:, None] @ jnp.ones((1, 16)),
 }
 
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
-def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large):
+def test_large_value_from_small_values_is_recomputed_in_each_segment(large):
     def loss(w, x, lengths):
         mask = large(x, lengths)
         return jnp.sum(jnp.sin(((x @ w) * mask) @ w) * mask) + jnp.sum(mask)
@@ -274,7 +277,7 @@ def test_what_is_large_and_made_of_small_values_is_made_where_it_is_taken(large)
 
 
 @pytest.mark.parametrize(("rows", "is_large"), [(2, False), (3, True)])
-def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
+def test_value_is_large_if_it_has_more_than_twice_the_bytes_of_its_operands(rows, is_large):
     def loss(w, x, row):
         made = 2.0 * jnp.broadcast_to(row[None], x.shape)
         return jnp.sum(jnp.sin(((x @ w) * made) @ w) * made)
@@ -283,7 +286,7 @@ def test_large_is_what_has_more_than_twice_the_bytes(rows, is_large):
     assert (f"float32[{rows},16]" in set().union(*taken_by_segments(jaxpr))) != is_large
 
 
-def test_what_is_large_and_made_by_an_exponential_is_made_once():
+def test_large_exponential_is_computed_once():
     def loss(w, x, numbers):
         large = jnp.exp(numbers[:, None] * jnp.arange(16.0)[None])
         return jnp.sum(jnp.sin(((x @ w) * large) @ w) * large)
@@ -292,21 +295,21 @@ def test_what_is_large_and_made_by_an_exponential_is_made_once():
     assert text.count("= exp ") == 1
 
 
-def test_a_dearer_byte_is_saved_less_often():
-    """Where something is kept only since it is dear to compute: the dial between time and memory."""
+def test_higher_price_of_saved_bytes_saves_fewer_bytes():
+    """The value of `recompute` is the price of a saved byte. It trades time for memory."""
 
     def loss(w, v, x):
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
 
     found = [
-        bytes_kept(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
+        bytes_saved(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
         for recompute in (False, 0.01, True, 100.0)
     ]
     assert found == sorted(found, reverse=True)
     assert len(set(found)) > 2
 
 
-def test_what_is_computed_again_in_a_loop_needs_no_barrier():
+def test_recomputation_in_a_loop_has_no_barrier():
     def loss(w, x):
         x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
         return jnp.sum(jnp.sin(x @ w))
@@ -326,18 +329,18 @@ def test_what_is_computed_again_in_a_loop_needs_no_barrier():
     ],
     ids=["while", "scan"],
 )
-def test_what_a_policy_or_a_loop_does_not_have_computed_again_is_not(around, recompute, number):
+def test_recomputation_depends_on_policy_and_loop(around, recompute, number):
     def function(w, x):
         return around(lambda x: jnp.tanh(x @ w) @ w)(x)
 
     policy = jls.PrecisionPolicy(recompute=recompute)
     names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jls.autocast(function, policy=policy))(W, X))]
     found = sum(name in ("remat2", "checkpoint") for name in names)
-    assert found == (number if "scan" in names else 0)  # a while loop has no backward pass
+    assert found == (number if "scan" in names else 0)  # A while loop has no backward pass.
 
 
-def test_what_is_computed_again_as_a_whole_is_so_in_parts():
-    """While the backward pass of a checkpoint runs, as much is kept as without the checkpoint."""
+def test_checkpoint_is_recomputed_in_segments():
+    """The backward pass of a checkpoint saves the same values as a forward pass without the checkpoint."""
 
     def block(w, x):
         return jnp.sin(jnp.exp(-jnp.square(x @ w))) @ w
@@ -352,8 +355,8 @@ def test_what_is_computed_again_as_a_whole_is_so_in_parts():
     assert len(saved(inside)) < len(saved(jls.autocast(block, policy=jls.PrecisionPolicy(recompute=False))))
 
 
-def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
-    """Such as queries, keys and values of attention, which are results of products."""
+def test_residuals_of_a_custom_vjp_are_saved_in_half_precision():
+    """For example, the queries, keys and values of attention are results of matmuls."""
 
     def plain(q, k, v):
         return jax.nn.softmax(q @ k.T) @ v
@@ -364,13 +367,13 @@ def test_what_a_custom_vjp_keeps_is_half_precision_where_it_is_stored_so():
     def loss(w, x):
         return jnp.sum(attention(x @ w, x @ (w + 1), x @ w.T) @ w)
 
-    assert saved(loss, W, X).count("float32[4,16]") == 4  # the result of the rule, too
+    assert saved(loss, W, X).count("float32[4,16]") == 4  # The fourth residual is the result of the rule.
     assert {each.partition("[")[0] for each in saved(jls.autocast(loss), W, X)} == {"float16"}
     gradients = (jax.grad(function)(W, X) for function in (loss, jls.autocast(loss)))
     assert distance(*gradients) < 2e-3
 
 
-def test_a_rule_for_a_matmul_keeps_no_more():
+def test_half_precision_rule_does_not_change_the_saved_values():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
 
@@ -387,7 +390,7 @@ def joined(y):
 
 
 @pytest.mark.parametrize("move", [turned, joined])
-def test_what_is_moved_and_needed_later_is_saved_once(move):
+def test_moved_value_is_saved_once(move):
     """The result of the matmul is saved in half precision, and the concatenation is recomputed."""
 
     def loss(w, v, x):
@@ -396,28 +399,28 @@ def test_what_is_moved_and_needed_later_is_saved_once(move):
         first = jnp.sum(jnp.sin(moved) * moved) + jnp.sum(jnp.cos(y))
         return first + jnp.sum(jnp.sin(move(jnp.tanh(y) @ v)) * moved)
 
-    # The weights, the input and both results, all in half precision, and the operand of the second matmul.
-    assert bytes_kept(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
+    # The weights, the input, both results and the operand of the second matmul are saved in half precision.
+    assert bytes_saved(jls.autocast(loss), W, W.T, X) <= 2 * 16 * 16 * 2 + 4 * 4 * 16 * 2
 
 
 MOVED = {
-    "of a product, into arithmetic": (lambda w, x: jnp.sin((x @ w).T), "float16"),
-    "of arithmetic, into a product": (lambda w, x: jnp.sin(x).T @ x, "float16"),
-    "of arithmetic, into arithmetic": (lambda w, x: jnp.exp(jnp.sin(x).T), "float32"),
-    "of an argument, into both": (lambda w, x: (lambda y: y @ x + jnp.sum(jnp.sin(y)))(x.T), "float32"),
+    "from a matmul to arithmetic": (lambda w, x: jnp.sin((x @ w).T), "float16"),
+    "from arithmetic to a matmul": (lambda w, x: jnp.sin(x).T @ x, "float16"),
+    "from arithmetic to arithmetic": (lambda w, x: jnp.exp(jnp.sin(x).T), "float32"),
+    "from an argument to both": (lambda w, x: (lambda y: y @ x + jnp.sum(jnp.sin(y)))(x.T), "float32"),
 }
 
 
 @pytest.mark.parametrize(("function", "dtype"), MOVED.values(), ids=MOVED)
-def test_what_only_moves_numbers_follows(function, dtype):
+def test_data_movement_has_the_dtype_of_its_operand_or_use(function, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(function))(W, X)
     moved = {eqn.invars[0].aval.dtype.name for eqn in equations(jaxpr) if eqn.primitive.name == "transpose"}
     assert moved == {dtype}
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 1, 16), "float16"), ((4, 3, 16), "float32")])
-def test_a_broadcast_is_half_precision_if_it_repeats_nothing(shape, dtype):
-    """Else the cotangents of what is repeated are added up."""
+def test_broadcast_is_half_precision_if_it_repeats_no_values(shape, dtype):
+    """If values are repeated, their cotangents are summed, which requires float32."""
 
     def function(w, x):
         return jnp.sin(jax.lax.broadcast_in_dim(x @ w, shape, (0, 2)))
@@ -427,13 +430,13 @@ def test_a_broadcast_is_half_precision_if_it_repeats_nothing(shape, dtype):
 
 
 IN_BOTH = {
-    "one of two parts goes into a product": lambda w, y: (lambda a, b: (a @ w, b))(*jax.lax.split(y, (8, 8))),
-    "a move goes into a product, and into arithmetic": lambda w, y: (lambda moved: (moved @ w, moved))(y.T),
+    "a matmul uses one of two parts": lambda w, y: (lambda a, b: (a @ w, b))(*jax.lax.split(y, (8, 8))),
+    "a matmul and arithmetic use the transpose": lambda w, y: (lambda moved: (moved @ w, moved))(y.T),
 }
 
 
 @pytest.mark.parametrize("split", IN_BOTH.values(), ids=IN_BOTH)
-def test_what_goes_into_arithmetic_is_not_rounded_for_a_matmul(split):
+def test_operand_of_arithmetic_is_not_rounded_for_a_matmul(split):
     def function(w, x):
         product, rest = split(w, jnp.sin(w + 0.1))
         return jnp.exp(rest), product
@@ -442,13 +445,13 @@ def test_what_goes_into_arithmetic_is_not_rounded_for_a_matmul(split):
 
 
 ADDED_UP = {
-    "of two uses": lambda y: (jnp.sin(y), jnp.cos(y)),
-    "of two moves": lambda y: (jnp.sin(y.T), jnp.cos(y[::-1])),
+    "two uses": lambda y: (jnp.sin(y), jnp.cos(y)),
+    "two data movements": lambda y: (jnp.sin(y.T), jnp.cos(y[::-1])),
 }
 
 
 @pytest.mark.parametrize("uses", ADDED_UP.values(), ids=ADDED_UP)
-def test_cotangents_are_added_up_in_float32(uses):
+def test_cotangents_are_summed_in_float32(uses):
     def loss(w, x):
         return sum(map(jnp.sum, uses(x @ w)))
 
@@ -460,7 +463,7 @@ def test_cotangents_are_added_up_in_float32(uses):
     assert sums == ["float32"]
 
 
-def test_what_is_moved_into_two_matmuls_is_cast_once():
+def test_value_that_is_moved_into_two_matmuls_is_cast_once():
     def function(w, x):
         y = jnp.sin(w)
         return y.T @ w, y[::-1] @ w
@@ -470,7 +473,7 @@ def test_what_is_moved_into_two_matmuls_is_cast_once():
         for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
         if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float16
     ]
-    assert len(casts) == 3  # of `y`, and at each use of the argument
+    assert len(casts) == 3  # There is one cast of `y`, and one for each use of `w`.
 
 
 def test_without_recomputation_float32_values_are_saved():
@@ -481,7 +484,7 @@ def test_without_recomputation_float32_values_are_saved():
     assert "float32[4,16]" in saved(jls.autocast(loss, policy=policy), W, X)
 
 
-def test_a_mask_for_all_heads_is_not_saved_for_each():
+def test_mask_of_all_heads_is_not_saved_for_each_head():
     def loss(q, k, mask):
         scores = jnp.einsum("hqd,hkd->hqk", q, k)
         return jnp.sum(jax.nn.softmax(jnp.where(mask[None], scores, -jnp.inf)) ** 2)
@@ -502,8 +505,8 @@ def test_random_numbers_are_drawn_once():
 
 
 @pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one `jax.checkpoint` only")
-def test_with_the_other_checkpoint_of_jax_as_much_is_computed_once():
-    """Its program holds what it does not need, which XLA leaves out."""
+def test_remat3_compiles_to_the_same_operations():
+    """The jaxpr of this `jax.checkpoint` contains unused equations, which XLA removes."""
 
     def loss(w, v, x):
         return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
@@ -535,7 +538,7 @@ KEEPING = jax.checkpoint_policies.dots_saveable
     ],
     ids=["outside", "inside"],
 )
-def test_a_checkpoint_of_the_user_keeps_what_it_says(around):
+def test_checkpoint_policy_of_the_user_is_respected(around):
     def loss(w, v, x):
         return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
 
@@ -560,14 +563,14 @@ def put(x):
 put.defjvps(lambda tangent, result, x: 2 * tangent)
 ONCE = {
     "a loop": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.sin(y), None), y, length=2)[0], "scan"),
-    "a loop of products": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), y, length=2)[0], "scan"),
-    "what sorts, with a rule": (lambda w, y: largest_first(y), "sort"),
-    "what moves between devices, with a rule": (lambda w, y: put(y), "device_put"),
+    "a loop of matmuls": (lambda w, y: jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), y, length=2)[0], "scan"),
+    "sort in a custom_jvp": (lambda w, y: largest_first(y), "sort"),
+    "device_put in a custom_jvp": (lambda w, y: put(y), "device_put"),
 }
 
 
 @pytest.mark.parametrize(("function", "name"), ONCE.values(), ids=ONCE)
-def test_what_costs_is_computed_once(function, name):
+def test_expensive_operation_is_computed_once(function, name):
     def loss(w, x):
         return jnp.sum(jnp.cos(function(w, jnp.tanh(x @ w)) * 2) @ w)
 
@@ -578,8 +581,8 @@ def test_what_costs_is_computed_once(function, name):
     assert half == plain > 0
 
 
-def test_a_pool_that_goes_into_a_matmul_is_computed_once():
-    """What is written by itself is read again; to make it again, it would be written and read."""
+def test_pool_before_a_matmul_is_computed_once():
+    """A pool writes its result to memory. If it were recomputed, the result would be written twice."""
 
     def loss(w, x):
         return jnp.sum(jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME") @ w)
@@ -588,8 +591,8 @@ def test_a_pool_that_goes_into_a_matmul_is_computed_once():
     assert [eqn.primitive.name for eqn in eqns].count("reduce_window_max") == 1
 
 
-def test_what_is_only_compared_is_not_saved():
-    """No derivative goes through a comparison; sums are kept, which would be made of more than they are."""
+def test_value_that_is_only_compared_is_not_saved():
+    """A comparison has no derivative. A sum is saved because it is smaller than its operand."""
 
     def loss(w, v, x):
         y = x @ w
@@ -603,8 +606,8 @@ def test_what_is_only_compared_is_not_saved():
     )
 
 
-def test_a_table_of_positions_is_computed_once():
-    """No derivative goes through it, so none asks for what it is made of."""
+def test_position_table_is_computed_once():
+    """The table does not depend on the arguments, so the backward pass does not need the angles."""
 
     def loss(w, x):
         angles = jnp.outer(jnp.arange(5000.0), 1e4 ** -jnp.linspace(0.0, 1.0, len(w)))[::500]
@@ -614,7 +617,7 @@ def test_a_table_of_positions_is_computed_once():
     assert [eqn.primitive.name for eqn in eqns].count("sin") == 1
 
 
-def test_what_a_rule_makes_float32_moves_between_devices_once():
+def test_float32_value_is_moved_between_devices_once():
     def loss(w, x):
         return jnp.sum(jnp.cos(jax.device_put(jnp.tanh(x @ w), jax.devices()[0]) * 2) @ w)
 
@@ -655,13 +658,13 @@ def phases(w, x):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("loss", [spectral, phases])
-def test_complex_numbers_may_lie_between_matmuls(loss):
+def test_complex_numbers_between_matmuls_are_supported(loss):
     half, expected = jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), W, X)) >= {"float16"}
     assert distance(half, expected) < 4e-3
 
 
-def test_a_function_without_a_derivative_may_stand_between_matmuls():
+def test_function_without_a_derivative_between_matmuls_is_supported():
     @jax.custom_jvp
     def fixed(time):
         return 2 * time

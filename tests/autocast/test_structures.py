@@ -1,4 +1,4 @@
-"""The rule, inside everything that JAX puts around operations."""
+"""The rule of `autocast` inside the higher-order primitives and transformations of JAX."""
 
 import functools
 import re
@@ -27,7 +27,7 @@ def test_every_matmul_is_half_precision_forward_and_backward(program):
 
 @functools.cache
 def results(program):
-    """Value and gradients in float32, and under autocast; the gradient, under autocast as a whole."""
+    """Return value and gradients in float32 and under `autocast`, and gradients with `autocast` outside `jax.grad`."""
     functions = [
         jax.value_and_grad(program, (0, 1)),
         jax.value_and_grad(jls.autocast(program), (0, 1)),
@@ -37,15 +37,15 @@ def results(program):
 
 
 @each_program
-def test_the_result_is_that_of_float32_but_for_rounding(program):
-    (value, grads), (narrow_value, narrow_grads), _ = results(program)
-    assert jnp.abs(value - narrow_value) < 2e-3 * value
-    assert distance(grads, narrow_grads) < 4e-3
-    assert [leaf.dtype for leaf in jax.tree.leaves((narrow_value, narrow_grads))] == [jnp.float32] * 3
+def test_result_equals_float32_except_for_rounding(program):
+    (value, grads), (half_value, half_grads), _ = results(program)
+    assert jnp.abs(value - half_value) < 2e-3 * value
+    assert distance(grads, half_grads) < 4e-3
+    assert [leaf.dtype for leaf in jax.tree.leaves((half_value, half_grads))] == [jnp.float32] * 3
 
 
 @each_program
-def test_autocast_of_the_gradient_works_too(program):
+def test_autocast_of_a_gradient_function(program):
     (_, (grad, _)), _, half = results(program)
     assert distance(grad, half) < 4e-3
     assert set(matmul_dtypes(jls.autocast(jax.grad(program)), W, X)) == {"float16"}
@@ -62,13 +62,14 @@ with_a_rule.defjvp(
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 sharded = functools.partial(jax.shard_map, mesh=MESH, in_specs=jax.P("data"), out_specs=jax.P("data"))
 HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-# What goes from one product into another, through what JAX puts around operations: (function, primitive, which, dtype).
-BETWEEN_PRODUCTS = {
-    "what a scan stacks": (
+# Functions with a higher-order primitive between two matmuls. Each entry contains a function, the name of the
+# primitive, whether to read its operands or its results, and the expected dtype of the last one.
+BETWEEN_MATMULS = {
+    "the stacked results of a scan": (
         lambda w, x: jax.lax.scan(lambda carry, x: (carry, x @ w), 0.0, jnp.stack([x, x]))[1] @ w,
         ("scan", "outvars", "float16"),
     ),
-    "the carry of a scan, which is of one type": (
+    "the carry of a scan": (
         lambda w, x: jax.lax.scan(lambda carry, _: (carry @ w, None), x, length=2)[0] @ w,
         ("scan", "outvars", "float32"),
     ),
@@ -76,25 +77,25 @@ BETWEEN_PRODUCTS = {
         lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x) @ w,
         ("cond", "outvars", "float16"),
     ),
-    "the result of branches, of which one has no product": (
+    "the result of branches with and without a matmul": (
         lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, jnp.sin, x) @ w,
         ("cond", "outvars", "float32"),
     ),
     "the result of remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, w) @ w, ("remat2", "outvars", "float16")),
-    "the result of a call that says where it lies": (
+    "the result of a jit with out_shardings": (
         lambda w, x: jax.jit(jnp.matmul, out_shardings=HERE)(x, w) @ w,
         ("jit", "outvars", "float32"),
     ),
     "the result of shard_map": (lambda w, x: sharded(jnp.matmul)(x, w) @ w, ("shard_map", "outvars", "float16")),
-    "the argument of a function with a rule": (
+    "the argument of a custom_jvp function": (
         lambda w, x: with_a_rule(w, x @ w),
         ("custom_jvp_call", "invars", "float16"),
     ),
 }
 
 
-@pytest.mark.parametrize(("function", "expected"), BETWEEN_PRODUCTS.values(), ids=BETWEEN_PRODUCTS)
-def test_what_goes_from_matmul_to_matmul_is_half_precision_where_its_type_is_free(function, expected):
+@pytest.mark.parametrize(("function", "expected"), BETWEEN_MATMULS.values(), ids=BETWEEN_MATMULS)
+def test_value_between_matmuls_is_half_precision_if_its_dtype_is_not_fixed(function, expected):
     primitive, which, dtype = expected
     eqns = jax.make_jaxpr(jls.autocast(function))(W, X).eqns
     names = {"remat2": ("remat2", "checkpoint"), "jit": ("jit", "pjit")}.get(primitive, (primitive,))
@@ -103,22 +104,23 @@ def test_what_goes_from_matmul_to_matmul_is_half_precision_where_its_type_is_fre
 
 
 @each_program
-def test_autocast_twice_is_autocast(program):
+def test_autocast_twice_equals_autocast_once(program):
     once, twice = (
-        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))  # addresses of functions
+        # The addresses of functions are removed because they differ.
+        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))
         for function in (jls.autocast(program), jls.autocast(jls.autocast(program)))
     )
     assert once == twice
 
 
 @each_program
-def test_in_float32_it_is_the_function_itself(program):
+def test_autocast_to_float32_returns_the_function(program):
     assert jls.autocast(program, jnp.float32) is program
 
 
 @each_program
-def test_layers_are_those_of_the_program(program):
-    """Where an equation lies in a call, its layer is read within that of the call."""
+def test_layers_of_operations_are_unchanged(program):
+    """The layer of an equation inside a call is relative to the layer of the call."""
 
     def layers(function):
         return {str(eqn.source_info.name_stack) for eqn in equations(jax.make_jaxpr(function)(W, X))} - {""}

@@ -1,4 +1,4 @@
-"""The table of what lies inside equations, and the one of kinds of primitives."""
+"""The sub-jaxprs of equations, the tables of primitives, the layers of operations, and factorizations in loops."""
 
 import functools
 import operator
@@ -27,20 +27,20 @@ def solved_by_steps(w, x):
 
 
 def types(atoms, positions, is_part):
-    """Those of some operands or results, without the first axis where each iteration has a part."""
+    """Return the types of some operands or results, without the first axis if it is sliced by the iterations."""
     avals = [(n, atoms[n].aval) for n in positions if n >= 0]
     return [(aval.shape[1:] if is_part(n) else aval.shape, aval.dtype) for n, aval in avals]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, solved, solved_by_steps], ids=lambda program: program.__name__)
-def test_operands_are_arguments_and_results_are_results(program):
-    """They are of the same types."""
+def test_subjaxprs_have_the_types_of_operands_and_results(program):
+    """Operands have the types of the inputs of the sub-jaxpr, and results have the types of its outputs."""
     for eqn in equations(jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(program(*args))))(W, X)):
         bodies, carried, sliced, _ = found = subjaxprs(eqn)
         assert bool(bodies) == (eqn.primitive.name in HIGHER_ORDER)
         is_stacked = functools.partial(operator.le, len(carried)) if eqn.primitive.name == "scan" else lambda n: False
         for closed, operands, results in bodies:
-            if eqn.primitive.name == "shard_map":  # whose types inside are those of one device
+            if eqn.primitive.name == "shard_map":  # The jaxpr has the types of one shard.
                 continue
             given = [v for v, n in zip(closed.jaxpr.invars, operands, strict=True) if n >= 0]
             made = [v for v, n in zip(closed.jaxpr.outvars, results, strict=True) if n >= 0]
@@ -50,21 +50,23 @@ def test_operands_are_arguments_and_results_are_results(program):
             assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
 
 
-DATA_MOVEMENT = {  # of each result of a move of W and X, which operands it holds
-    "as it is, once more": (lambda w, x: jnp.array(w, copy=True), [[0]]),
-    "joined": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
-    "in two": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
-    "chosen by a mask": (lambda w, x: jax.lax.select(w > 0, x, w), [[1, 2]]),
-    "taken": (lambda w, x: jax.lax.dynamic_slice(x, (w[0, 0].astype(int), 0), (2, 8)), [[0]]),
-    "put": (lambda w, x: jax.lax.dynamic_update_slice(x, w[:2], (w[0, 0].astype(int), 0)), [[0, 1]]),
-    "each by itself": (lambda w, x: jax.lax.optimization_barrier((w, x)), [[0], [1]]),
-    "a cast": (lambda w, x: x.astype(jnp.float16), [[0]]),
-    "a sum": (jnp.add, None),
+# Each entry contains a function and, for each result of its last operation, the positions of the operands that it
+# contains.
+DATA_MOVEMENT = {
+    "copy": (lambda w, x: jnp.array(w, copy=True), [[0]]),
+    "concatenate": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
+    "split": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
+    "select": (lambda w, x: jax.lax.select(w > 0, x, w), [[1, 2]]),
+    "dynamic_slice": (lambda w, x: jax.lax.dynamic_slice(x, (w[0, 0].astype(int), 0), (2, 8)), [[0]]),
+    "dynamic_update_slice": (lambda w, x: jax.lax.dynamic_update_slice(x, w[:2], (w[0, 0].astype(int), 0)), [[0, 1]]),
+    "optimization_barrier": (lambda w, x: jax.lax.optimization_barrier((w, x)), [[0], [1]]),
+    "cast": (lambda w, x: x.astype(jnp.float16), [[0]]),
+    "add": (jnp.add, None),
 }
 
 
 @pytest.mark.parametrize(("program", "moved"), DATA_MOVEMENT.values(), ids=DATA_MOVEMENT)
-def test_which_operands_a_move_moves(program, moved):
+def test_moved_operands_of_data_movement(program, moved):
     *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
     found = primitives.moved_operands(eqn)
     assert (found and list(map(list, found))) == moved
@@ -82,12 +84,12 @@ def test_which_operands_a_move_moves(program, moved):
         ("jvp()", ""),
     ],
 )
-def test_the_layer_is_what_scopes_have_written_once(stack, layer):
+def test_layer_removes_transformations_from_the_name_stack(stack, layer):
     assert location._layer(stack) == layer
 
 
-def test_what_is_inside_is_found_in_every_kind():
-    """The table itself, by what one sees in a program: which operand each argument is, which result each result."""
+def test_subjaxprs_of_a_while_loop():
+    """The mapping of operands and results is compared with the jaxpr of the loop."""
 
     def loop(w, x):
         return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
@@ -99,7 +101,8 @@ def test_what_is_inside_is_found_in_every_kind():
     assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
 
 
-# What is no operation of a program that one writes: parts of kernels, and what JAX makes while it traces or lowers.
+# Primitives that user programs do not contain: parts of kernels, and primitives that JAX only uses while it traces or
+# lowers a function.
 _NOT_MET = {
     *("call", "core_map", "closed_call", "create_linear", "custom_lin", "cudnn_fusion", "delay"),
     *("get_global", "jaxpr_call", "masked_load", "masked_swap", "mpmd_map", "multiple_of", "num_programs", "pin"),
@@ -113,8 +116,8 @@ _NOT_MET = {
 }
 
 
-def test_every_primitive_of_jax_is_in_a_table():
-    """Except those of experimental modules, which `autocast_report` lists."""
+def test_every_jax_primitive_is_in_a_table():
+    """Primitives of experimental modules are excluded, because `autocast_report` lists them."""
     found = {
         value.name
         for name, module in list(sys.modules.items())
@@ -129,7 +132,7 @@ def test_every_primitive_of_jax_is_in_a_table():
     assert {name for name in unknown if not name.startswith(("probe", "spsolve", "todense"))} == set()
 
 
-def test_kinds_do_not_contradict_one_another():
+def test_kinds_of_primitives_are_disjoint():
     kinds = [
         primitives.MATMULS,
         primitives.DATA_MOVEMENT,
@@ -147,7 +150,7 @@ _strange.def_impl(lambda x: x)
 _strange.def_abstract_eval(lambda aval: aval)
 
 
-def test_what_is_in_no_table_takes_and_gives_float32():
+def test_unknown_primitive_is_computed_in_float32():
     def function(w, x):
         return _strange.bind(x @ w) @ w
 
@@ -157,13 +160,13 @@ def test_what_is_in_no_table_takes_and_gives_float32():
     assert matmul_dtypes(jls.autocast(function), W, X) == ["float16"] * 2
 
 
-def test_what_is_in_no_table_is_told():
+def test_unknown_primitive_is_reported():
     report = jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jax.lax.stop_gradient(_strange.bind(x)) @ w), W, X)
     assert [each.split(" ")[0] for each in report.opaque_operations] == ["strange"]
     assert not jls.diagnostics.autocast_report(lambda w, x: jnp.sum(jnp.sin(x) @ w), W, X).opaque_operations
 
 
-# Linear algebra.
+# Factorizations in loops.
 
 
 def factored_in_a_while_loop(w):
@@ -176,7 +179,7 @@ def factored_in_a_while_loop(w):
     return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[1]
 
 
-def test_a_matmul_that_a_loop_factors_in_its_next_iteration_stays_float32():
+def test_matmul_that_the_next_iteration_factors_stays_float32():
     w = jax.random.normal(jax.random.key(0), (64, 8))
     assert matmul_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
     np.testing.assert_array_equal(jls.autocast(factored_in_a_while_loop)(w), factored_in_a_while_loop(w))
@@ -188,7 +191,7 @@ def in_scans(depth, function):
     return function
 
 
-def test_nested_loops_around_a_factorization_are_read_in_linear_time(monkeypatch):
+def test_nested_loops_around_a_factorization_are_analyzed_in_linear_time(monkeypatch):
     reads = []
     inlined = linear_algebra.inlined
     monkeypatch.setattr(linear_algebra, "inlined", lambda closed: reads.append(closed) or inlined(closed))

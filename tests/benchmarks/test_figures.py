@@ -1,4 +1,4 @@
-"""The figures of the pages that the benchmarks draw: their legends, and what their axes say."""
+"""Legends and axis labels of the benchmark figures on the pages."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 SETTINGS = ["bfloat16", "float16", "float16, fixed", "float16, dynamic", "float16, auto", "autocast, auto"]
 
 
-def test_the_legend_of_accuracy_has_the_names_of_its_table():
+def test_accuracy_legend_has_the_names_of_its_table():
     headings = ["workload", "noise floor", *SETTINGS]
     summary = Table("", [(heading, "{}") for heading in headings], [("gru", 0.5, *["noise"] * len(SETTINGS))])
     details = Table("", [("workload", ""), ("setting", ""), ("seed 0", "")], [("gru", name, 1.0) for name in SETTINGS])
@@ -28,7 +28,7 @@ def test_the_legend_of_accuracy_has_the_names_of_its_table():
     assert "float16, fixed" not in names
 
 
-def test_an_axis_that_is_symlog_says_so():
+def test_labels_of_symlog_axes_contain_logarithmic():
     summary = Table("", [("workload", ""), ("noise floor", ""), ("bfloat16", "")], [("gru", 0.5, "noise")])
     details = Table("", [("workload", ""), ("setting", ""), ("seed 0", "")], [("gru", "bfloat16", 1.0)])
     trace = SimpleNamespace(log2_largest=np.zeros(1000))

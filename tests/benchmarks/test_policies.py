@@ -1,4 +1,4 @@
-"""What `AutoLossScale` does on the traces of `benchmarks.policies`, and that each of its numbers is needed."""
+"""`AutoLossScale` on the traces of `benchmarks.policies`, and the need for each of its constants."""
 
 import numpy as np
 import pytest
@@ -28,31 +28,32 @@ from jax_lossscale._optax.monitoring import seem_unscaled
 
 pytestmark = pytest.mark.ci
 
-# One in 50 or 100 that is 2^16 larger costs more skipped steps than one in 500.
+# Mixtures in which 1 in 50 or 100 gradients is 2^16 times larger are excluded, because they cost more than one skipped
+# step in 500.
 HARD = [trace for trace in mixtures(20_000) + events(4_000) if not trace.kind.startswith(("1 in 50", "1 in 100"))]
 
 
 @pytest.mark.parametrize("trace", HARD, ids=lambda trace: trace.kind)
-def test_auto_skips_few_and_stays_near_the_best_fixed_scale(trace):
-    """Where sizes are mixed, and whatever happens in a run, beside a scale that nobody could have known before."""
+def test_automatic_scale_skips_few_steps_and_stays_near_the_best_fixed_scale(trace):
+    """The traces contain mixtures of gradient sizes and events. The best fixed scale is only known after a run."""
     ours, fixed = judge(jls.AutoLossScale(), [trace]), judge(contenders()[BEST_FIXED](trace), [trace])
     assert ours.skipped.item() <= len(trace.log2_largest) / 500
     assert ours.unused_bits.item() - fixed.unused_bits.item() <= 3
 
 
-@pytest.mark.slow  # the rule compiled anew with another number, and again
+@pytest.mark.slow  # The test compiles the rule twice for each constant.
 @pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need.constant}={need.instead:.3g}")
-def test_every_number_of_the_rule_has_a_trace_that_needs_it(need):
+def test_every_constant_is_needed_by_a_trace(need):
     assert need.measured() <= need.limit < need.measured_instead()
-    assert need.measured() <= need.limit  # it is put back
+    assert need.measured() <= need.limit  # The original constant is valid again after the test.
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 3999))
-@example(seed=164)  # needs a test of lower scales that can fail below the target
-@example(seed=1857)  # needs a limit of the margin plus the allowance
-def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
-    """From 2,000 steps on; the best is the highest at which one in 500 real gradients overflows.
+@example(seed=164)  # This seed needs a test of lower scales that can fail below the target.
+@example(seed=1857)  # This seed needs a limit of the margin plus the allowance.
+def test_automatic_scale_stays_near_the_best_fixed_scale_on_random_traces(seed):
+    """Compare the scale after 2,000 steps with the highest scale at which 1 in 500 finite gradients overflows.
 
     Each of the 4,000 seeds was verified. Three of the seeds 0 to 19,999 fail: 4405, 9494 and 18367.
     """
@@ -66,10 +67,13 @@ def test_whatever_comes_auto_stays_near_the_best_fixed_scale(seed):
     assert skipped.sum() <= 20 + 0.6 * len(real)
 
 
-@pytest.mark.slow  # four trainings
+@pytest.mark.slow  # The training runs are slow.
 @pytest.mark.parametrize("name", ["digits, NaN every 30th step", "digits, 9 of 10 batches masked out"])
-def test_no_training_is_lost(name):
-    """Two of the trainings of the benchmark, shortened: where some gradients are NaN, and where most are zero."""
+def test_training_with_nans_or_zeros_reaches_the_float32_loss(name):
+    """The two training runs are shortened runs of the benchmark.
+
+    In one run, some gradients are NaN, and in the other, most are zero.
+    """
     training = all_trainings()[name]._replace(steps=1000)
     (loss,), (skipped,), *_ = trained(training, "auto", 1)
     (expected,), (bad,), *_ = trained(training, "float32", 1)
@@ -77,8 +81,8 @@ def test_no_training_is_lost(name):
     assert skipped <= bad + 3
 
 
-@pytest.mark.slow  # three trainings
-def test_a_rare_kind_of_batches_is_learned():
+@pytest.mark.slow  # The training runs are slow.
+def test_rare_kind_of_batches_is_learned():
     """One batch in 50 contains rotated digits and needs a scale that is 2^14 times lower than that of the others."""
     training = all_trainings()["digits, 1 batch in 50 rotated and 2^-14"]
     (loss,), _, (rare,), (skipped,) = trained(training, "auto", 1)
@@ -91,12 +95,12 @@ def test_a_rare_kind_of_batches_is_learned():
 @pytest.mark.parametrize("size", [8, 12, 16, 20, 24])
 @pytest.mark.parametrize("one_in", [20, 60, 100, 200])
 def test_most_batches_of_a_rare_kind_are_applied(one_in, size):
-    """In the second half of a run. Without a test of lower scales, some of these kinds are always skipped."""
+    """Only the second half of a run counts. Without tests of lower scales, some of these kinds are always skipped."""
     kinds = [rare_kind(one_in, size, 20_000, seed) for seed in range(100, 106)]
     assert np.mean(skipped_of_kind(jls.AutoLossScale(), kinds)) <= 20
 
 
-# By the name of a trace: the largest number of skipped steps of 1,000, and of unused bits.
+# The values are the largest number of skipped steps in 1,000 steps, and the largest number of unused bits.
 LIMITS = {
     **{f"2^8, noise {noise}": (10, 16) for noise in (3, 3.5, 4)},
     **{f"grows by 2^{rate} in 1,000 steps": (6, 4.5) for rate in (0.3, 0.6, 1)},
@@ -106,7 +110,7 @@ LIMITS = {
 }
 
 
-def test_causes_of_overflows_that_cannot_be_told_apart():
+def test_limits_for_overflows_with_indistinguishable_causes():
     kinds = zip(*(mixed(20_000, seed) for seed in range(100, 106)), strict=True)
     measured = {of_kind[0].kind: of_kind for of_kind in kinds}
     for kind, (skipped, bits) in LIMITS.items():
@@ -115,7 +119,7 @@ def test_causes_of_overflows_that_cannot_be_told_apart():
         assert found[1] <= bits, kind
 
 
-# --- Gradients that are not scaled ---
+# --- Detection of unscaled gradients ---
 
 
 def stacked(traces):
@@ -135,26 +139,26 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_no_healthy_run_is_reported_as_unscaled(name):
+def test_scaled_runs_are_not_reported_as_unscaled(name):
     reported = seem_unscaled(states(*stacked(HEALTHY[name])))
     assert {HEALTHY[name][column].kind for column in np.nonzero(reported)[1]} == set()
 
 
 @pytest.mark.parametrize("inside", [0, 1, 2, 4, 6, 8, 12])
 @pytest.mark.parametrize("steps", [50, 100])
-def test_gradients_that_shrink_by_2_to_the_10_are_not_reported_as_unscaled(steps, inside):
+def test_scaled_gradients_that_shrink_by_2_to_the_10_are_not_reported(steps, inside):
     first = np.arange(-20, 12, 0.25)
     largest = first - 10 * np.minimum(np.arange(1000)[:, None] / steps, 1)
     assert not seem_unscaled(states(largest, largest + inside)).any()
 
 
 @pytest.mark.parametrize("log2_start", [-24, -10, 0, 20, 40])
-def test_a_healthy_run_is_not_reported_wherever_the_scale_starts(log2_start):
+def test_scaled_runs_with_other_initial_scales_are_not_reported(log2_start):
     loss_scale = jls.AutoLossScale(2.0**log2_start)
     assert not seem_unscaled(states(*stacked(RECORDED), True, loss_scale)).any()
 
 
-def test_every_recorded_training_would_be_reported_if_it_were_not_scaled():
+def test_recorded_training_runs_without_scaling_are_reported():
     reported = seem_unscaled(states(*stacked(RECORDED), False))
     assert not reported[:19].any()
     assert reported[19:200].all()
@@ -167,23 +171,23 @@ SEVERAL_SIZES = {
 
 
 @pytest.mark.parametrize("name", SEVERAL_SIZES)
-def test_gradients_of_several_sizes_are_not_reported_as_unscaled(name):
+def test_scaled_gradients_of_several_sizes_are_not_reported(name):
     assert not seem_unscaled(states(*stacked(SEVERAL_SIZES[name]))).any()
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1, 1.2, 2])
-def test_exponential_convergence_is_not_reported_as_unscaled(rate):
-    """The logarithm of the gradients falls by ``rate`` per step, so that they shrink while the scale grows."""
+def test_exponential_convergence_is_not_reported(rate):
+    """Log2 of the gradients falls by ``rate`` per step, so the gradients shrink while the scale grows."""
     largest = np.maximum(np.arange(-20, 8, 0.5) - rate * np.arange(200)[:, None], -120)
     assert not seem_unscaled(states(largest, largest)).any()
 
 
-def test_tiny_gradients_whose_size_alternates_are_not_reported_as_unscaled():
+def test_tiny_gradients_with_alternating_sizes_are_not_reported():
     largest = np.tile([-50.0, -64.0], 300)[:, None]
     assert not seem_unscaled(states(largest, largest)).any()
 
 
-def test_unscaled_gradients_are_reported_after_zeros_and_after_a_long_time():
+def test_unscaled_gradients_are_reported_after_zeros_and_late_in_a_run():
     zeros_at_first = np.concatenate([np.full(10, -np.inf), np.zeros(40)])
     assert seem_unscaled(states(zeros_at_first[:, None], zeros_at_first[:, None], False))[19:].all()
     decaying = -np.arange(3000) / 100

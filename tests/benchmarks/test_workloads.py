@@ -1,4 +1,4 @@
-"""The small trainings of `benchmarks.workloads`, in float16 and in float32."""
+"""The small training runs of `benchmarks.workloads` in float16 and float32."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,11 @@ import jax_lossscale as jls
 from benchmarks import accuracy
 from benchmarks.workloads import WORKLOADS, training
 
-pytestmark = [pytest.mark.ci, pytest.mark.slow]  # ten trainings, compiled
+pytestmark = [pytest.mark.ci, pytest.mark.slow]  # This file compiles and executes ten training runs.
 
 pytest.importorskip("sklearn")
 
-# Sizes that compile and train fast, and steps that suffice to learn something.
+# These sizes compile and train fast, and the numbers of steps suffice to learn something.
 SMALL = {
     "transformer": {"layers": 1, "width": 16, "heads": 2, "context": 8, "batch": 8, "steps": 40},
     "convnet": {"widths": (4, 4), "batch": 32, "steps": 60},
@@ -25,9 +25,9 @@ SMALL = {
     "tiny_loss": {"width": 16, "batch": 32, "steps": 40},
     "two_branches": {"width": 16, "batch": 32, "steps": 40},
 }
-# The statistics that batch norm starts with are wrong, and so is what the first steps make of them.
+# The initial statistics of batch norm are wrong, so the first steps are inaccurate.
 LEARNT = {"convnet": 0.98}
-# Of so few steps, those in which the automatic scale arrives are many: gradients in a small unit are lost in them.
+# In such short runs, the automatic scale still rises during many steps, in which very small gradients underflow.
 ABOVE_FLOAT32 = {"tiny_loss": 0.01, "two_branches": 0.06}
 
 
@@ -40,7 +40,7 @@ def no_loss_scale(gradients):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_float32_learns_and_float16_under_the_found_policy_ends_where_it_does(name):
+def test_float16_with_the_found_policy_reaches_the_loss_of_float32(name):
     workload = small(name)
     exact = training.compile_training(workload, jnp.float32, no_loss_scale)(seed=0)
     begun = float(jax.jit(workload.evaluate)(*training.begin(workload, 0)))

@@ -1,4 +1,4 @@
-"""``python -m jax_lossscale``: what it shows, what it writes, and what it refuses."""
+"""The command ``python -m jax_lossscale``: results, output files and rejected options."""
 
 import json
 import sys
@@ -18,15 +18,17 @@ ARMS = ["float32", "float16", "float16_fixed", "float16_dynamic", "float16_auto"
 
 @pytest.fixture
 def must_not_train(monkeypatch):
+    """Make the test fail if the demo starts to train."""
+
     def fail(**options):
-        raise AssertionError("trained in spite of a bad option")
+        raise AssertionError("the demo started to train despite an invalid option")
 
     monkeypatch.setattr(command, "run", fail)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What is in the JSON of a short run, which draws a picture, too."""
+    """Return the JSON output of a short run that also draws a figure."""
     folder = tmp_path_factory.mktemp("demo")
     options = ["--steps", "20", "--seed", "1", "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")]
     assert main(options) == 0
@@ -34,10 +36,10 @@ def written(tmp_path_factory):
     return json.loads((folder / "a.json").read_text())
 
 
-# The claims.
+# --- Statements of the demo about float16 ---
 
 
-def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps(written):
+def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(written):
     loss = {name: arm["final_loss"] for name, arm in written["arms"].items()}
     zeros = {name: arm["zero_gradient_fraction"] for name, arm in written["arms"].items()}
     assert loss["float16"] > 1.005 * loss["float32"]
@@ -47,7 +49,7 @@ def test_float16_loses_gradients_and_scaled_follows_float32_from_the_first_steps
     assert max(zeros[name] for name in ARMS if name != "float16") < 1e-3
 
 
-@pytest.mark.slow  # the whole main job
+@pytest.mark.slow  # The complete demo is slow.
 def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
     assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
     arms = json.loads((tmp_path / "results.json").read_text())["arms"]
@@ -66,13 +68,13 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
 
     output = capsys.readouterr()
     assert all(name in output.out for name in ARMS)
-    assert "above that of float32" in output.out
+    assert "higher than in float32" in output.out
 
 
-# What it writes.
+# --- JSON output ---
 
 
-def test_json_has_the_documented_form(written):
+def test_json_has_the_documented_fields(written):
     assert set(written) == {"arms", "steps", "seed", "versions"}
     assert (written["steps"], written["seed"]) == (20, 1)
     assert written["versions"]["jax_lossscale"] == jls.__version__
@@ -89,7 +91,7 @@ def test_json_has_the_documented_form(written):
         assert 0 <= arm["zero_gradient_fraction"] <= 1
 
 
-# What it refuses: exit code 2, nothing trained, nothing written.
+# --- Rejected options lead to exit code 2, without training and without output files ---
 
 
 BAD_OPTIONS = {
@@ -104,7 +106,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_OPTIONS.items())
-def test_a_bad_option_ends_it(options, words, tmp_path, monkeypatch, capsys, must_not_train):
+def test_invalid_option_ends_the_program(options, words, tmp_path, monkeypatch, capsys, must_not_train):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(SystemExit) as exit_info:
@@ -120,7 +122,7 @@ def test_a_bad_option_ends_it(options, words, tmp_path, monkeypatch, capsys, mus
     ("module", "extra", "distribution"),
     [("sklearn", "demo", "scikit-learn"), ("matplotlib", "plot", "matplotlib")],
 )
-def test_a_missing_package_ends_it_and_names_the_extra(
+def test_error_for_a_missing_package_names_the_extra(
     module, extra, distribution, tmp_path, monkeypatch, capsys, must_not_train
 ):
     monkeypatch.setitem(sys.modules, module, None)

@@ -1,4 +1,7 @@
-"""What reads numbers runs with JAX's strict rules of promotion: what they let pass, the usual ones compute alike."""
+"""Fixtures for strict dtype promotion and for the working directory.
+
+A program that strict promotion accepts has the same results with standard promotion.
+"""
 
 import jax
 import pytest
@@ -14,5 +17,5 @@ def strict_promotion():
 
 @pytest.fixture
 def in_the_checkout(monkeypatch):
-    """Sources are told from where one stands."""
+    """Change to the repository root, because reported paths are relative to the working directory."""
     monkeypatch.chdir(jls.__path__[0] + "/..")

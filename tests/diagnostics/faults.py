@@ -1,6 +1,6 @@
-"""Functions in float16, each with one fault planted where ``# here`` stands, and sound ones.
+"""Functions in float16 with one fault each, on the line with the comment ``# here``, and functions without faults.
 
-Each is entered under its name, with its arguments.
+`FAULTS` and `SOUND` map the name of each function to the function and its arguments.
 """
 
 import jax
@@ -105,7 +105,7 @@ def normalized(weights, x):
 
 @enter(SOUND, [draw(8, 8, seed=1), draw(8, 8, seed=2), draw(8, 8, seed=4)[:1]], draw(64, 8, seed=3))
 def a_bias_of_the_keys(weights, x):
-    """Whose gradient is zero, but for rounding."""
+    """Compute attention with a bias of the keys, whose gradient is zero except for rounding errors."""
     query, key, bias = (leaf.astype(half) for leaf in weights)
     x = x.astype(half)
     scores = (x @ query) @ (x @ key + bias).T

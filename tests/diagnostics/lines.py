@@ -1,4 +1,4 @@
-"""Where a program of the tests has a line, as reports name it."""
+"""Locations of lines in test programs, in the format of the reports."""
 
 import inspect
 from pathlib import Path
@@ -7,7 +7,7 @@ import jax_lossscale as jls
 
 
 def line(fun, mark="here"):
-    """File and line of the comment in a function that is this word."""
+    """Return the file and the line number at which a function has a comment that consists of the given word."""
     lines, first = inspect.getsourcelines(fun)
     offset = next(n for n, text in enumerate(lines) if text.rstrip().endswith(f"  # {mark}"))
     return f"{Path(inspect.getsourcefile(fun)).relative_to(Path(jls.__path__[0]).parent)}:{first + offset}"

@@ -1,6 +1,6 @@
-"""Losses written in float32 as people write them: some that float16 products get wrong, and healthy networks.
+"""Typical losses in float32: some that are inaccurate with float16 matmuls, and healthy networks.
 
-Each is a function of parameters and a batch, with such arguments.
+Each loss is a function of parameters and a batch, and is stored with suitable arguments.
 """
 
 import jax
@@ -138,7 +138,7 @@ def two_branches_of_the_same_lines(weights, x):
 
 @sample(FAULTS, WEIGHTS, X)
 def a_loop(weights, x):
-    """Activations that grow from step to step, until they leave the range."""
+    """Apply a scan whose activations grow in each step until they leave the range of float16."""
 
     def step(x, _):
         return 30 * jnp.tanh(x @ weights[1]) @ weights[1] + 6 * x, None
@@ -149,7 +149,7 @@ def a_loop(weights, x):
 
 @sample(FAULTS, {"qkv": random(0, 16, 48), "out": random(1, 16, 4) / 4}, random(3, 8, 12, 16))
 def unscaled_attention(p, x):
-    """Scores of which nothing but the largest matters, and what is split into parts that need not be alike."""
+    """Compute attention with unscaled scores, of which only the largest matters, from one fused projection."""
     q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
     scores = jnp.einsum("btc,bsc->bts", q, k)
     y = jnp.einsum("bts,bsc->btc", jax.nn.softmax(scores), v)

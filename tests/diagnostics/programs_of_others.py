@@ -1,4 +1,4 @@
-"""Programs as other people write them, small: each is a function of nothing that gives a loss, a model and a batch."""
+"""Small versions of typical user programs. Each function returns a loss, a model and a batch."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ KEY = jax.random.key(0)
 
 
 def bert():
-    """Rows that are padded are masked, and the mask is filled with a Python float."""
+    """Return attention layers with padded rows. The mask is filled with a Python float."""
 
     def loss(params, batch):
         x, is_real = batch
@@ -58,7 +58,7 @@ def vit():
 
 
 def mamba():
-    """A scan of states, below `jax.checkpoint`."""
+    """Return a state-space model: a scan inside `jax.checkpoint`."""
 
     def loss(params, x):
         @jax.checkpoint
@@ -83,7 +83,7 @@ def mamba():
 
 
 def gaussian_process():
-    """A Gram matrix by the square of a difference of products, its Cholesky factor, and a print."""
+    """Return a Gaussian process: a Gram matrix of squared distances, its Cholesky factor, and a debug print."""
 
     def loss(params, batch):
         x, y = batch
@@ -101,7 +101,7 @@ def gaussian_process():
 
 
 def sinkhorn():
-    """Clouds of points that are far from the origin."""
+    """Return a transport loss of two point clouds that are far from the origin."""
 
     def loss(params, y):
         x = params["x"]
@@ -116,7 +116,7 @@ def sinkhorn():
 
 
 def s5():
-    """Complex states, by an associative scan."""
+    """Return a state-space model with complex states, computed by an associative scan."""
 
     def loss(params, x):
         poles = jnp.exp(-jnp.exp(params["decay"]) + 1j * params["frequency"])
@@ -138,7 +138,7 @@ def s5():
 
 
 def gnn():
-    """Messages are added up at their receivers, by index."""
+    """Return a graph network that sums the messages of each receiver by `segment_sum`."""
 
     def loss(params, batch):
         nodes, senders, receivers = batch
@@ -174,7 +174,7 @@ def nnx_classifier():
 
 
 def mutable():
-    """A reference that is written and read."""
+    """Return a loss that writes and reads a mutable array."""
 
     def loss(params, x):
         total = jax.new_ref(jnp.zeros((4, 8)))

@@ -1,4 +1,4 @@
-"""Gradients that more than one test file looks at, and the states of runs that met them."""
+"""Gradients that are used by several test files, and the optimizer states of runs with given gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,19 @@ FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_
 
 
 def random_bits(dtype, number=4096, seed=0):
-    """Numbers of every kind that the dtype has: random bits, and the ends of its range."""
+    """Return values of every kind that the dtype has: random bit patterns and the limits of the range."""
     dtype = np.dtype(dtype)
     info = ml_dtypes.finfo(dtype)
     bits = np.random.default_rng(seed).integers(0, 256, number * dtype.itemsize, dtype=np.uint8)
     ends = np.array([0.0, info.smallest_subnormal, info.smallest_normal, info.max, NAN], np.float64).astype(dtype)
     values = np.concatenate([bits.view(dtype), ends, -ends])
     with np.errstate(invalid="ignore"):
-        values[np.isnan(values)] = NAN  # a quiet one: numpy warns of others
+        values[np.isnan(values)] = NAN  # NumPy warns about signaling NaNs.
     return values
 
 
 def recorded(tx, params, steps):
-    """The state after steps of (gradients, loss, skip_if)."""
+    """Return the state after steps that are given as tuples of gradients, loss and `skip_if`."""
     state = tx.init(params)
     step = jax.jit(lambda g, s, p, v, c: tx.update_and_apply(g, s, p, value=v, skip_if=c))
     for grads, value, skip_if in steps:

@@ -1,4 +1,4 @@
-"""What the reports cost: how often programs run, how much is held at a time; and what is told meanwhile."""
+"""The cost of reports in program runs, memory and reductions, and the progress that they print."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.ci
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "reports"), [("healthy", 0), ("rounded_away", 1), ("square_too_large", 1)])
-def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch):
+def test_comparison_at_one_scale_takes_a_few_program_runs(name, reports, monkeypatch):
     fun, *args = getattr(workloads, name)()
-    runs, asked = [], []
+    runs, calls = [], []
     jit = jax.jit
 
     def counted(function, **options):
@@ -35,26 +35,27 @@ def test_one_scale_takes_the_time_of_a_few_gradients(name, reports, monkeypatch)
     def counted_report(*args, **options):
         with monkeypatch.context() as within:
             within.setattr(jax, "jit", jit)
-            return asked.append(args) or ranges_at(*args, **options)
+            return calls.append(args) or ranges_at(*args, **options)
 
     monkeypatch.setattr(jax, "jit", counted)
     ranges_at = _compare_gradients.ranges_at
     monkeypatch.setattr(_compare_gradients, "ranges_at", counted_report)
     compare_gradients(fun, *args, loss_scales=[2.0**4])
-    assert (len(runs), len(set(runs))) == (3, 2)  # float32 twice, the second time with parameters that are nudged
-    assert len(asked) == reports  # which computes each operation twice
+    # The float32 program runs twice, the second time with slightly different parameters.
+    assert (len(runs), len(set(runs))) == (3, 2)
+    assert len(calls) == reports  # Each report computes each operation twice.
 
 
 def deep(params, x):
-    """Much is kept for the backward pass."""
+    """Compute a loss with many layers, so that most of the memory is used by residuals."""
     x = x.astype(jnp.float16)
     for kernel in params:
         x = jax.nn.silu(x @ kernel.astype(jnp.float16))
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def wide(params, x):
-    """There are more parameters than anything else."""
+def large(params, x):
+    """Compute a loss with a large kernel, so that most of the memory is used by parameters."""
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
 
@@ -63,10 +64,10 @@ def wide(params, x):
     ("fun", "params", "x"),
     [
         (deep, [jnp.full((32, 32), 0.1)] * 8, jnp.ones((4096, 32))),
-        (wide, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
+        (large, [jnp.full((512, 512), 0.1)], jnp.ones((2, 512))),
     ],
 )
-def test_the_range_report_holds_at_most_four_times_what_a_gradient_does(fun, params, x, monkeypatch):
+def test_range_report_uses_at_most_four_times_the_memory_of_a_gradient(fun, params, x, monkeypatch):
     gradient = jax.jit(lambda *args: jls.value_and_scaled_grad(fun, 1.0)(*args))
     needed = gradient.lower(params, x).compile().memory_analysis()
     bytes_of_one = needed.argument_size_in_bytes + needed.output_size_in_bytes + needed.temp_size_in_bytes
@@ -103,24 +104,24 @@ def reductions(jaxpr):
         (lambda x: _precision_probes._statistics(x, x, jnp.float16, True), 2),
     ],
 )
-def test_what_is_measured_of_an_array_takes_few_reductions(measured, number):
-    """Each is compiled by itself, for every operation or every shape: that is most of what a report costs."""
+def test_measurement_of_an_array_takes_few_reductions(measured, number):
+    """Each reduction is compiled separately for each operation or shape, which is the main cost of a report."""
     assert reductions(jax.make_jaxpr(measured)(X).jaxpr) == number
 
 
-def test_leaves_of_one_shape_are_measured_by_one_program(monkeypatch):
+def test_leaves_with_the_same_shape_share_a_program(monkeypatch):
     traced = []
     unscale = _gradient_errors._tree.unscale
     monkeypatch.setattr(
         _gradient_errors._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
     )
-    shapes = [(7, 11)] * 4 + [(13,)] * 2  # which no other test has
+    shapes = [(7, 11)] * 4 + [(13,)] * 2  # No other test uses these shapes.
     leaves = {n: jnp.ones(shape) for n, shape in enumerate(shapes)}
     _gradient_errors.measure(leaves, leaves, 1.0)
     assert traced == [(7, 11), (13,)]
 
 
-def test_reductions_in_one_pass_are_those_of_numpy():
+def test_combined_reductions_equal_those_of_numpy():
     x = np.asarray(X)
     assert [float(each) for each in reduced(largest=[X, -X], sums=[X > 0, jnp.square(X)])] == pytest.approx(
         [np.abs(x).max(), np.abs(x).max(), (x > 0).sum(), np.square(x).sum()]
@@ -131,8 +132,8 @@ def test_reductions_in_one_pass_are_those_of_numpy():
 
 @pytest.mark.parametrize("shape", [(8, 8), (64, 64), (5000,), (300, 300)])
 @pytest.mark.parametrize("number", [0, -1, slice(None)])
-def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
-    """A maximum of floats drops it on a CPU, from 4,096 numbers on."""
+def test_maximum_of_values_with_nan_is_nan(shape, number):
+    """On a CPU, XLA ignores NaN in the maximum of 4096 or more floats."""
     x = jnp.ones(shape).ravel().at[number].set(jnp.nan).reshape(shape)
     assert jnp.isnan(jax.jit(lambda x: reduced(largest=[x])[0])(x))
     (measured,) = _gradient_errors.measure({"": x}, {"": x}, 1.0)
@@ -140,7 +141,7 @@ def test_the_largest_of_numbers_with_nan_is_nan(shape, number):
 
 
 @pytest.mark.slow
-def test_of_more_numbers_than_float32_counts_none_is_lost():
+def test_counts_above_2_to_the_24_are_exact():
     flags, twos = jnp.ones((2, 2**23 + 3), bool), jnp.full((2**12, 2**13), 2.0)
     assert int(reduced(sums=[flags])[0]) == 2**24 + 6
     assert int(reduced(sums=[twos])[0]) == 2**26
@@ -148,22 +149,22 @@ def test_of_more_numbers_than_float32_counts_none_is_lost():
     assert (measured.squares, measured.nonzero) == (2**25, 2**25)
 
 
-def test_progress_is_told_on_standard_error(capsys):
+def test_progress_is_printed_to_stderr(capsys):
     fun, *args = workloads.square_too_large()
     compare_gradients(fun, *args, loss_scales=[1.0])
-    assert capsys.readouterr() == ("", "")  # without it nothing is
+    assert capsys.readouterr() == ("", "")  # There is no output by default.
     compare_gradients(fun, *args, loss_scales=[1.0, 8.0], progress=True)
     captured = capsys.readouterr()
     assert captured.out == ""
     first, second, *rows = captured.err.splitlines()
-    assert first == "compare_gradients: 1 of 2 loss scales; 2^0"
-    assert second == "compare_gradients: 2 of 2 loss scales; 2^3"
+    assert first == "compare_gradients: compared 1 of 2 loss scales (2^0)"
+    assert second == "compare_gradients: compared 2 of 2 loss scales (2^3)"
     total = rows[-1].split()[1]
     assert rows[-1] == f"range_report: {total} of {total} operations"
     assert len(rows) == 10
 
 
 @pytest.mark.parametrize("report", [compare_gradients, range_report])
-def test_progress_must_be_of_its_kind(report):
+def test_invalid_progress_raises_an_error(report):
     with pytest.raises(ValueError, match=r"progress=...\)` must be"):
         report(*workloads.healthy(), progress="yes")

@@ -1,4 +1,4 @@
-"""A function in another precision is the function that would have been written in it."""
+"""`in_precision` returns the function that would have been written in another precision."""
 
 import functools
 
@@ -29,7 +29,7 @@ def cast(tree, dtype):
 
 
 def assert_close(actual, expected, tolerance=1e-6):
-    """Equal structures and dtypes; each leaf within ``tolerance`` of the largest magnitude of the expected one."""
+    """Check structures, dtypes and values. The tolerance is relative to the largest magnitude of the expected leaf."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.result_type(a) == jnp.result_type(b)
@@ -37,7 +37,7 @@ def assert_close(actual, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, rtol=0, atol=tolerance)
 
 
-# One program, written in a dtype. Each maps a dtype to a function of float32 arrays and to its arguments.
+# Programs that can be written in any dtype. Each one maps a dtype to a function of float32 arrays and its arguments.
 
 
 def casts_and_constants(dtype):
@@ -50,7 +50,7 @@ def casts_and_constants(dtype):
     return fun, (draw(4),)
 
 
-def matmul_told_its_dtype(dtype):
+def matmul_with_its_dtype(dtype):
     def fun(w, x):
         return jnp.matmul(*cast((w, x), dtype), preferred_element_type=jnp.float32)
 
@@ -112,7 +112,7 @@ def custom_vjp(dtype):
     def fun(x, y):
         return x * y
 
-    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, ct: (3 * ct * kept[1], ct * kept[0]))
+    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda residuals, ct: (3 * ct * residuals[1], ct * residuals[0]))
     return lambda x, y: fun(x.astype(dtype), y.astype(dtype)), (draw(4), draw(4, seed=1))
 
 
@@ -133,8 +133,8 @@ def custom_vjp_of_structures(dtype):
     def forward(power, tree, index):
         return fun(power, tree, index), (tree, index)
 
-    def backward(power, kept, cotangent):
-        tree, index = kept
+    def backward(power, residuals, cotangent):
+        tree, index = residuals
         return {"x": jnp.zeros_like(tree["x"]).at[index].set(7 * cotangent["out"] * tree["x"][index] ** power)}, None
 
     fun.defvjp(forward, backward)
@@ -214,7 +214,7 @@ def linear_solve(dtype):
 
 PROGRAMS = [
     casts_and_constants,
-    matmul_told_its_dtype,
+    matmul_with_its_dtype,
     scan_with_checkpoint,
     checkpoint_with_a_policy,
     unbounded_while_loop,
@@ -239,7 +239,7 @@ BY_NAME = {"ids": lambda program: program.__name__}
 
 
 def loss_of(fun):
-    """A scalar of all results, computed in float32."""
+    """Return a scalar loss that is computed in float32 from all results of a function."""
     return lambda *args: sum(jnp.sum(jnp.sin(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(fun(*args)))
 
 
@@ -250,15 +250,15 @@ def in_float32(program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
-def test_a_float16_program_equals_the_same_program_written_in_float32(program):
+def test_float16_program_becomes_the_float32_program(program):
     fun, args = program(jnp.float16)
-    narrow_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
+    half_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
     assert_close(jax.jit(in_precision(fun, jnp.float32))(*args), in_float32(program))
-    assert narrow_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # the program is what its name says
+    assert half_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # The program has float results.
 
 
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
-def test_so_do_its_gradients_whichever_is_done_first(program):
+def test_float16_gradients_become_float32_gradients_in_either_order(program):
     fun, args = program(jnp.float16)
     float32_fun, _ = program(jnp.float32)
     argnums = tuple(range(len(args)))
@@ -268,7 +268,7 @@ def test_so_do_its_gradients_whichever_is_done_first(program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
-def test_a_float32_program_is_unchanged_to_the_last_bit(program):
+def test_float32_program_is_bitwise_unchanged(program):
     fun, args = program(jnp.float32)
     for actual, expected in zip(
         jax.tree.leaves(jax.jit(in_precision(fun, jnp.float32))(*args)),
@@ -280,17 +280,17 @@ def test_a_float32_program_is_unchanged_to_the_last_bit(program):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_every_narrow_float_is_widened(dtype):
+def test_every_float_dtype_below_32_bits_is_converted(dtype):
     fun, args = casts_and_constants(dtype)
     float32_fun, _ = casts_and_constants(jnp.float32)
     assert_close(in_precision(fun)(*args), float32_fun(*args))
 
 
-def test_a_constant_keeps_the_digits_that_were_left_of_it():
+def test_rounded_constant_stays_rounded():
     assert in_precision(lambda x: x + 0.1)(jnp.float16(0)) == np.float32(np.float16(0.1))
 
 
-# A network of a framework.
+# A network of Flax.
 
 
 def recurrent_network(dtype):
@@ -308,19 +308,19 @@ def recurrent_network(dtype):
 
 
 @pytest.mark.slow
-def test_a_network_equals_itself_in_float32():
+def test_flax_network_becomes_the_float32_network():
     half_fun, params = recurrent_network(jnp.float16)
     float32_fun, _ = recurrent_network(jnp.float32)
     expected = jax.jit(jax.value_and_grad(float32_fun))(params)
     assert_close(jax.jit(in_precision(jax.value_and_grad(half_fun)))(params), expected)
-    with pytest.raises(AssertionError):  # in float16 it does not
+    with pytest.raises(AssertionError):  # The float16 network has a different result.
         assert_close(jax.jit(half_fun)(params), expected[0])
 
 
-# What is particular.
+# Special cases.
 
 
-def test_finfo_stays_what_it_was():
+def test_finfo_is_unchanged():
     def fun(x):
         return x.astype(jnp.float16) + jnp.finfo(jnp.float16).max
 
@@ -328,7 +328,7 @@ def test_finfo_stays_what_it_was():
     assert fun(jnp.float32(65504)) == jnp.inf
 
 
-def test_bits_are_those_of_the_narrow_number():
+def test_bitcasts_use_the_original_dtype():
     def fun(bits):
         return 2 * lax.bitcast_convert_type(bits, jnp.float16)
 
@@ -341,7 +341,7 @@ def test_bits_are_those_of_the_narrow_number():
     assert in_precision(back)(jnp.float32(1.5)) == one
 
 
-def test_random_numbers_are_the_same():
+def test_random_numbers_are_unchanged():
     def fun(key):
         return jax.random.uniform(key, (8,), jnp.float16), jax.random.bernoulli(key, 0.5, (8,))
 
@@ -350,13 +350,13 @@ def test_random_numbers_are_the_same():
     np.testing.assert_array_equal(actual[1], expected[1])
 
 
-def test_narrow_arguments_are_taken_and_narrow_results_come_back_wide():
+def test_float16_arguments_give_float32_results():
     out = in_precision(lambda x: {"y": x * x, "n": jnp.int32(3), "name": "a"})(jnp.float16(300))
     assert out == {"y": 90000, "n": 3, "name": "a"}
     assert out["y"].dtype == jnp.float32
 
 
-def test_what_is_no_array_is_handed_on_as_it_is():
+def test_arguments_that_are_not_arrays_are_unchanged():
     def fun(x, power, training, activation, *, scale=1.0):
         assert isinstance(power, int)
         assert training is True
@@ -365,14 +365,14 @@ def test_what_is_no_array_is_handed_on_as_it_is():
     assert in_precision(fun)(jnp.float32(200), 3, True, jnp.negative, scale=2.0) == -16e6
 
 
-def test_closures_over_what_is_differentiated():
+def test_captured_tracers_are_differentiable():
     def outer(w):
         return in_precision(lambda x: w.astype(jnp.float16) * x)(jnp.float16(300)) * w
 
     assert jax.grad(outer)(jnp.float32(300)) == 2 * 300 * 300
 
 
-def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_jax():
+def test_custom_vjp_with_a_captured_tracer_raises_the_error_of_jax():
     def fun(x, y):
         y = y.astype(jnp.float16)
 
@@ -389,7 +389,7 @@ def test_a_custom_rule_that_closes_over_what_is_differentiated_is_refused_as_by_
             jax.grad(function, 1)(jnp.float32(2), jnp.float32(3))
 
 
-def test_symbolic_zeros_that_a_custom_jvp_returns_have_the_dtype_of_its_result():
+def test_symbolic_zeros_of_a_custom_jvp_have_the_dtype_of_its_result():
     square = jax.custom_jvp(lambda x: x * x)
 
     def rule(primals, _):
@@ -404,7 +404,7 @@ def test_symbolic_zeros_that_a_custom_jvp_returns_have_the_dtype_of_its_result()
     assert jax.grad(in_precision(fun))(jnp.float32(300)) == 300 * 300
 
 
-def test_a_rule_for_vectorization_holds_outside_too():
+def test_vmap_of_in_precision_uses_the_custom_vmap_rule():
     @jax.custom_batching.custom_vmap
     def fun(x, y):
         return x * y
@@ -416,41 +416,41 @@ def test_a_rule_for_vectorization_holds_outside_too():
 
 
 @pytest.mark.parametrize("half_dtype", [jnp.float16, jnp.bfloat16])
-def test_float64(half_dtype):
+def test_half_precision_program_becomes_a_float64_program(half_dtype):
     with enable_x64(True):
-        fun, args = matmul_told_its_dtype(half_dtype)
+        fun, args = matmul_with_its_dtype(half_dtype)
         args = cast(args, jnp.float32)
         out = in_precision(lambda w, x: w.astype(half_dtype) @ x.astype(half_dtype), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
-        assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # as it was told
+        assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # This is the preferred element type.
         conv = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME", preferred_element_type=jnp.float32)
         x = cast(draw(1, 1, 4, 4), half_dtype)
         assert in_precision(conv, jnp.float64)(x, x).dtype == jnp.float32
 
 
-def test_another_narrow_precision():
+def test_float16_program_becomes_a_bfloat16_program():
     out = in_precision(lambda x: x.astype(jnp.float16) * 2, jnp.bfloat16)(jnp.float32(40000))
     assert out == 79872
     assert out.dtype == jnp.bfloat16
 
 
-def test_a_product_that_was_told_a_wider_dtype_keeps_it():
-    fun, args = matmul_told_its_dtype(jnp.bfloat16)
-    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_told_its_dtype(jnp.float16)[0](*args))
+def test_matmul_keeps_a_larger_preferred_element_type():
+    fun, args = matmul_with_its_dtype(jnp.bfloat16)
+    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_with_its_dtype(jnp.float16)[0](*args))
 
 
-def test_an_explicit_reduce_precision_of_a_float32_stays():
+def test_reduce_precision_of_a_float32_value_is_kept():
     fun = functools.partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=10)
     assert in_precision(fun)(jnp.float32(1 / 3)) == np.float32(np.float16(1 / 3))
 
 
-def test_so_does_one_of_a_narrow_float_to_fewer_bits():
+def test_reduce_precision_of_a_float16_value_to_fewer_bits_is_kept():
     fun = functools.partial(lax.reduce_precision, exponent_bits=5, mantissa_bits=2)
     assert in_precision(fun)(jnp.float16(1.3)) == 1.25
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh(axis_type):
+def test_shard_map_program_becomes_the_float32_program(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
 
     def program(dtype):
@@ -470,27 +470,28 @@ def test_on_a_mesh(axis_type):
         assert_close(jax.jit(jax.value_and_grad(in_precision(program(jnp.float16))))(w, x), expected)
 
 
-def test_products_are_not_rounded_to_the_bits_of_a_fast_unit():
+def test_float32_matmuls_have_the_highest_precision():
     jaxpr = jax.make_jaxpr(in_precision(lambda x: x @ x))(jnp.ones((2, 2), jnp.float16))
     (precision,) = [eqn.params["precision"] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert precision == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-# What it cannot follow is said.
+# Operations that cannot be converted cause a warning.
 
 
-def test_a_callback_is_evaluated_as_it_is_and_said():
+def test_callback_is_not_converted_and_causes_a_warning():
     def fun(x):
         y = x.astype(jnp.float16)
         return y * jax.pure_callback(lambda y: np.float16(y + 1), jax.ShapeDtypeStruct((), jnp.float16), y)
 
-    with pytest.warns(UserWarning, match="cannot follow pure_callback, and") as told:
+    with pytest.warns(UserWarning, match="cannot convert these operations, .*: pure_callback\\.") as warnings:
         out = in_precision(fun)(jnp.float32(2048.0))
-    assert told[0].filename == __file__
-    assert out == 2048.0 * 2048.0  # 2049 has no place in float16; the product has one in float32 only
+    assert warnings[0].filename == __file__
+    # The callback rounds 2049 to 2048 in float16. The result is computed in float32, because float16 would overflow.
+    assert out == 2048.0 * 2048.0
 
 
-def test_so_is_a_kernel():
+def test_pallas_kernel_is_not_converted_and_causes_a_warning():
     from jax.experimental import pallas as pl
 
     def double(x_ref, out_ref):
@@ -506,7 +507,7 @@ def test_so_is_a_kernel():
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="from jax 0.8 on")
-def test_so_is_what_is_written_to_and_read_from():
+def test_mutable_array_is_not_converted_and_causes_a_warning():
     def fun(x, ref):
         made = jax.new_ref(x.astype(jnp.float16))
         made[0] = made[1] + x[0].astype(jnp.float16)
@@ -514,14 +515,14 @@ def test_so_is_what_is_written_to_and_read_from():
         return made[...] * 2, ref[...] + x
 
     ref = jax.new_ref(jnp.float16([3, 4]))
-    with pytest.warns(UserWarning, match="cannot follow new_ref, get, swap, and"):
+    with pytest.warns(UserWarning, match="cannot convert these operations, .*: new_ref, get, swap\\."):
         made, read = in_precision(fun)(jnp.float32([2048, 1]), ref)
-    np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # 2049 has no place in float16
-    np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # it has one in float32
+    np.testing.assert_array_equal(made, jnp.float32([4096, 2]))  # float16 rounds 2049 to 2048.
+    np.testing.assert_array_equal(read, jnp.float32([2054, 9]))  # This sum is in float32.
     np.testing.assert_array_equal(ref[...], jnp.float16([6, 8]))
 
 
-def test_so_is_an_operation_that_takes_narrow_numbers_only():
+def test_float16_only_operation_is_not_converted_and_causes_a_warning():
     def twice(x):
         if x.dtype != jnp.float16:
             raise TypeError("float16 only")
@@ -534,7 +535,7 @@ def test_so_is_an_operation_that_takes_narrow_numbers_only():
         assert in_precision(lambda x: double.bind(x.astype(jnp.float16)) + 1)(jnp.float32(1)) == 3
 
 
-def test_a_print_does_no_harm(capfd):
+def test_debug_print_is_supported(capfd):
     def fun(x):
         jax.debug.print("x {}", x.astype(jnp.float16))
         return x.astype(jnp.float16) * 2
@@ -547,6 +548,6 @@ def test_a_print_does_no_harm(capfd):
 @pytest.mark.parametrize(
     ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "must be a dtype"), ("float64", "enable_x64")]
 )
-def test_a_dtype_must_be_one_to_compute_in(dtype, words):
+def test_invalid_dtype_raises_an_error(dtype, words):
     with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):
         in_precision(jnp.sin, dtype)

@@ -1,4 +1,4 @@
-"""What reports on gradients take: the models that people have, with leaves that are no parameters among the others."""
+"""Reports on gradients accept models of common libraries, including leaves that are not parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ X = workloads.draw(6, 4)
 
 def equinox_module():
     eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 2, 8, 2, key=workloads.KEY)  # its activation is a leaf
+    model = eqx.nn.MLP(4, 2, 8, 2, key=workloads.KEY)  # The activation function is a leaf.
     return model, lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), ".layers[0].weight"
 
 
@@ -26,7 +26,7 @@ def nnx_module():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(4, 8, rngs=rngs)
-            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # holds a key and a counter
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)  # A dropout layer contains a random key and a counter.
             self.norm = nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):
@@ -48,7 +48,7 @@ def tree_with_none_and_counters():
         tree_with_none_and_counters,
     ],
 )
-def test_whole_models_are_taken(model):
+def test_reports_accept_whole_models(model):
     params, loss, path = model()
     under_autocast = jls.autocast(loss)
     report = compare_gradients(under_autocast, params, X, loss_scales=[2.0**8])
@@ -59,7 +59,7 @@ def test_whole_models_are_taken(model):
     assert report.summary == autocast_report(loss, params, X).summary
 
 
-def test_the_gradients_are_those_of_the_parameters_alone():
+def test_only_gradients_of_parameters_are_compared():
     params, loss, _ = tree_with_none_and_counters()
     report = compare_gradients(jls.autocast(loss), params, X, reference=loss, loss_scales=[2.0**8])
     (leaf,) = report
@@ -68,7 +68,7 @@ def test_the_gradients_are_those_of_the_parameters_alone():
     assert leaf.norm == pytest.approx(float(jnp.linalg.norm(exact)), rel=1e-4)
 
 
-def test_the_last_argument_may_be_the_one():
+def test_argnums_may_be_negative():
     report = compare_gradients(
         jls.autocast(lambda x, params: jnp.mean((x @ params["w"]) ** 2)), X, {"w": jnp.ones((4, 2))}, argnums=-1
     )

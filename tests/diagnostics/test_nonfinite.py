@@ -1,4 +1,4 @@
-"""Which leaf is not finite: the report for the host, and the number for a compiled step."""
+"""Non-finite leaves: the report on the host, and the index of the first such leaf in a compiled step."""
 
 from html.parser import HTMLParser
 
@@ -31,7 +31,7 @@ def x64(request):
         yield request.param
 
 
-# What is not finite.
+# Reports on non-finite leaves.
 
 GRADS = {
     "block1": {"bias": [0.0, 1.0], "kernel": [[1.0, -2.0], [3.0, 4.0]]},
@@ -45,7 +45,7 @@ def as_arrays(tree):
     return jax.tree.map(jnp.asarray, tree, is_leaf=lambda node: isinstance(node, list))
 
 
-def test_the_report_tells_each_leaf_the_worst_first():
+def test_report_lists_every_leaf_with_the_worst_first():
     report = nonfinite_report(as_arrays(GRADS))
     assert [(leaf.path, leaf.nan, leaf.posinf, leaf.neginf, leaf.largest_finite) for leaf in report] == [
         ("['head']", 2, 0, 0, None),
@@ -67,13 +67,13 @@ leaf                  dtype     shape  NaN  +inf  -inf    share  largest finite 
 ['block3']['kernel']  float32  [2, 3]    1     2     1   66.67%               7    [0, 2]"""
 
 
-def test_the_report_prints_as_a_table_of_the_bad_leaves():
+def test_report_is_printed_as_a_table_of_the_non_finite_leaves():
     printed = str(nonfinite_report(as_arrays(GRADS)))
     assert [line.split() for line in printed.splitlines()] == [line.split() for line in PRINTED.splitlines()]
 
 
 class Tables(HTMLParser):
-    """The cells of tables, line by line, and the text around them."""
+    """Parser that collects the rows of all tables, and the text around the tables."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def read(report):
     return tables
 
 
-def test_in_a_notebook_it_is_a_table_between_summary_and_notes():
+def test_html_report_is_a_table_between_summary_and_notes():
     tables = read(WithNotes())
     assert tables.lines == WithNotes()._rows()
     assert tables.around == ["One <b> is\nbad & worse.", "[1] Look.\n[2] Fix <it>."]
@@ -122,22 +122,22 @@ def test_in_a_notebook_it_is_a_table_between_summary_and_notes():
 NOTHING_BAD = {
     "all finite": ({"a": [1.0, -8.0], "b": [3.0]}, "All 2 leaves are finite; the largest magnitude, 8, is in ['a']."),
     "empty leaves": ({"a": []}, "All 1 leaves are finite."),
-    "no leaves": ({"a": 3}, "There are no inexact leaves."),
+    "no leaves": ({"a": 3}, "There are no floating-point or complex leaves."),
 }
 
 
 @pytest.mark.parametrize(("tree", "summary"), NOTHING_BAD.values(), ids=NOTHING_BAD)
-def test_where_nothing_is_bad_the_report_says_so(tree, summary):
+def test_summary_if_all_leaves_are_finite(tree, summary):
     assert str(nonfinite_report(as_arrays(tree))) == summary
 
 
-def test_a_complex_number_counts_once_for_its_worst_part():
+def test_complex_number_counts_once_for_its_worst_part():
     values = np.array([complex(NAN, INF), complex(INF, -INF), complex(1, -INF), complex(3, -5)], np.complex64)
     (leaf,) = nonfinite_report(jnp.asarray(values))
     assert (leaf.nan, leaf.posinf, leaf.neginf, leaf.largest_finite) == (1, 1, 1, 5.0)
 
 
-def test_the_report_is_for_the_host():
+def test_report_inside_jit_raises_an_error():
     with pytest.raises(ValueError, match="first_nonfinite"):
         jax.jit(nonfinite_report)(jnp.ones(2))
 
@@ -151,7 +151,7 @@ def test_the_report_is_for_the_host():
         elements=st.sampled_from([0.0, -1.5, float(np.float32(3e38)), NAN, INF, -INF]),
     )
 )
-def test_the_report_agrees_with_numpy(values):
+def test_report_agrees_with_numpy(values):
     (leaf,) = nonfinite_report([jnp.asarray(values)])
     bad = ~np.isfinite(values)
     assert (leaf.nan, leaf.posinf, leaf.neginf) == tuple(
@@ -163,7 +163,7 @@ def test_the_report_agrees_with_numpy(values):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_dtype_is_reported(x64, dtype):
+def test_every_dtype_is_supported(x64, dtype):
     values = random_bits(dtype)
     with np.errstate(over="ignore"):
         exact = values.astype(np.float64 if x64 else np.float32)
@@ -174,37 +174,37 @@ def test_every_dtype_is_reported(x64, dtype):
         assert leaf.largest_finite == np.abs(exact[np.isfinite(exact)]).max()
 
 
-# The first bad leaf, inside jit.
+# The first non-finite leaf, inside `jax.jit`.
 
 FIRST = {
     "finite": ({"a": [1.0], "b": [2.0]}, -1, None),
     "the second": ({"a": [1.0], "b": [2.0, INF], "c": [NAN]}, 1, "['b']"),
-    "integers are counted, not looked at": ({"a": 3, "b": [NAN]}, 1, "['b']"),
-    "None is counted too": ({"a": None, "b": [NAN]}, 1, "['b']"),
-    "nothing to look at": ({"a": 3}, -1, None),
+    "integers are counted but not checked": ({"a": 3, "b": [NAN]}, 1, "['b']"),
+    "None is counted": ({"a": None, "b": [NAN]}, 1, "['b']"),
+    "no leaf is checked": ({"a": 3}, -1, None),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(("tree", "index", "path"), FIRST.values(), ids=FIRST)
-def test_the_first_bad_leaf_and_its_path(tree, index, path, compiled):
+def test_first_nonfinite_leaf_and_its_path(tree, index, path, compiled):
     tree = as_arrays(tree)
     found = (jax.jit(first_nonfinite) if compiled else first_nonfinite)(tree)
     assert (found, found.dtype, found.shape) == (index, jnp.int32, ())
     assert leaf_path(tree, found) == path
 
 
-def test_where_nothing_is_looked_at_there_is_no_nan():
+def test_tree_without_checked_leaves_has_no_nan():
     assert first_fault({"a": 3}, None) == (-1, False)
 
 
 @pytest.mark.parametrize("index", [-2, 2])
-def test_a_path_is_not_made_up(index):
-    with pytest.raises(ValueError, match="structure of the gradients"):
+def test_path_of_an_invalid_index_raises_an_error(index):
+    with pytest.raises(ValueError, match="same structure as the gradients"):
         leaf_path({"a": 1, "b": 2}, index)
 
 
-def test_under_shard_map_the_first_bad_leaf_of_any_device_is_agreed():
+def test_devices_of_a_shard_map_agree_on_the_first_nonfinite_leaf():
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN

@@ -1,4 +1,4 @@
-"""Where gradients lie in the range of a dtype: histograms, what is lost, and what scale is suggested."""
+"""Gradients in the range of a dtype: histograms, underflow, and suggested loss scales."""
 
 import math
 import re
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
 
 def numpy_histogram(values):
-    """By `numpy.frexp` in float64, which holds every number of the others as a normal one."""
+    """Return the histogram by `numpy.frexp` in float64, in which no value of the other dtypes is subnormal."""
     exact = values.astype(np.float64)
     finite = np.isfinite(exact)
     zero = exact == 0
@@ -40,7 +40,7 @@ def as_dictionary(histogram):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_histogram_agrees_with_numpy_in_every_dtype(dtype):
+def test_histogram_agrees_with_numpy_in_every_dtype(dtype):
     with enable_x64(dtype == "float64"):
         values = random_bits(dtype)
         histogram = jax.jit(exponent_histogram)(jnp.asarray(values))
@@ -53,7 +53,7 @@ def test_the_histogram_agrees_with_numpy_in_every_dtype(dtype):
 
 
 HISTOGRAMS = {
-    # tree: counts by exponent, zeros, subnormal, not finite
+    # Each entry contains a tree, the counts by exponent, and the numbers of zeros, subnormal and non-finite elements.
     "a tree": ({"a": [1.0, 2.0, 0.0], "b": {"c": np.float16([1.5, INF])}, "steps": 3}, {0: 2, 1: 1}, 1, 0, 1),
     "64 bits and 16": ({"a": np.array([1e-300, 1.0]), "b": np.float16([1.0, 2**-24, INF])}, {-997: 1, 0: 2}, 0, 1, 1),
     "complex, both parts": (np.complex64([1 + 4j, 0 - 1j]), {0: 2, 2: 1}, 1, 0, 0),
@@ -63,7 +63,7 @@ HISTOGRAMS = {
 
 
 @pytest.mark.parametrize(("tree", "counts", "zeros", "subnormals", "nonfinite"), HISTOGRAMS.values(), ids=HISTOGRAMS)
-def test_the_histogram_of_a_tree_is_the_sum_of_its_leaves(tree, counts, zeros, subnormals, nonfinite):
+def test_histogram_of_a_tree_is_the_sum_over_its_leaves(tree, counts, zeros, subnormals, nonfinite):
     with enable_x64(any(getattr(leaf, "dtype", None) == np.float64 for leaf in jax.tree.leaves(tree))):
         found = exponent_histogram(tree)
         assert (as_dictionary(found), found.zeros, found.subnormals, found.nonfinite) == (
@@ -74,20 +74,20 @@ def test_the_histogram_of_a_tree_is_the_sum_of_its_leaves(tree, counts, zeros, s
         )
 
 
-def test_a_histogram_for_each_leaf():
+def test_histogram_per_leaf():
     leaves = exponent_histogram({"a": jnp.array([1.0, 2.0, 0.0]), "steps": jnp.arange(3)}, per_leaf=True)
     assert as_dictionary(leaves["a"]) == {0: 1, 1: 1}
     assert leaves["steps"] is None
 
 
-def test_more_numbers_than_can_be_counted_are_refused():
+def test_histogram_with_too_many_elements_raises_an_error():
     leaf = jax.ShapeDtypeStruct((2**16, 2**15 + 1), jnp.float32)
     with pytest.raises(ValueError, match="per_leaf=True"):
         jax.eval_shape(lambda: exponent_histogram([jnp.zeros(leaf.shape), jnp.zeros(leaf.shape)]))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_on_a_mesh_the_numbers_are_the_same(axis_type):
+def test_sharded_arrays_have_the_same_results(axis_type):
     if axis_type is AxisType.Explicit:
         skip_before("0.7.1", "`.at[...].add` takes no `out_sharding`")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
@@ -101,11 +101,11 @@ def test_on_a_mesh_the_numbers_are_the_same(axis_type):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"])
-def test_underflow_is_what_a_cast_by_numpy_does(dtype):
+def test_underflow_equals_that_of_a_numpy_cast(dtype):
     target = np.dtype(dtype)
     info = ml_dtypes.finfo(target)
     step = float(info.smallest_subnormal)
-    # Around the limits, ties among them, and everything else.
+    # Test values near the limits (including ties) and random values.
     near = np.array([step / 2, 3 * step / 2, float(info.smallest_normal) - step / 2, float(info.smallest_normal)])
     near = near.astype(np.float32)
     grads = np.concatenate(
@@ -123,21 +123,21 @@ def test_underflow_is_what_a_cast_by_numpy_does(dtype):
     assert dtype == "float32" or found.zero > 0
 
 
-def test_zeros_are_not_lost_and_nothing_is_no_share():
+def test_zeros_do_not_count_as_underflow_and_small_shares_are_exact():
     assert underflow_fraction(jnp.array([0.0, 0.0, 1e-9, 1.0])).zero == 0.5
     assert underflow_fraction(jnp.ones(2**25).at[0].set(1e-9)).zero == np.float32(2.0**-25)
 
 
 SUGGESTED = {
-    # largest gradient, dtype, headroom: the scale
+    # Each entry contains the largest gradient, the dtype, the headroom, and the suggested scale.
     "the top itself": (65504.0, "float16", 1, 1.0),
     "above the top": (1e6, "float16", 1, 1.0),
-    "just half of it": (32752.0, "float16", 1, 2.0),
+    "half of the top": (32752.0, "float16", 1, 2.0),
     "just above half": (32768.0, "float16", 1, 1.0),
     "headroom": (1.0, "float16", 8, 2.0**12),
     "an odd headroom": (1.0, "float16", 3, 2.0**14),
     "tiny": (1e-30, "float16", 1, 2.0**115),
-    "too tiny for float32's range": (1e-37, "float16", 8, 2.0**127),
+    "a scale out of the range of float32": (1e-37, "float16", 8, 2.0**127),
     "subnormal": (1e-42, "float16", 8, 2.0**127),
     "bfloat16": (2.0**100, "bfloat16", 1, 2.0**27),
     "float8": (1.0, "float8_e5m2", 1, 2.0**15),
@@ -145,7 +145,7 @@ SUGGESTED = {
 
 
 @pytest.mark.parametrize(("largest", "dtype", "headroom", "scale"), SUGGESTED.values(), ids=SUGGESTED)
-def test_the_suggested_scale_is_the_largest_that_leaves_headroom(largest, dtype, headroom, scale):
+def test_suggested_scale_is_the_largest_with_the_headroom(largest, dtype, headroom, scale):
     grads = {"a": jnp.array([-largest, largest / 2, 0.0, NAN], jnp.float32)}
     suggestion = suggest_loss_scale(grads, dtype, headroom=headroom)
     assert suggestion.loss_scale == scale
@@ -156,8 +156,8 @@ def test_the_suggested_scale_is_the_largest_that_leaves_headroom(largest, dtype,
     jls.FixedLossScale(suggestion.loss_scale)
 
 
-def test_the_rescued_share_is_what_the_scale_saves():
-    # Lost for good, rescued, rescued, safe, not to be lost.
+def test_rescued_share_is_the_underflow_that_the_scale_prevents():
+    # The scale cannot rescue the first element, rescues the next two, and is not needed for the last two.
     grads = jnp.array([1e-20, 1e-9, -2e-8, 0.5, 0.0], jnp.float32)
     suggestion = suggest_loss_scale(grads)
     assert (suggestion.loss_scale, suggestion.rescued) == (2.0**13, 0.5)
@@ -166,33 +166,33 @@ def test_the_rescued_share_is_what_the_scale_saves():
 
 
 WITHOUT_NUMBERS = {
-    # tree: underflow, suggestion, the first words of both
-    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
-    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% would", "2^0 = 1")),
+    # Each entry contains a tree, its underflow, its suggestion, and the first words of both.
+    "no leaves": ({"steps": 3}, (0, 0, 0), (1, 0, 0, 0), ("0.000% of", "A loss scale of 2^0 = 1")),
+    "nothing finite": ([NAN, INF], (0, 0, 0), (1, 0, 0, 0), ("0.000% of", "A loss scale of 2^0 = 1")),
     "all zero": (
         {"kernel": jnp.array([0.0, -0.0, NAN]), "bias": jnp.zeros(3, jnp.float16)},
         (0, 0, 1),
         (1, 0, 0, 1),
-        ("All gradients are exactly zero.", "No loss scale follows. All gradients are exactly zero."),
+        ("All gradients are exactly zero.", "No loss scale can be suggested. All gradients are exactly zero."),
     ),
 }
 
 
 @pytest.mark.parametrize(("tree", "underflow", "suggestion", "words"), WITHOUT_NUMBERS.values(), ids=WITHOUT_NUMBERS)
-def test_where_there_are_no_numbers_nothing_is_suggested_and_it_is_told(tree, underflow, suggestion, words):
+def test_trees_without_nonzero_finite_elements_have_no_suggestion(tree, underflow, suggestion, words):
     found = underflow_fraction(tree), suggest_loss_scale(tree)
     assert found == (underflow, suggestion)
     assert all(str(each).startswith(first) for each, first in zip(found, words, strict=True))
 
 
-def test_the_share_of_zeros_is_told():
+def test_share_of_zeros_is_reported():
     some = jnp.array([0.0, 1e-9, 1.0, INF])
     assert underflow_fraction(some).already_zero == suggest_loss_scale(some).already_zero == np.float32(1 / 3)
-    assert "33.333% of all are zero already" in str(underflow_fraction(some))
+    assert "33.333% of all numbers are already zero" in str(underflow_fraction(some))
     assert jax.jit(lambda grads: str(underflow_fraction(grads)) and grads)(some).shape == (4,)
 
 
-def test_underflow_leaf_by_leaf():
+def test_underflow_per_leaf():
     grads = {"a": jnp.array([1e-9, 1.0]), "b": {"c": jnp.zeros(2), "steps": jnp.arange(3)}, "none": None}
     leaves = underflow_fraction(grads, per_leaf=True)
     assert leaves == {"a": (0.5, 0.0, 0.0), "b": {"c": (0.0, 0.0, 1.0), "steps": None}, "none": None}
@@ -204,20 +204,20 @@ SUBNORMAL = [(2.0**-149, jnp.float32), (3 * 2.0**-149, jnp.float32), (2.0**-130,
 
 
 @pytest.mark.parametrize(("number", "dtype"), SUBNORMAL)
-def test_the_largest_of_subnormal_numbers_is_not_zero(number, dtype):
+def test_largest_subnormal_gradient_is_not_zero(number, dtype):
     values = jnp.asarray(np.array([0.0, -number], np.float32).astype(dtype))
     assert float(np.asarray(suggest_loss_scale(values).largest)) == number
     assert nonfinite_report(values)[0].largest_finite == number
 
 
 @pytest.mark.parametrize("number", [1e-300, 2.0**-150, 1.5 * 2.0**-149, 2.5 * 2.0**-149, 1e-40, 2.0**-126, 1e-5, 1e30])
-def test_the_largest_of_64_bits_is_rounded_to_float32(number):
+def test_largest_float64_gradient_is_rounded_to_float32(number):
     with enable_x64(True):
         found = np.asarray(suggest_loss_scale(jnp.array([number, 0.0], jnp.float64)).largest)
     assert found == np.float64(number).astype(np.float32)
 
 
-# What a tree of many leaves costs.
+# The cost of a tree with many leaves.
 
 SIZES = [(3, 5), (128, 129), (130, 130), (7,), (4, 4, 4)]
 
@@ -237,7 +237,7 @@ of_trees = pytest.mark.parametrize("of_tree", OF_TREES.values(), ids=OF_TREES)
 
 @pytest.mark.slow
 @of_trees
-def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
+def test_program_size_is_linear_in_the_number_of_leaves(of_tree):
     def instructions(number):
         program = jax.jit(lambda tree: of_tree(tree)).lower(many_leaves(number)).compile().as_text()
         return len([line for line in program.splitlines() if " = " in line])
@@ -248,13 +248,13 @@ def test_a_program_grows_by_as_much_with_each_leaf(of_tree):
 
 
 @pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])
-def test_called_eagerly_alike_leaves_share_their_programs(of_tree, compilations):
+def test_similar_leaves_share_programs_in_eager_calls(of_tree, compilations):
     of_tree(many_leaves(100))
     assert len(compilations) <= 4 * len(SIZES)
 
 
 @of_trees
-def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
+def test_small_leaves_that_are_concatenated_have_the_same_results(of_tree):
     leaves = [jnp.asarray(random_bits("float32", 50 + n, seed=n)) for n in range(4)]
     leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
     leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]
@@ -262,7 +262,7 @@ def test_small_leaves_that_are_read_together_are_the_same_numbers(of_tree):
 
 
 @of_trees
-def test_on_a_mesh_only_results_travel(of_tree):
+def test_only_results_are_communicated_on_a_mesh(of_tree):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     values = np.ones((64, 64), np.float32)
     tree = [jax.device_put(values, NamedSharding(mesh, spec)) for spec in (P("data", "model"), P("model"), P())]

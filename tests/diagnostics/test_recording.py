@@ -1,4 +1,4 @@
-"""The last bad step, kept in the state of the optimizer."""
+"""The record of the last non-finite or skipped step in the optimizer state."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 RECORDED = {
-    # gradients, loss, skip_if: leaf, cause
+    # Each entry contains gradients, loss, `skip_if`, and the recorded leaf and cause.
     "infinity": ([1.0, INF], 1.0, False, 1, "infinity"),
     "NaN": ([NAN, INF], 1.0, False, 0, "nan"),
     "loss": ([1.0, 1.0], INF, False, -1, "loss"),
@@ -27,17 +27,17 @@ RECORDED = {
 
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
 @pytest.mark.parametrize(("grads", "value", "skip_if", "leaf", "cause"), RECORDED.values(), ids=RECORDED)
-def test_the_state_keeps_the_last_bad_step(grads, value, skip_if, leaf, cause, skip):
+def test_state_records_the_last_bad_step(grads, value, skip_if, leaf, cause, skip):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1), skip=skip, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
     record = state.last_bad_step
     assert (record.step, record.leaf, record.cause) == (1, leaf, cause)
-    assert record.loss_scale == 16  # which the good step before has doubled
+    assert record.loss_scale == 16  # The finite step before doubled the scale.
     assert jls.metrics(state)["last_bad_leaf"] == leaf
 
 
-def test_the_cause_is_what_made_the_step_skipped():
-    """Of gradients under a scale that lets them through it was the condition; of what was told, the teller."""
+def test_recorded_cause_is_the_reason_for_the_skip():
+    """The cause is `skip_if` if the scale does not skip non-finite gradients. `grads_finite` is a separate cause."""
     tx = jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=True)
     assert recorded(tx, PARAMS, [([1.0, NAN], 1.0, True)]).last_bad_step.cause == "skip_if"
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
@@ -45,7 +45,7 @@ def test_the_cause_is_what_made_the_step_skipped():
     assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (-1, "grads_finite")
 
 
-def test_steps_are_counted_whether_they_were_applied_or_not():
+def test_recorded_step_number_counts_applied_and_skipped_steps():
     bad = ([1.0, NAN], 1.0, False)
     state = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [bad, GOOD, bad, bad, GOOD])
     assert state.last_bad_step.step == 3
@@ -54,7 +54,7 @@ def test_steps_are_counted_whether_they_were_applied_or_not():
 @pytest.mark.parametrize(
     ("applied", "skipped"), [(2**31 - 8, 6), (2**31 - 8, 7), (2**31 - 8, 8), (2**31 - 1, 2**31 - 1)]
 )
-def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
+def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     state = tx.init(PARAMS)._replace(applied_steps=jnp.int32(applied), skipped_steps=jnp.int32(skipped))
     _, state = tx.update_and_apply(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS)
@@ -62,7 +62,7 @@ def test_the_number_of_a_step_stays_at_the_largest_int32(applied, skipped):
     assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
 
 
-def test_before_the_first_bad_step_the_record_is_empty_and_by_default_there_is_none():
+def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():
     for steps in ([], [GOOD]):
         record = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps).last_bad_step
         assert record._asdict() == {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0}
@@ -73,23 +73,23 @@ def test_before_the_first_bad_step_the_record_is_empty_and_by_default_there_is_n
 
 
 @pytest.mark.parametrize(("loss_scale", "bad_leaf"), [(8.0, 1), (None, -1)], ids=["fixed", "no loss scale"])
-def test_where_nothing_may_skip_a_step_a_bad_leaf_is_recorded_if_gradients_are_checked(loss_scale, bad_leaf):
+def test_bad_leaf_of_an_applied_step_is_recorded_if_gradients_are_checked(loss_scale, bad_leaf):
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True)
     params = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1)] * 2)
     grads = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1), jnp.float32(NAN)])
-    _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # neither a value nor a condition
+    _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # Neither `value` nor `skip_if` is passed.
     assert (state.applied_steps, state.last_bad_step.leaf) == (1, bad_leaf)
 
 
-def test_without_a_loss_scale_only_a_condition_is_a_bad_step():
+def test_only_skip_if_is_recorded_without_a_loss_scale():
     tx = jls.loss_scaled(optax.sgd(0.1), None, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, ([1.0, 1.0], 1.0, True)])
     assert (state.last_bad_step.step, state.last_bad_step.leaf) == (1, -1)
 
 
-def test_recording_compiles_once_and_goes_through_scan_and_vmap():
+def test_recording_works_in_scan_and_vmap():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
-    grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # two runs of three steps
+    grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # There are two runs of three steps.
 
     def run(grads):
         def step(carry, g):
@@ -105,7 +105,7 @@ def test_recording_compiles_once_and_goes_through_scan_and_vmap():
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
-def test_under_shard_map_all_devices_record_the_same(check_vma):
+def test_all_devices_of_a_shard_map_record_the_same_leaf(check_vma):
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     tx = jls.loss_scaled(optax.sgd(0.1), axis_name="shard", record_bad_steps=True)
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}

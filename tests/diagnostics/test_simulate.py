@@ -1,4 +1,4 @@
-"""A policy, replayed over a trace."""
+"""Simulations of a loss scale for a given trace of gradients."""
 
 import dataclasses
 from dataclasses import replace
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 @pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 3))
-def test_a_simulation_is_the_loop(trace, period, hysteresis):
+def test_simulation_of_flags_equals_a_loop(trace, period, hysteresis):
     loss_scale = jls.DynamicLossScale(2.0**4, period, hysteresis=hysteresis)
     replay = simulate(loss_scale, np.array(trace))
     for finite, scale, should_apply in zip(trace, replay.loss_scale, replay.should_apply, strict=True):
@@ -34,25 +34,25 @@ def test_a_simulation_is_the_loop(trace, period, hysteresis):
     assert replay.final == loss_scale
 
 
-def test_what_overflows_follows_from_the_magnitudes():
+def test_overflow_follows_from_the_magnitudes():
     replay = simulate(jls.DynamicLossScale(2.0**16, 2), largest=jnp.array([1.0, 1.5, 0.5, 1.0, NAN, 0.5]))
     assert replay.grads_finite.tolist() == [False, True, True, False, False, True]
     assert replay.loss_scale.tolist() == [2.0**16, 2.0**15, 2.0**15, 2.0**16, 2.0**15, 2.0**14]
 
 
-def test_a_scale_that_does_not_skip_applies_every_step():
+def test_scale_that_never_skips_applies_every_step():
     replay = simulate(jls.FixedLossScale(8.0), np.array([True, False]))
     assert replay.should_apply.tolist() == [True, True]
     assert replay.grads_finite.tolist() == [True, False]
 
 
-# What is seen, and what overflows.
+# Simulations of gradient magnitudes.
 
 
 @register
 @dataclasses.dataclass(frozen=True)
 class Following(jls.LossScale):
-    """Half way to the top for the largest gradient that was measured; a kind that measures, in few lines."""
+    """A minimal loss scale that measures: it scales the largest gradient to at most half the range of float16."""
 
     needs_largest: ClassVar[bool] = True
     scale_now: jax.Array
@@ -76,20 +76,20 @@ def following(scale):
 
 
 def oracle(loss_scale, largest, max_cotangent, dtype):
-    """The loop, in NumPy."""
+    """Return the steps and the final loss scale of a simulation by a NumPy loop."""
     steps = []
     for one, other in zip(largest, max_cotangent, strict=True):
         scale = np.float32(loss_scale())
         with np.errstate(over="ignore"):
             arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
         finite = bool(np.isfinite(np.float32(arrives)) and np.isfinite(np.float32(overflows)))
-        told = (
+        kwargs = (
             {"largest": jnp.float32(np.float32(arrives) / scale if finite else np.nan)}
             if loss_scale.needs_largest
             else {}
         )
         steps.append((scale, finite))
-        loss_scale = loss_scale.adjust(jnp.array(finite), **told)
+        loss_scale = loss_scale.adjust(jnp.array(finite), **kwargs)
     return steps, loss_scale
 
 
@@ -104,7 +104,7 @@ KINDS = {
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @settings(deadline=None, max_examples=15)
 @given(st.lists(st.tuples(MAGNITUDES, MAGNITUDES), min_size=8, max_size=8), st.sampled_from(["float16", "bfloat16"]))
-def test_a_simulation_of_magnitudes_is_the_loop(make, trace, dtype):
+def test_simulation_of_magnitudes_equals_a_loop(make, trace, dtype):
     largest, max_cotangent = np.array(trace, np.float32).T
     replay = simulate(make(), largest=largest, max_cotangent=max_cotangent, dtype=dtype)
     steps, final = oracle(make(), largest, max_cotangent, dtype)
@@ -112,7 +112,7 @@ def test_a_simulation_of_magnitudes_is_the_loop(make, trace, dtype):
     np.testing.assert_equal(jax.tree.leaves(replay.final), jax.tree.leaves(final))
 
 
-def test_a_step_is_skipped_if_only_the_largest_cotangent_overflows():
+def test_step_is_skipped_if_only_the_largest_cotangent_overflows():
     scale = following(2.0**14)
     assert simulate(scale, largest=[2.0**-4] * 2).loss_scale.tolist() == [2.0**14, 2.0**18]
     replay = simulate(scale, largest=[2.0**-4] * 3, max_cotangent=[2.0**-4, 1.0, 2.0**-4])
@@ -122,8 +122,8 @@ def test_a_step_is_skipped_if_only_the_largest_cotangent_overflows():
     assert replay.skipped_steps == 1
 
 
-def test_a_kind_that_measures_sees_what_arrives():
-    """Rounded to float16 at the scale: nothing, where it underflows, and nothing of a bad step."""
+def test_adjust_receives_the_rounded_largest_gradient():
+    """The scaled gradient is rounded to float16. It is 0 if it underflows and NaN if the step is not finite."""
     for largest, scale, seen in (
         (1e-9, 1.0, 0.0),
         (3e-8, 1.0, 2.0**-24),
@@ -134,7 +134,7 @@ def test_a_kind_that_measures_sees_what_arrives():
         assert np.array_equal(found, np.float32(seen), equal_nan=True)
 
 
-def test_whole_numbers_are_magnitudes_too():
+def test_integers_are_accepted_as_magnitudes():
     assert simulate(jls.DynamicLossScale(2.0**16), largest=np.array([1, 0, 2])).grads_finite.tolist() == [
         False,
         True,
@@ -142,7 +142,7 @@ def test_whole_numbers_are_magnitudes_too():
     ]
 
 
-def test_magnitudes_of_64_bits_keep_their_range():
+def test_float64_magnitudes_keep_their_range():
     with enable_x64(True):
         replay = simulate(jls.FixedLossScale(2.0**10), largest=np.array([1e200, 1e307]), dtype=jnp.float64)
         assert replay.grads_finite.tolist() == [True, False]
@@ -157,7 +157,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("make", "numbers"), SETTINGS.values(), ids=SETTINGS)
-def test_many_settings_at_once(make, numbers):
+def test_vmap_simulates_many_settings(make, numbers):
     largest = jnp.array([0.1, 0.2, 0.4, 0.1])
     together = jax.vmap(lambda number: simulate(make(number), largest=largest))(jnp.array(numbers))
     for member, number in enumerate(numbers):
@@ -172,7 +172,7 @@ BAD_ARGUMENTS = {
     "two traces": (lambda: simulate(jls.get("dynamic"), jnp.ones(2, bool), largest=jnp.ones(2)), "one of them"),
     "magnitudes that are flags": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2, bool)),
-        "must be real numbers",
+        "must contain real numbers",
     ),
     "a scalar trace": (lambda: simulate(jls.get("dynamic"), jnp.array(True)), r"one dimension.*\(\)"),
     "dtype": (lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), dtype=int), "floating dtype"),
@@ -182,13 +182,13 @@ BAD_ARGUMENTS = {
     ),
     "max_cotangent of another length": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), max_cotangent=jnp.ones(3)),
-        "as long as `largest`, 2, got 3",
+        "the same length as `largest`, 2, got 3",
     ),
-    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Give `largest`"),
+    "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Pass `largest`"),
 }
 
 
 @pytest.mark.parametrize(("call", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_named(call, message):
+def test_invalid_arguments_raise_an_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""`TracedGradients` computes each fact when it is first used, and only once."""
+"""`TracedGradients` computes each of its properties once, when the property is first used."""
 
 import jax.numpy as jnp
 
@@ -18,7 +18,7 @@ def traced(fun, has_reference=False):
     return trace_gradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
 
 
-def test_a_fact_is_computed_when_it_is_first_used():
+def test_property_is_computed_when_it_is_first_used():
     gradients = traced(jls.autocast(loss))
     assert "matmuls" not in vars(gradients)
     summary = gradients.matmuls
@@ -27,19 +27,19 @@ def test_a_fact_is_computed_when_it_is_first_used():
     assert not {"float32_origins", "argument_faults", "lost_constants"} & vars(gradients).keys()
 
 
-def test_the_origins_of_float32_operands_explain_the_summary_without_autocast():
+def test_origins_of_float32_operands_are_in_the_summary_without_autocast():
     gradients = traced(loss)
     assert gradients.matmuls.first_float32 == str(gradients.float32_origins[0])
-    assert gradients.float32_origins[0].reason == "its input is float32 from the beginning (`x`)"
+    assert gradients.float32_origins[0].reason == "its operand comes from `x`, which is float32"
 
 
-def test_inputs_and_parameters_are_named():
+def test_inputs_and_parameters_have_names():
     gradients = traced(loss)
     assert gradients.input_names == ["the loss scale", "weights", "x"]
     assert gradients.parameter_names == ["weights"]
 
 
-def test_constants_of_a_reference_are_not_those_of_the_function():
+def test_lost_constants_are_empty_with_a_separate_reference():
     def with_epsilon(weights, x):
         return jnp.sum(1 / (loss(weights, x).astype(jnp.float16) + jnp.float16(1e-9)))
 

@@ -1,6 +1,6 @@
-"""Small programs in float16 whose trouble is known.
+"""Small programs in float16 with known problems.
 
-Each is a function of nothing that returns a loss function, its parameters and its batch.
+Each program is a function without arguments that returns a loss function, its parameters and its batch.
 """
 
 import itertools
@@ -25,7 +25,7 @@ def layers(*sizes):
 
 
 def network(params, x, activation=jax.nn.silu):
-    """Layers in float16, each in a scope of its own."""
+    """Apply dense layers in float16, each inside a named scope."""
     x = x.astype(jnp.float16)
     for name, layer in cast_floating(params, jnp.float16).items():
         with jax.named_scope(name):
@@ -42,7 +42,7 @@ def healthy():
 
 
 def normalized():
-    """A bias in front of a normalization over the batch has no true gradient; else it is healthy."""
+    """Return a healthy program with a bias before a batch normalization, so that its true gradient is zero."""
 
     def loss(params, x):
         y = network(params, x, activation=lambda x: x).astype(jnp.float32)
@@ -90,7 +90,7 @@ def matmul_too_large():
 
 
 def two_branches_cured(factor):
-    """`two_branches`, with a scale of its own for the side branch, as the verdict on it says."""
+    """Return `two_branches` with a separate scale for the side branch, as its verdict suggests."""
 
     def loss(params, x):
         main, side = network(params["main"], x), network(unscale_gradient(params["side"], factor), x)
@@ -119,7 +119,7 @@ def layer_norm():
             y = y * jax.lax.rsqrt(variance + 1e-5)
         return mean_square(y - 1)
 
-    features = draw(32, 8, seed=20).at[3].set(0.5)  # a padded row, which has no variance
+    features = draw(32, 8, seed=20).at[3].set(0.5)  # The variance of this padded row is zero.
     return loss, {"scale": jnp.ones(8)[None]}, features
 
 
@@ -127,7 +127,7 @@ def mask_of_minus_a_billion():
     def loss(params, x):
         q = network(params, x)
         with jax.named_scope("attention"):
-            keep = jnp.tril(jnp.ones((32, 32)), -1)  # the first row keeps nothing
+            keep = jnp.tril(jnp.ones((32, 32)), -1)  # The first row is fully masked.
             scores = q @ q.T + jnp.where(keep > 0, 0.0, -1e9).astype(jnp.float16)
             y = jax.nn.softmax(scores) @ q
         return mean_square(y)
@@ -149,7 +149,7 @@ def sum_for_a_mean():
 
 
 def mask_of_minus_infinity():
-    """A mask of -inf is fine where each row keeps something."""
+    """Return a healthy program with a mask of -inf, in which no row is fully masked."""
 
     def loss(params, x):
         q = network(params, x)

@@ -1,4 +1,4 @@
-"""What is asked of every float32 program under `autocast`: narrow products, the gradients of float32, dtypes kept."""
+"""Checks of float32 functions under `autocast`: half-precision matmuls, accurate gradients and unchanged dtypes."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ import jax_lossscale as jls
 
 
 def distance_of_all(tree, other):
-    """The relative distance of two trees of arrays, all leaves together: some leaves are nothing but rounding."""
+    """Return the relative distance of all leaves together, because some leaves consist only of rounding errors."""
     difference = jax.tree.map(lambda a, b: a - b, tree, other)
     norms = [
         np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(each)))
@@ -17,17 +17,20 @@ def distance_of_all(tree, other):
     return norms[0] / norms[1]
 
 
-def assert_narrow(fun, *args):
-    """Every product of a program, and there are some, is float16."""
+def assert_half_precision(fun, *args):
+    """Check that a function contains matmuls and that all of them are in float16."""
     found = matmul_dtypes(fun, *args)
     assert set(found) == {"float16"}, found
 
 
 def assert_like_float32(fun, *args, tolerance=1e-2):
-    """Of a function with other results: narrow products; of all that it gives the dtypes and, closely, the values."""
-    narrow = jls.autocast(fun)
-    assert_narrow(jax.grad(narrow, has_aux=True), *args)
-    (value, others), grads = jax.jit(jax.value_and_grad(narrow, has_aux=True))(*args)
+    """Check that a function with auxiliary results gives nearly the same results under `autocast`.
+
+    All matmuls must be in float16. Dtypes of the auxiliary results must be unchanged.
+    """
+    in_half = jls.autocast(fun)
+    assert_half_precision(jax.grad(in_half, has_aux=True), *args)
+    (value, others), grads = jax.jit(jax.value_and_grad(in_half, has_aux=True))(*args)
     (expected, expected_others), expected_grads = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
     np.testing.assert_allclose(value, expected, rtol=tolerance)
     assert 0 < distance_of_all(expected_grads, grads) < tolerance

@@ -1,4 +1,4 @@
-"""What a reader has after copying the first block of a page in `docs/frameworks`: the program that is tested here."""
+"""Access to the program in the first code block of each page in `docs/frameworks`, which the tests run."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
 
 
 def first_block(page):
-    """The source of the first python block of a page."""
+    """Return the source code of the first Python block of a page."""
     return re.search(r"^```python\n(.*?)^```$", (PAGES / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)[1]
 
 
 def copied(page):
-    """The names that the first block defines, and what it has made of them."""
+    """Execute the first block of a page and return the names that it defines."""
     namespace = {"__name__": page}
     exec(compile(first_block(page), f"docs/frameworks/{page}.md", "exec"), namespace)
     return SimpleNamespace(**{name: value for name, value in namespace.items() if not name.startswith("__")})
@@ -31,5 +31,5 @@ def assert_same_bits(tree, other):
 
 
 def bad(batch, value=np.nan):
-    """The same batch, with one number that is not finite."""
+    """Return a copy of the batch with one nonfinite element."""
     return {**batch, "x": batch["x"].at[0, 0].set(value)}

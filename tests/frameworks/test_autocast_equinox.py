@@ -1,4 +1,4 @@
-"""Float32 programs of equinox under `autocast`: modules with functions and settings among their leaves."""
+"""Float32 equinox models under `autocast`, including models with functions and settings among their leaves."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 eqx = pytest.importorskip("equinox")
 
 import equinox.internal as eqxi  # noqa: E402
-from float32_programs import assert_narrow, distance_of_all  # noqa: E402
+from float32_programs import assert_half_precision, distance_of_all  # noqa: E402
 
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.equinox import filter_value_and_scaled_grad  # noqa: E402
@@ -47,7 +47,7 @@ X = jax.random.normal(KEYS[1], (8, 4))
     ],
     ids=["filter_jit", "loop", "ensemble"],
 )
-def test_one_word(loss_fn, model):
+def test_autocast_gives_half_precision_matmuls_and_accurate_gradients(loss_fn, model):
     arrays, rest = eqx.partition((model, X), eqx.is_array)
 
     def gradient(fun):
@@ -55,20 +55,20 @@ def test_one_word(loss_fn, model):
             filter_value_and_scaled_grad(fun, 2.0**8)(*eqx.combine(arrays, rest)), eqx.is_array
         )
 
-    assert_narrow(gradient(jls.autocast(loss_fn)), arrays)
-    (value, grads), (narrow_value, narrow_grads) = (
+    assert_half_precision(gradient(jls.autocast(loss_fn)), arrays)
+    (value, grads), (half_value, half_grads) = (
         jax.jit(gradient(fun))(arrays) for fun in (loss_fn, jls.autocast(loss_fn))
     )
-    types = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in ((value, grads), (narrow_value, narrow_grads))]
+    types = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in ((value, grads), (half_value, half_grads))]
     assert types[0] == types[1]
-    assert distance_of_all(narrow_value, value) < 2e-3
-    assert distance_of_all(narrow_grads, grads) < 5e-3
+    assert distance_of_all(half_value, value) < 2e-3
+    assert distance_of_all(half_grads, grads) < 5e-3
 
 
 @pytest.mark.parametrize(
     "function", [MLP, MLP.__call__, jax.tree_util.Partial(MLP)], ids=["module", "method", "partial"]
 )
-def test_a_module_is_a_function(function):
-    narrow = jls.autocast(function)
-    assert_narrow(narrow, X[0])
-    assert distance_of_all(jax.jit(narrow)(X[0]), function(X[0])) < 2e-3
+def test_autocast_accepts_modules_methods_and_partials(function):
+    in_half = jls.autocast(function)
+    assert_half_precision(in_half, X[0])
+    assert distance_of_all(jax.jit(in_half)(X[0]), function(X[0])) < 2e-3

@@ -1,4 +1,4 @@
-"""Float32 programs of flax nnx under `autocast`: what a module changes while it runs is kept."""
+"""Float32 flax nnx models under `autocast`. Changes that the forward pass makes to a module must be preserved."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flax")
 
 from flax import nnx
-from float32_programs import assert_narrow, distance_of_all
+from float32_programs import assert_half_precision, distance_of_all
 
 import jax_lossscale as jls
 
@@ -32,7 +32,7 @@ class Network(nnx.Module):
         self.num_calls += 1
         x = self.dropout(nnx.relu(self.norm(self.dense(x))))
         x = x + self.attention(x[None])[0]
-        self.hidden = nnx.Intermediate(x)  # a new variable, the first time
+        self.hidden = nnx.Intermediate(x)  # The first call creates a new variable.
         return self.readout(x)
 
 
@@ -41,7 +41,7 @@ def loss_fn(model, x, y):
 
 
 def changeable(model):
-    """All but the parameters: batch statistics, random streams, what is remembered."""
+    """Return all variables except the parameters: batch statistics, random streams and intermediates."""
     state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
     return jax.tree.map(
         lambda leaf: jax.random.key_data(leaf) if leaf.dtype == jax.random.key(0).dtype else leaf, state
@@ -53,15 +53,15 @@ def changeable(model):
     [pytest.param(lambda fun: fun, id="eager", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
 )
 @pytest.mark.parametrize("inside", [lambda fun: fun, lambda fun: jls.scaled_backward(fun, 2.0**10)])
-def test_gradients_and_all_that_changed_are_those_of_float32(inside, transform):
+def test_gradients_and_changed_variables_agree_with_float32(inside, transform):
     models, results = (Network(), Network()), []
     for model, fun in zip(models, (loss_fn, inside(jls.autocast(loss_fn))), strict=True):
         gradient = transform(lambda model, fun=fun: nnx.value_and_grad(fun)(model, X, Y))
         gradient(model)
         results.append(gradient(model))
-    (value, grads), (narrow_value, narrow_grads) = results
-    assert distance_of_all(narrow_value, value) < 2e-3
-    assert distance_of_all(nnx.to_pure_dict(narrow_grads), nnx.to_pure_dict(grads)) < 5e-3
+    (value, grads), (half_value, half_grads) = results
+    assert distance_of_all(half_value, value) < 2e-3
+    assert distance_of_all(nnx.to_pure_dict(half_grads), nnx.to_pure_dict(grads)) < 5e-3
     expected, found = map(changeable, models)
     assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
@@ -69,13 +69,13 @@ def test_gradients_and_all_that_changed_are_those_of_float32(inside, transform):
     assert models[1].num_calls == models[0].num_calls == 2
 
 
-def test_every_product_is_narrow():
+def test_every_matmul_of_an_nnx_model_is_half_precision():
     definition, params, rest = nnx.split(Network(), nnx.Param, ...)
 
     def gradient(params, rest):
         return nnx.grad(jls.autocast(loss_fn))(nnx.merge(definition, params, rest), X, Y)
 
-    assert_narrow(gradient, params, rest)
+    assert_half_precision(gradient, params, rest)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_every_product_is_narrow():
     ],
     ids=["module", "method", "in a tree", "by keyword", "twice"],
 )
-def test_a_module_is_found_wherever_it_is_an_argument(call):
+def test_modules_are_found_in_all_kinds_of_arguments(call):
     model, expected = Network(), Network()
     assert distance_of_all(call(model), expected(X)) < 5e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), changeable(model), changeable(expected))
 
 
-def test_a_variable_by_itself_is_kept_too():
+def test_changes_to_a_single_variable_are_preserved():
     seen = nnx.BatchStat(jnp.zeros(()))
 
     def fun(weight, seen):
@@ -107,7 +107,7 @@ def test_a_variable_by_itself_is_kept_too():
 
 
 class Remembering(nnx.Module):
-    """Keeps what it has seen wherever a module may."""
+    """A module that changes all kinds of attributes in its forward pass."""
 
     def __init__(self, depth):
         self.below = Remembering(depth - 1) if depth else nnx.Linear(8, 2, rngs=nnx.Rngs(0))
@@ -127,7 +127,7 @@ class Remembering(nnx.Module):
         return *numbers, self.last, self.shape, self.total, self.names
 
 
-def test_what_modules_dictionaries_and_lists_hold_is_kept():
+def test_changes_to_attributes_dictionaries_and_lists_are_preserved():
     model = Remembering(2)
     jls.autocast(lambda model: jnp.sum(model(X)))(model)
     for each in (model, model.below, model.below.below):
@@ -135,16 +135,16 @@ def test_what_modules_dictionaries_and_lists_hold_is_kept():
         assert each.remembered() == expected
 
 
-def test_a_module_that_is_changed_and_no_argument_is_refused():
+def test_autocast_rejects_changing_a_module_that_is_not_an_argument():
     model = Network()
     with pytest.raises(ValueError, match="Make the module an argument of the function"):
         jls.autocast(lambda x: model(x))(X)
-    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # which changes nothing
+    frozen = nnx.Linear(8, 2, rngs=nnx.Rngs(0))  # The forward pass of this module changes no variables.
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 
 @pytest.mark.slow
-def test_a_module_as_the_function_has_true_gradients_and_changes():
+def test_scaled_backward_of_a_module_has_the_same_gradients_and_changes():
     models, results = (Network(), Network()), []
     for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_backward(fun, 2.0**10)), strict=True):
         for method in (lambda model: model), (lambda model: model.__call__):
@@ -159,7 +159,7 @@ def test_a_module_as_the_function_has_true_gradients_and_changes():
     assert models[0].num_calls == models[1].num_calls == 2
 
 
-def test_a_module_that_changes_and_is_closed_over_is_refused():
+def test_scaled_backward_rejects_changing_a_closed_over_module():
     model = Network()
     for fun in (lambda x: model(x)), jls.autocast(model):
         with pytest.raises(ValueError, match=r"changes an nnx module .* Make the module an argument"):

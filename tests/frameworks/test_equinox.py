@@ -1,4 +1,4 @@
-"""equinox: the page's program, `filter_value_and_scaled_grad` beside equinox's own, and whole modules as parameters."""
+"""The program on the equinox page, `filter_value_and_scaled_grad`, and equinox modules as parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def page():
 
 
 class Small(eqx.Module):
-    """With all that a module may hold beside its parameters."""
+    """A module with all kinds of fields that are not parameters."""
 
     weight: jax.Array
     dropout: eqx.nn.Dropout
@@ -49,7 +49,7 @@ def loss_fn(model, x, power=2):
     return model(x) ** power
 
 
-def test_it_is_equinoxs_own_gradient_times_the_scale():
+def test_gradient_equals_that_of_equinox_times_the_scale():
     model, x = Small(), jnp.ones(3)
     value, grads = eqx.filter_value_and_grad(loss_fn)(model, x, power=3)
     scaled_value, scaled_grads = filter_value_and_scaled_grad(loss_fn, SCALE)(model, x, power=3)
@@ -59,7 +59,7 @@ def test_it_is_equinoxs_own_gradient_times_the_scale():
     assert scaled_grads.activation is None
 
 
-def test_auxiliary_values_and_functions_among_the_arguments():
+def test_auxiliary_results_and_function_arguments():
     def with_aux(model, function, x):
         return function(model(x)), {"model": model, "function": function}
 
@@ -73,7 +73,7 @@ def test_auxiliary_values_and_functions_among_the_arguments():
 
 
 @pytest.mark.parametrize("kind", ["number", "loss scale", "state", "none"])
-def test_the_scale_comes_from_whatever_holds_one(kind):
+def test_loss_scale_may_be_a_number_loss_scale_or_state(kind):
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     model = Small()
     params = eqx.filter(model, eqx.is_inexact_array)
@@ -93,7 +93,7 @@ def test_the_scale_comes_from_whatever_holds_one(kind):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
-def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_gives(jit):
+def test_update_and_apply_of_a_module_equals_apply_updates(jit):
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
     model, tx = Small(), jls.loss_scaled(inner, SCALE)
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
@@ -114,7 +114,7 @@ def test_update_and_apply_takes_a_whole_module_and_gives_what_apply_updates_give
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_batch_leaves_model_and_statistics_as_they_were(page, value):
+def test_nonfinite_batch_leaves_model_and_statistics_unchanged(page, value):
     model, model_state, opt_state, loss = page.train_step(
         page.model, page.model_state, page.opt_state, bad(page.batch, value), jax.random.key(0)
     )
@@ -124,7 +124,7 @@ def test_a_bad_batch_leaves_model_and_statistics_as_they_were(page, value):
     assert opt_state.consecutive_skips == 1
 
 
-def test_serialised_leaves_go_on_bit_for_bit(page, tmp_path):
+def test_run_restored_from_serialised_leaves_continues_bitwise_equal(page, tmp_path):
     run = page.model, page.model_state, page.opt_state
     eqx.tree_serialise_leaves(tmp_path / "run.eqx", run)
     like = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, run)

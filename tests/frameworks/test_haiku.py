@@ -1,4 +1,4 @@
-"""haiku: the page's program, and float16 master weights that nobody asked for."""
+"""The program on the haiku page, further networks, and unintended float16 parameters."""
 
 import warnings
 
@@ -12,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     hk = pytest.importorskip("haiku")
 
-from float32_programs import assert_like_float32, assert_narrow
+from float32_programs import assert_half_precision, assert_like_float32
 from pages import assert_same_bits, bad, copied
 
 import jax_lossscale as jls
@@ -25,16 +25,16 @@ def page():
     return copied("haiku")
 
 
-def test_master_weights_and_statistics_are_float32_and_the_products_float16(page):
+def test_parameters_and_statistics_are_float32_and_matmuls_float16(page):
     assert {leaf.dtype for leaf in jax.tree.leaves(page.params)} == {jnp.dtype(jnp.float32)}
     args = page.params, page.model_state, page.batch
-    assert_narrow(jax.grad(jls.autocast(page.loss_fn), has_aux=True), *args)
+    assert_half_precision(jax.grad(jls.autocast(page.loss_fn), has_aux=True), *args)
     _, model_state = jls.autocast(page.loss_fn)(*args)
     assert {leaf.dtype for leaf in jax.tree.leaves(model_state) if leaf.ndim} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_batch_leaves_parameters_and_statistics_as_they_were(page, value):
+def test_nonfinite_batch_leaves_parameters_and_statistics_unchanged(page, value):
     params, model_state, opt_state, loss = page.train_step(
         page.params, page.model_state, page.opt_state, bad(page.batch, value)
     )
@@ -49,7 +49,7 @@ def test_a_bad_batch_leaves_parameters_and_statistics_as_they_were(page, value):
 PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.Conv1D(3, 1)(x)))
 
 
-def test_a_float16_input_makes_float16_parameters_of_which_init_warns():
+def test_init_warns_of_float16_parameters_created_from_float16_input():
     tx = jls.loss_scaled(optax.adam(1e-3))
     params = PLAIN.init(jax.random.key(0), jnp.ones((1, 4, 2), jnp.float16))
     first = r"got 2 float16 parameters, the first at \"\['conv1_d'\]\['b'\]\".*jls.cast_floating\(params, jnp.float32\)"
@@ -76,7 +76,7 @@ def recurrence_and_attention(x):
 
 
 @pytest.mark.parametrize("network", [pytest.param(convolutions, marks=pytest.mark.slow), recurrence_and_attention])
-def test_other_networks_are_narrow_and_like_float32(network):
+def test_other_haiku_networks_agree_with_float32_under_autocast(network):
     model, x = hk.transform_with_state(network), jax.random.normal(jax.random.key(0), (8, 8, 8, 3))
     params, model_state = jax.jit(model.init)(jax.random.key(1), x)
 

@@ -1,7 +1,7 @@
-"""Rows of the tables of libraries in `docs/guide/libraries.md`, each against the same in float32.
+"""Comparison with float32 of the libraries in the tables of `docs/guide/libraries.md`.
 
-A library that is not installed is skipped, and says so. To run all:
-``pip install brax diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix``.
+The test of a library that is not installed is skipped. To run all tests, install the libraries: ``pip install brax
+diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix``.
 """
 
 import os
@@ -18,7 +18,7 @@ import pytest
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]  # which other libraries have
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]  # Other libraries cause warnings.
 
 X = jax.random.normal(jax.random.key(0), (32, 8))
 Y = jnp.sin(jnp.sum(X, axis=1, keepdims=True))
@@ -30,6 +30,7 @@ WEIGHTS = {
 
 @pytest.fixture(autouse=True)
 def as_others_write():
+    """Allow rank promotion, which other libraries use."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -47,13 +48,13 @@ def loss_fn(params, x, y):
 
 
 def distance(tree, other):
-    """How far two trees are apart, relative to the second."""
+    """Return the distance of two pytrees, relative to the norm of the second."""
     leaves, others = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(part)]) for part in (tree, other))
     return np.linalg.norm(leaves - others) / np.linalg.norm(others)
 
 
-def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
-    """Train with one word more than in float32. The first gradients are near those of float32, and the loss falls."""
+def trained(loss_fn, params, *batch, is_half=True, steps=20):
+    """Train with `autocast`. The first gradients must be close to those of float32, and the loss must fall."""
     tx = jls.loss_scaled(optax.adam(1e-2))
 
     @jax.jit
@@ -72,15 +73,15 @@ def trained(loss_fn, params, *batch, is_narrow=True, steps=20):
     assert state.skipped_steps == 0
     assert jls.metrics(state)["applied_steps"] == steps
     assert "applied" in jls.diagnostics.explain(state, params)
-    products = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).summary)
-    assert not is_narrow or " 0 of " not in products.splitlines()[0]
+    counts = str(jls.diagnostics.autocast_report(loss_fn, params, *batch).summary)
+    assert not is_half or " 0 of " not in counts.splitlines()[0]
 
 
-def test_brax():
+def test_brax_update_with_scaled_backward():
     gradients = library("brax.training.gradients")
 
     def with_aux(params, x, y):
-        loss = 1e-7 * loss_fn(params, x, y)  # in a small unit: float16 loses its gradients
+        loss = 1e-7 * loss_fn(params, x, y)  # The loss is so small that its gradients underflow in float16.
         return loss, {"loss": loss}
 
     def updated(fun, optimizer):
@@ -98,7 +99,7 @@ def test_brax():
     assert not any(leaf.any() for leaf in jax.tree.leaves(nothing))
 
 
-def test_haliax():
+def test_haliax_training():
     hax, eqx = library("haliax"), library("equinox")
     batch, features, out = hax.Axis("batch", 32), hax.Axis("features", 8), hax.Axis("out", 1)
     model = hax.nn.MLP.init(features, out, 16, 2, activation=hax.tanh, key=jax.random.key(0))
@@ -111,7 +112,7 @@ def test_haliax():
     trained(loss_fn, params, X, Y)
 
 
-def test_penzai():
+def test_penzai_training():
     library("penzai")
     from penzai import pz
     from penzai.models import simple_mlp
@@ -127,7 +128,7 @@ def test_penzai():
     trained(loss_fn, params, X, Y)
 
 
-def test_mctx():
+def test_mctx_training():
     mctx = library("mctx")
     params = {**WEIGHTS, "policy": WEIGHTS["square"][:, :4]}
 
@@ -154,7 +155,7 @@ def test_mctx():
     trained(loss_fn, params, X, Y)
 
 
-def test_e3nn():
+def test_e3nn_training():
     e3nn, nn = library("e3nn_jax"), library("flax.linen")
     from e3nn_jax.flax import Linear
 
@@ -174,7 +175,7 @@ def test_e3nn():
     trained(loss_fn, params, vectors, jnp.sum(X[:, :3] ** 2, axis=1, keepdims=True))
 
 
-def test_qwix():
+def test_qwix_training():
     qwix, nn = library("qwix"), library("flax.linen")
 
     class Network(nn.Module):
@@ -189,11 +190,11 @@ def test_qwix():
     def loss_fn(params, x, y):
         return jnp.mean((network.apply(params, x) - y) ** 2)
 
-    trained(loss_fn, params, X, Y, is_narrow=False)  # the products are those of int8
+    trained(loss_fn, params, X, Y, is_half=False)  # The matmuls are in int8.
 
 
-def test_evosax():
-    """There are no gradients, and no loss scale: the networks of a population are computed in half precision."""
+def test_evosax_evolution_in_float16():
+    """Evolution needs no gradients and no loss scale. Only the networks of a population use half precision."""
     library("evosax")
     from evosax.algorithms import Open_ES
 
@@ -251,8 +252,8 @@ for loss_fn in by_lineax, by_optimistix, by_diffrax:
 
 
 @pytest.mark.parametrize(("on_error", "stops"), [("nan", False), ("raise", True)])
-def test_a_solver_in_the_loss(on_error, stops):
-    """Equinox reads its setting when it is imported, so this runs in a process of its own."""
+def test_loss_with_a_solver_raises_on_overflow_only_if_configured(on_error, stops):
+    """The test runs in a subprocess because Equinox reads its setting when it is imported."""
     for name in "lineax", "optimistix", "diffrax":
         library(name)
     environment = {**os.environ, "EQX_ON_ERROR": on_error, "PYTHONPATH": str(Path(__file__).parents[2])}

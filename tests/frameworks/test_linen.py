@@ -1,4 +1,4 @@
-"""flax linen: the page's program, against the step written out, over skips, copies and checkpoints."""
+"""The program on the flax linen page: comparison with a manual step, skipped steps and checkpoints."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ def page():
 
 
 def batches(page, number=6):
-    """The third makes the loss NaN."""
+    """Return batches, the third of which makes the loss NaN."""
     return [bad(page.batch) if step == 2 else page.batch for step in range(number)]
 
 
@@ -43,8 +43,8 @@ def trained(step, state, batches):
     return state
 
 
-def test_it_is_flaxs_own_step_written_out(page):
-    """With flax's own state: `update`, `apply_updates`, and a selection of what has to roll back."""
+def test_step_equals_a_manual_step_with_the_train_state_of_flax(page):
+    """The manual step uses the `TrainState` of flax and selects the fields that a skipped step must restore."""
 
     class TheirState(train_state.TrainState):
         batch_stats: dict
@@ -74,14 +74,15 @@ def test_it_is_flaxs_own_step_written_out(page):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_skipped_step_changes_nothing_but_its_counters(page, value):
+def test_skipped_step_changes_only_counters(page, value):
     after, loss = page.train_step(page.state, bad(page.batch, value))
     assert not jnp.isfinite(loss)
     assert_same_bits((after.params, after.batch_stats), (page.state.params, page.state.batch_stats))
     assert_same_bits(after.opt_state.inner_state, page.state.opt_state.inner_state)
     assert after.step == page.state.step + 1
     assert after.opt_state.applied_steps == page.state.opt_state.applied_steps
-    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()  # a loss that is NaN is not its fault
+    # A nonfinite loss does not lower the scale.
+    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()
 
 
 def simple(**fields):
@@ -101,22 +102,22 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize("told", [{}, {"value": 1.0, "skip_if": False, "grads_finite": True}, *SKIPPED.values()])
-def test_what_the_optimizer_is_told_decides_about_further_fields(told):
+@pytest.mark.parametrize("kwargs", [{}, {"value": 1.0, "skip_if": False, "grads_finite": True}, *SKIPPED.values()])
+def test_additional_fields_are_restored_if_the_step_is_skipped(kwargs):
     tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
     state = simple(count=jnp.int32(3), average={"x": jnp.zeros(2)}).replace(tx=tx)
     state = state.replace(opt_state=tx.init(state.params))
     after = jax.jit(
-        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **told)
+        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **kwargs)
     )(state)
-    applied = told not in SKIPPED.values()
+    applied = kwargs not in SKIPPED.values()
     np.testing.assert_array_equal(after.params["x"], 0.5 if applied else 1.0)
     np.testing.assert_array_equal(after.average["x"], 1.0 if applied else 0.0)
     assert (after.count, after.step) == (4 if applied else 3, 1)
 
 
-def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
-    """Flax hands over the new statistics of its float8 layers as if they were gradients."""
+def test_float8_statistics_are_restored_if_the_step_is_skipped():
+    """The float8 layers of flax return their new statistics in place of gradients."""
     name = OVERWRITE_WITH_GRADIENT
     params = {"params": {"x": jnp.ones(2)}, name: {"amax": jnp.zeros(2)}}
     tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
@@ -127,14 +128,14 @@ def test_floats_of_eight_bits_keep_their_statistics_where_a_step_is_skipped():
         np.testing.assert_array_equal(after.params[name]["amax"], amax)
 
 
-def test_an_optimizer_without_a_loss_scale_is_refused():
+def test_train_state_rejects_an_optimizer_without_a_loss_scale():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=optax.sgd(0.5))
-    with pytest.raises(ValueError, match="around the whole chain"):
+    with pytest.raises(ValueError, match="around the whole inner optimizer"):
         simple().replace(tx=optax.sgd(0.5)).apply_gradients(grads=GRADS)
 
 
-def test_a_field_that_is_none_or_of_another_shape_is_refused():
+def test_apply_gradients_rejects_fields_of_another_structure_or_dtype():
     with pytest.raises(ValueError, match="same structure"):
         simple().apply_gradients(grads=GRADS, average={"x": jnp.ones(2)})
     with pytest.raises(ValueError, match="shapes and dtypes of arrays must be equal"):
@@ -152,10 +153,10 @@ def through_checkpoints(state, target, folder):
     return checkpoints.restore_checkpoint(folder, target)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within orbax
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # The warning comes from orbax.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("through", [through_bytes, through_checkpoints])
-def test_a_restored_state_goes_on_bit_for_bit(page, through, tmp_path):
+def test_restored_train_state_continues_bitwise_equal(page, through, tmp_path):
     state = trained(page.train_step, page.state, batches(page))
     target = page.TrainState.create(
         apply_fn=page.network.apply,
@@ -189,7 +190,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", [ResNet, pytest.param(Recurrent, marks=pytest.mark.slow)])
-def test_other_networks_are_narrow_and_like_float32(network):
+def test_other_linen_networks_agree_with_float32_under_autocast(network):
     model, x = network(), jax.random.normal(jax.random.key(1), (8, 8, 8, 3))
     variables = jax.jit(model.init)(jax.random.key(2), x)
 
@@ -201,7 +202,8 @@ def test_other_networks_are_narrow_and_like_float32(network):
     assert_like_float32(loss_fn, variables["params"], statistics, x, tolerance=2e-2)
 
 
-# Flax knows a loss scale once `jax_lossscale.interop.flax` is imported; in a fresh interpreter, since it is here.
+# Importing `jax_lossscale.interop.flax` registers the loss scales with flax. The test needs a new interpreter, because
+# this file has already imported the module.
 
 KNOWN_OR_NOT = """
 from flax import serialization
@@ -220,7 +222,7 @@ for loss_scale in loss_scale, jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.
 """
 
 
-def test_flax_knows_the_loss_scales_once_the_module_is_imported():
+def test_importing_interop_flax_registers_the_loss_scales():
     root = str(Path(jls.__file__).parents[1])
     completed = subprocess.run(
         [sys.executable, "-c", KNOWN_OR_NOT],
@@ -230,4 +232,5 @@ def test_flax_knows_the_loss_scales_once_the_module_is_imported():
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"  # as `docs/frameworks/linen.md` says
+    # `docs/frameworks/linen.md` quotes this message.
+    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"

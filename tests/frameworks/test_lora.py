@@ -1,4 +1,4 @@
-"""LoRA: a frozen base stored in 16 bits, float32 adapters, and an optimizer that knows the adapters only."""
+"""LoRA fine-tuning with a frozen base model stored in 16 bits, and an optimizer for the float32 adapters only."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HALF = pytest.mark.parametrize("half", ["float16", "bfloat16"])
 
 
 def make_problem():
-    """A pretrained network, and data of one whose first layer differs by a matrix of low rank."""
+    """Return a pretrained network, and data from a network whose first layer differs by a low-rank matrix."""
     keys = jax.random.split(jax.random.key(0), 6)
     base = {
         "first": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5,
@@ -67,7 +67,7 @@ def train(base, half):
 
 @STORED
 @HALF
-def test_it_learns_in_float32_adapters_and_no_state_is_of_the_base(stored, half):
+def test_training_adapters_reduces_the_loss_without_state_for_the_base(stored, half):
     base = jls.cast_floating(BASE, stored)
     adapters, opt_state, losses = train(base, half)
     assert losses[-1] < 0.02 * losses[0]
@@ -80,15 +80,15 @@ def test_it_learns_in_float32_adapters_and_no_state_is_of_the_base(stored, half)
 
 @STORED
 @HALF
-def test_every_product_is_narrow_those_of_the_base_too(stored, half):
+def test_every_matmul_is_half_precision_including_those_of_the_base(stored, half):
     base = jls.cast_floating(BASE, stored)
     report = jls.diagnostics.autocast_report(loss_fn, adapters_for(base), base, BATCH, dtype=half)
     assert report.summary.dtype == half
     assert report.summary.half_matmuls == report.summary.matmuls == 12
 
 
-def test_a_base_stored_in_float16_gives_the_gradients_of_the_float32_one_to_the_bit():
-    """`autocast` would have rounded the float32 base to the same 16 bits."""
+def test_gradients_are_bitwise_equal_for_a_base_stored_in_float16():
+    """`autocast` rounds a float32 base model to the same 16-bit values."""
     adapters = jax.tree.map(lambda leaf: leaf + 0.1, adapters_for(BASE))
     grads = jax.jit(jls.value_and_scaled_grad(jls.autocast(loss_fn), 2.0**10))
     expected = grads(adapters, BASE, BATCH)

@@ -1,4 +1,4 @@
-"""flax nnx: the page's program, and the same with flax's own optimizer; what rolls back, and what does not."""
+"""The program on the flax nnx page, both nnx optimizers, and restoring a module after a skipped step."""
 
 import copy
 from functools import partial
@@ -34,7 +34,7 @@ def copied_leaves(tree):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_batch_leaves_the_model_as_it_was_random_counts_and_statistics_included(page, value):
+def test_nonfinite_batch_leaves_parameters_statistics_and_random_streams_unchanged(page, value):
     before, inner = copied_leaves(pure(page.model)), copied_leaves(pure(page.opt)["opt_state"]["inner_state"])
     counts = {name: int(count) for name, count in jls.metrics(page.opt.opt_state).items()}
     step = int(page.opt.step[...])
@@ -74,7 +74,7 @@ def step(model, opt, x):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_our_optimizer_and_flaxs_own_give_what_optax_gives(compiled):
+def test_both_nnx_optimizers_agree_with_optax(compiled):
     tx = jls.loss_scaled(optax.adam(0.1), LOSS_SCALE)
     runs = {}
     for kind in Optimizer, nnx.Optimizer:
@@ -99,19 +99,19 @@ def test_our_optimizer_and_flaxs_own_give_what_optax_gives(compiled):
 
 
 @pytest.mark.parametrize(
-    "told", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
+    "options", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
 )
-def test_the_optimizer_is_told_what_loss_scaled_is_told(told):
+def test_optimizer_update_accepts_value_skip_if_and_grads_finite(options):
     model = Line()
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
     grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
-    opt.update(model, grads, **told)
+    opt.update(model, grads, **options)
     assert (opt.opt_state.skipped_steps[...], opt.step[...]) == (1, 1)
     np.testing.assert_array_equal(model.slope[...], 1.0)
 
 
 class Deep(nnx.Module):
-    """With all that a forward pass may change: statistics, the counts of random streams, what it adds."""
+    """A module whose forward pass changes statistics and random streams and adds a variable."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -131,7 +131,7 @@ def deep_loss(model, x, power=2):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "adapter"])
-def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
+def test_optimizer_gradient_equals_that_of_flax_times_the_scale(wrt):
     model, expected_model, x = Deep(), Deep(), jnp.ones((3, 2))
     opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), 2.0**10), wrt=wrt)
     flaxs_own = nnx.value_and_grad(deep_loss, argnums=nnx.DiffState(0, wrt), has_aux=True)
@@ -144,17 +144,18 @@ def test_the_optimizers_gradient_is_flaxs_own_times_the_scale(wrt):
     assert opt.opt_state.applied_steps[...] == 1
 
 
-SKIPPED = {  # what makes a step a skipped one; whether the step is compiled
-    "none is": (XS[0], {}, False, True),
-    "the batch": (XS[3], {}, True, True),
-    "the batch, eagerly": (XS[3], {}, True, False),
-    "the user": (XS[0], {"skip_if": jnp.array(True)}, True, True),
-    "a verdict from elsewhere": (XS[0], {"grads_finite": jnp.array(False)}, True, True),
+# The entries are the input, arguments of `update`, whether the step is skipped, and whether it is compiled.
+SKIPPED = {
+    "applied step": (XS[0], {}, False, True),
+    "nonfinite batch": (XS[3], {}, True, True),
+    "nonfinite batch, eager": (XS[3], {}, True, False),
+    "skip_if": (XS[0], {"skip_if": jnp.array(True)}, True, True),
+    "grads_finite": (XS[0], {"grads_finite": jnp.array(False)}, True, True),
 }
 
 
 @pytest.mark.parametrize(("x", "kwargs", "is_skipped", "compiled"), SKIPPED.values(), ids=SKIPPED)
-def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, kwargs, is_skipped, compiled):
+def test_restore_from_undoes_the_forward_pass_of_a_skipped_step(x, kwargs, is_skipped, compiled):
     def one_step(model, opt, x, kwargs):
         before = nnx.clone(model)
         (loss, _), grads = opt.value_and_scaled_grad(jls.autocast(deep_loss), has_aux=True)(model, x)
@@ -163,7 +164,7 @@ def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, kwarg
     model = Deep()
     opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1), LOSS_SCALE), wrt=nnx.Param)
     run = nnx.jit(one_step) if compiled else one_step
-    run(model, opt, jnp.stack([XS[1], XS[2]]).astype(jnp.float32), {})  # after which nothing is zero
+    run(model, opt, jnp.stack([XS[1], XS[2]]).astype(jnp.float32), {})  # After this step, no statistic is zero.
     start, start_of_inner = copied_leaves(pure(model)), copied_leaves(pure(opt)["opt_state"]["inner_state"])
     changed = copied_leaves(nnx.clone(model))
     deep_loss(changed, jnp.stack([x, x]).astype(jnp.float32))
@@ -178,7 +179,7 @@ def test_what_the_forward_pass_changed_is_undone_if_the_step_is_skipped(x, kwarg
         assert (model.norm.mean[...] != start["norm"]["mean"]).all()
 
 
-def test_what_the_forward_pass_adds_stays_and_without_restore_from_nothing_is_undone():
+def test_added_variables_stay_and_nothing_is_undone_without_restore_from():
     for is_given in True, False:
         model = Deep()
         opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
@@ -189,7 +190,7 @@ def test_what_the_forward_pass_adds_stays_and_without_restore_from_nothing_is_un
 
 
 def with_its_statistics(model):
-    """A model of new parameters, and of the same statistics."""
+    """Return a copy with new parameters that shares its statistics with the model."""
     copied = nnx.clone(model)
     copied.seen = model.seen
     return copied
@@ -202,14 +203,14 @@ INVALID_COPIES = {
     "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
     "a copy of other sizes": (
         lambda _: Line(3),
-        r"got a model whose seen is float32\[3\], where this one has float32\[2\]",
+        r"got a model whose seen is float32\[3\] instead of float32\[2\]",
     ),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }
 
 
 @pytest.mark.parametrize(("wrong", "words"), INVALID_COPIES.values(), ids=INVALID_COPIES)
-def test_an_invalid_restore_from_raises_an_error_before_anything_is_changed(wrong, words):
+def test_invalid_restore_from_raises_before_any_change(wrong, words):
     model = Line()
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
     with pytest.raises(ValueError, match=rf"update\(restore_from=\.\.\.\).*nnx\.clone\(model\).*{words}"):
@@ -219,12 +220,12 @@ def test_an_invalid_restore_from_raises_an_error_before_anything_is_changed(wron
         opt.value_and_scaled_grad(3.0)
 
 
-def test_an_optimizer_without_a_loss_scale_is_refused():
+def test_nnx_optimizer_rejects_an_optimizer_without_a_loss_scale():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         Optimizer(Line(), optax.sgd(0.1), wrt=nnx.Param)
 
 
-def test_what_takes_an_optimizer_state_takes_that_of_nnx(page):
+def test_functions_of_an_optimizer_state_accept_that_of_nnx(page):
     state = page.opt.opt_state
     assert jls.get_loss_scale(state)() == jls.metrics(state)["loss_scale"]
     jls.raise_if_stuck(state)
@@ -233,11 +234,11 @@ def test_what_takes_an_optimizer_state_takes_that_of_nnx(page):
         gradient(jnp.square, state)(1.0)
 
 
-# --- Gradient accumulation ---
+# --- Gradient accumulation with nnx modules ---
 
 
 class Regularized(nnx.Module):
-    """Batch norm and dropout, whose variables each micro-batch changes."""
+    """A module with batch norm and dropout, whose variables change in each micro-batch."""
 
     def __init__(self, rngs):
         self.dense = nnx.Linear(4, 8, rngs=rngs)
@@ -262,7 +263,7 @@ def loss_and_mean(model, x, target):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("transform", [lambda fun: fun, jls.autocast], ids=["float32", "autocast"])
-def test_accumulation_is_the_loop_over_micro_batches(compiled, transform):
+def test_accumulation_equals_a_loop_over_microbatches(compiled, transform):
     fun, models = transform(loss_and_mean), [Regularized(nnx.Rngs(0)) for _ in range(2)]
     opts = [Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 2.0**10), wrt=nnx.Param) for model in models]
     before = pure(models[0], nnx.BatchStat)
@@ -295,7 +296,7 @@ def test_accumulation_is_the_loop_over_micro_batches(compiled, transform):
     assert opts[0].opt_state.applied_steps[...] == 1
 
 
-def test_accumulation_changes_other_modules_and_passes_other_arguments_on():
+def test_accumulation_changes_other_modules_and_passes_other_arguments():
     model, counter = Line(), Line()
 
     def fun(model, x, factor, counter):
@@ -315,13 +316,13 @@ class Growing(Line):
         return x @ self.slope[...][:, None]
 
 
-def test_accumulation_refuses_what_it_cannot_do():
+def test_accumulation_rejects_invalid_arguments():
     model = Line(4)
     opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 8.0), wrt=nnx.Param)
     for call, message in (
         (lambda: opt.accumulate_gradients(3, 2), r"Optimizer.accumulate_gradients\(fun=...\)` must be a function"),
         (lambda: opt.accumulate_gradients(squared_error, 0), r"num_microbatches=...\)` must be at least 1"),
-        (lambda: opt.accumulate_gradients(squared_error, 5)(model, X), "must divide the 12 examples"),
+        (lambda: opt.accumulate_gradients(squared_error, 5)(model, X), "got a batch of 12 examples"),
         (lambda: opt.accumulate_gradients(squared_error, 2, batch_argnums=0)(model, X), "in common"),
         (
             lambda: opt.accumulate_gradients(lambda m, x: jnp.sum(m(x)), 2)(Growing(4), X),
@@ -346,12 +347,12 @@ def test_accumulation_refuses_what_it_cannot_do():
     ],
     ids=["differentiated", "positional", "keyword", "method", "function", "partial"],
 )
-def test_the_accumulation_without_an_optimizer_refuses_modules(call):
+def test_accumulate_gradients_rejects_nnx_modules(call):
     with pytest.raises(ValueError, match=r"got an nnx module.*interop\.flax\.Optimizer\.accumulate_gradients"):
         call(Regularized(nnx.Rngs(0)))
 
 
-def test_the_accumulation_without_an_optimizer_takes_the_state_of_a_module():
+def test_accumulate_gradients_accepts_the_state_of_a_module():
     definition, state = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
     mean = jls.accumulate_gradients(lambda state, x: jnp.sum(nnx.merge(definition, state)(x)), 8.0, 2)(state, X)
     np.testing.assert_allclose(mean.grads["bias"][...], 8 * 6)

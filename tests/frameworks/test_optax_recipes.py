@@ -1,4 +1,4 @@
-"""The recipes of `docs/frameworks/optax.md`, each beside the bare optimizer in float32, over skipped steps."""
+"""The recipes of `docs/frameworks/optax.md`, compared with the inner optimizer in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_run_with_skipped_steps_is_the_plain_run_without_them(name):
-    """In float32, with a scale that is a power of two: to rounding, what the bare optimizer does without bad steps."""
+def test_run_with_skipped_steps_equals_the_run_without_those_steps(name):
+    """The loss scale is a power of two, so both runs in float32 differ only by rounding."""
     inner, tx = TRANSFORMATIONS[name], jls.loss_scaled(TRANSFORMATIONS[name], LOSS_SCALE)
     pair = name == "lookahead"
     plain = scaled = optax.LookaheadParams.init_synced(PARAMS) if pair else PARAMS
@@ -62,8 +62,8 @@ def test_a_run_with_skipped_steps_is_the_plain_run_without_them(name):
         np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
 
 
-def test_per_example_clipping_sees_true_gradients():
-    """Without noise: the mean of clipped gradients."""
+def test_per_example_clipping_receives_unscaled_gradients():
+    """The noise multiplier is 0, so the result is the mean of the clipped gradients."""
     aggregate = contrib.differentially_private_aggregate(l2_norm_clip=0.1, noise_multiplier=0.0, key=jax.random.key(0))
     tx = jls.loss_scaled(optax.chain(aggregate, optax.sgd(1.0)), LOSS_SCALE)
     state = tx.init(PARAMS)

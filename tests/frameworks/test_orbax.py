@@ -1,4 +1,4 @@
-"""orbax: every kind of loss scale is restored, from shapes alone and on another mesh; then the run goes on."""
+"""Restoring every class of loss scale with orbax, from abstract shapes and on another mesh."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from pages import assert_same_bits
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # within orbax
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # The warning comes from orbax.
 
 LOSS_SCALES = {
     "dynamic": jls.DynamicLossScale(8.0, 3, hysteresis=2),
@@ -30,7 +30,7 @@ PARAMS = {"kernel": np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4), "bi
 
 
 def grads_at(step):
-    """Of about the size that a scale of 8 makes of them; the third are not finite."""
+    """Return gradients scaled by about 8. The gradients of step 2 are nonfinite."""
     dice = np.random.default_rng(step)
     grads = jax.tree.map(lambda leaf: 8 * dice.normal(size=leaf.shape).astype(np.float32), PARAMS)
     if step == 2:
@@ -41,7 +41,7 @@ def grads_at(step):
 def steps(tx, run, numbers, at=lambda tree: tree):
     step = jax.jit(tx.update_and_apply)
     for number in numbers:
-        # Without a loss scale nobody looks at the gradients, and the user says when to skip.
+        # Without a loss scale, the gradients are not checked, so `skip_if` skips the nonfinite step.
         params, opt_state = step(at(grads_at(number)), run["opt_state"], run["params"], skip_if=number == 2)
         run = {"params": params, "opt_state": opt_state}
     return run
@@ -55,7 +55,7 @@ def saved_and_restored(run, target, folder):
 
 
 @pytest.mark.parametrize("name", LOSS_SCALES)
-def test_every_kind_is_restored_and_the_run_goes_on_bit_for_bit(name, tmp_path):
+def test_run_restored_from_a_checkpoint_continues_bitwise_equal(name, tmp_path):
     tx = jls.loss_scaled(optax.adamw(optax.linear_schedule(0.1, 0.0, 10)), LOSS_SCALES[name])
     run = steps(tx, {"params": PARAMS, "opt_state": tx.init(PARAMS)}, range(4))
     assert run["opt_state"].skipped_steps == 1
@@ -67,7 +67,7 @@ def test_every_kind_is_restored_and_the_run_goes_on_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dynamic", "auto"])
-def test_a_run_of_eight_devices_goes_on_on_another_mesh(name, tmp_path):
+def test_run_on_eight_devices_continues_on_another_mesh(name, tmp_path):
     tx = jls.loss_scaled(optax.sgd(0.125, momentum=0.5), LOSS_SCALES[name])
 
     def on(mesh, spec):

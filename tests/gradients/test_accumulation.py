@@ -1,4 +1,4 @@
-"""`accumulate_gradients`: the gradients of the whole batch, one verdict and one move of the loss scale for all."""
+"""`accumulate_gradients`: gradients of the whole batch, with one finiteness check and one scale update per step."""
 
 import gc
 import weakref
@@ -41,15 +41,16 @@ def make_batch(size=24, dtype=jnp.float32):
 
 
 def microbatch(batch, index, number):
+    """Return the micro-batch that consists of every ``number``-th example, starting at ``index``."""
     return jax.tree.map(lambda leaf: leaf[index::number], batch)
 
 
-# The mean over all micro-batches is the whole batch.
+# --- Comparison with the gradients of the whole batch ---
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("number", [1, 2, 3, 24])
-def test_the_mean_is_that_of_the_whole_batch(number, compiled):
+def test_mean_over_microbatches_equals_the_whole_batch(number, compiled):
     params, batch = make_params(), make_batch()
     function = jls.accumulate_gradients(loss_fn, SCALE, number)
     window = (jax.jit(function) if compiled else function)(params, batch)
@@ -60,8 +61,8 @@ def test_the_mean_is_that_of_the_whole_batch(number, compiled):
     assert window.aux is None
 
 
-def test_the_sum_is_made_in_float32_bit_for_bit():
-    """The oracle is the loop, in the same order."""
+def test_float16_gradients_are_summed_in_float32():
+    """The reference is a Python loop that adds the micro-batches in the same order."""
     params, batch = make_params(jnp.float16), make_batch(16, jnp.float16)
     loss_scale = jls.FixedLossScale(SCALE)
     window = jls.accumulate_gradients(loss_fn, loss_scale, 4)(params, batch)
@@ -76,7 +77,7 @@ def test_the_sum_is_made_in_float32_bit_for_bit():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_without_a_loss_scale_the_sum_is_made_in_float32_too(dtype):
+def test_gradients_without_a_loss_scale_are_summed_in_float32(dtype):
     window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), jls.NoOpLossScale(), 4096)(
         jnp.ones([], dtype), jnp.ones(4096, dtype)
     )
@@ -84,15 +85,15 @@ def test_without_a_loss_scale_the_sum_is_made_in_float32_too(dtype):
 
 
 @pytest.mark.parametrize("exponent", [0, 15, 100, 126])
-def test_no_scale_is_too_large_for_the_sum(exponent):
-    """Scaled gradients just below the top of float32, of which two would not add up."""
+def test_sum_does_not_overflow_at_the_largest_scales(exponent):
+    """The scaled gradients are just below the largest float32, so the sum of two of them would overflow."""
     window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), 2.0**exponent, 4)(
         jnp.float32(1.0), jnp.full(4, 1.5, jnp.float32)
     )
     assert window.grads == 1.5 * 2.0**exponent
 
 
-def test_the_calling_convention():
+def test_argnums_batch_argnums_aux_and_keyword_arguments():
     def fun(scale, params, batch, extra, *, offset):
         residual = params["w"] * batch["x"] * scale + offset + extra
         return jnp.mean(residual**2), {"mean": residual.mean()}
@@ -102,10 +103,11 @@ def test_the_calling_convention():
     )
     expected = jax.grad(fun, argnums=(1, 0), has_aux=True)(2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5)[0]
     jax.tree.map(lambda ours, whole: np.testing.assert_allclose(ours / 8, whole, rtol=1e-6), window.grads, expected)
-    np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])  # of examples 0 and 2, of 1 and 3
+    # The entries are means over examples 0 and 2, and over examples 1 and 3.
+    np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])
 
 
-def test_several_arguments_may_be_the_batch_and_random_keys_may_be_among_them():
+def test_batch_may_consist_of_several_arguments_and_random_keys():
     def fun(w, x, keys):
         return jnp.mean(w * x * jax.vmap(jax.random.uniform)(keys))
 
@@ -116,7 +118,7 @@ def test_several_arguments_may_be_the_batch_and_random_keys_may_be_among_them():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("argnums", [0, (0,), (0, 2)])
-def test_integers_have_float0_gradients(argnums, compiled):
+def test_integer_leaves_have_float0_gradients(argnums, compiled):
     def fun(params, x, steps):
         return jnp.mean(params["w"] * x) * params["n"] * steps["m"]
 
@@ -133,7 +135,7 @@ def test_integers_have_float0_gradients(argnums, compiled):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 @pytest.mark.parametrize("loss_scale", [8, jls.DynamicLossScale(8), None], ids=["number", "dynamic", "none"])
-def test_strict_promotion(loss_scale, dtype):
+def test_accumulation_under_strict_promotion(loss_scale, dtype):
     def fun(w, x):
         return jnp.mean(jnp.abs(w * x) ** 2).astype("float32" if dtype != "float64" else dtype)
 
@@ -144,7 +146,7 @@ def test_strict_promotion(loss_scale, dtype):
         assert window.grads.dtype == ("float32" if dtype in ("float16", "bfloat16") else dtype)
 
 
-# Called outside `jax.jit`.
+# --- Eager calls, outside `jax.jit` ---
 
 
 def squares_times(factor):
@@ -152,7 +154,7 @@ def squares_times(factor):
 
 
 class Model:
-    """One object, whose attribute changes between calls."""
+    """A callable object whose attribute `factor` changes between calls."""
 
     factor = 1.0
 
@@ -171,7 +173,7 @@ CHANGING = {
 
 
 @pytest.mark.parametrize(("fun", "change"), CHANGING.values(), ids=CHANGING)
-def test_each_eager_call_sees_what_the_function_refers_to(fun, change):
+def test_eager_calls_use_the_current_attributes_of_the_function(fun, change):
     values = []
     for factor in 1.0, 2.0, 4.0:
         change(factor)
@@ -179,7 +181,7 @@ def test_each_eager_call_sees_what_the_function_refers_to(fun, change):
     assert values == [7.875, 15.75, 31.5]
 
 
-def test_nothing_is_kept_of_what_was_called_eagerly():
+def test_eager_calls_keep_no_reference_to_the_function():
     class Function:
         def __call__(self, w, x):
             return jnp.mean(w * x)
@@ -198,7 +200,7 @@ STEERING = [2, True, np.True_, np.int64(2), "ab", np.dtype(np.float32), np.array
 
 
 @pytest.mark.parametrize("steer", STEERING, ids=repr)
-def test_what_is_no_part_of_the_batch_is_handed_on_as_it_is(steer):
+def test_arguments_outside_the_batch_are_passed_unchanged(steer):
     def fun(w, x, argument, *, named):
         assert argument is steer
         assert named is steer
@@ -224,13 +226,13 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_whatever_can_be_called_is_welcome(fun):
+def test_any_callable_is_accepted(fun):
     for _ in range(2):
         assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)).grads == 8.0
 
 
 @pytest.mark.ci
-def test_a_function_may_close_over_what_is_traced():
+def test_function_may_close_over_tracers():
     x = jnp.arange(4.0)
 
     def mean_gradient(factor):
@@ -244,7 +246,7 @@ def test_a_function_may_close_over_what_is_traced():
         assert jax.jit(mean_gradient)(2.0) == 4 * 8 * 1.5
 
 
-# What a bad micro-batch costs: the whole step, whose scale reacts to the gradients and not to the loss.
+# --- A nonfinite micro-batch skips the whole step. Only nonfinite gradients lower the scale. ---
 
 
 @pytest.mark.parametrize(
@@ -252,12 +254,12 @@ def test_a_function_may_close_over_what_is_traced():
     [({}, 2 * SCALE), ({"w": INF}, SCALE / 2), ({"x": NAN}, SCALE)],
     ids=["none", "grads", "loss"],
 )
-def test_a_bad_microbatch_skips_the_step_and_the_scale_moves_once(spoil, scale):
+def test_nonfinite_microbatch_skips_the_step_and_adjusts_the_scale_once(spoil, scale):
     @jax.custom_vjp
     def times(w, x):
         return w * x
 
-    # Gradients that overflow in one example, whose loss is finite.
+    # The gradient overflows in one example, although the loss of that example is finite.
     times.defvjp(lambda w, x: (w * x, x), lambda x, cotangent: (cotangent * jnp.where(x == 3, spoil.get("w", 1), 1), x))
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(SCALE, 1))
     params = jnp.float32(1.0)
@@ -270,11 +272,11 @@ def test_a_bad_microbatch_skips_the_step_and_the_scale_moves_once(spoil, scale):
     assert (after == params) == bool(spoil)
 
 
-# On many devices.
+# --- Sharded batches ---
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
+def test_sharded_batch_is_not_gathered(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     params, batch = make_params(), make_batch(32)
     expected = jls.accumulate_gradients(loss_fn, SCALE, 4)(params, batch)
@@ -289,7 +291,7 @@ def test_a_batch_sharded_over_devices_is_used_where_it_lies(axis_type):
         np.testing.assert_allclose(grads, expected.grads[name], rtol=1e-5, atol=1e-3)
 
 
-def test_under_shard_map_over_some_axes_of_a_mesh():
+def test_shard_map_over_some_axes_of_a_mesh():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params, batch = make_params(), make_batch(32)
 
@@ -305,33 +307,33 @@ def test_under_shard_map_over_some_axes_of_a_mesh():
         np.testing.assert_allclose(grads[name] / SCALE, expected, rtol=1e-5, atol=1e-5)
 
 
-# Bad input.
+# --- Invalid arguments ---
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "uneven": ({"num_microbatches": 4}, (BATCH,), "must divide the 6 examples"),
-    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "must divide the 0 examples"),
+    "uneven": ({"num_microbatches": 4}, (BATCH,), "got a batch of 6 examples"),
+    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "got a batch of 0 examples"),
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
     "no arrays": ({}, (None,), "same number of examples"),
-    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "have arguments in common"),
-    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "have arguments in common"),
+    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not have arguments in common"),
+    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not have arguments in common"),
     "split, from the end, and differentiated": (
         {"argnums": 1, "batch_argnums": -1},
         (BATCH,),
-        "have arguments in common",
+        "must not have arguments in common",
     ),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),
     "no such argument from the end": (
         {"argnums": (0, -3)},
         (BATCH,),
-        r"\(0, -3\)\)` names arguments that were",
+        r"\(0, -3\)\)` refers to arguments that were",
     ),
 }
 
 
 @pytest.mark.parametrize(("options", "batch", "message"), REFUSED.values(), ids=REFUSED)
-def test_bad_input_is_refused_by_name(options, batch, message):
+def test_error_names_the_invalid_argument(options, batch, message):
     options = {"loss_scale": 8.0, "num_microbatches": 2} | options
     with pytest.raises(ValueError, match=message):
         jls.accumulate_gradients(loss_fn, **options)(make_params(), *batch)

@@ -1,4 +1,4 @@
-"""`scale_gradient` and `unscale_gradient`: the identity forwards; times the scale, or divided by it, backwards."""
+"""`scale_gradient` and `unscale_gradient`, which are the identity but multiply or divide the cotangent by the scale."""
 
 import inspect
 import itertools
@@ -24,17 +24,17 @@ X = jnp.array([0.3, -1.7, 2.9])
 
 
 def pulled_back(function, x, cotangent, scale):
-    """What becomes of a cotangent on its way back."""
+    """Return the cotangent of the argument for the given cotangent of the result."""
     return jax.vjp(lambda x: function(x, scale), x)[1](cotangent)[0]
 
 
-# Forwards.
+# --- Forward pass ---
 
 
 @BOTH
 @JIT
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn"])
-def test_the_values_are_the_same_to_the_bit(function, jit, dtype):
+def test_forward_pass_returns_the_values_bitwise_unchanged(function, jit, dtype):
     with enable_x64(True):
         x = jnp.array([0.0, -0.0, 1.5, NAN, INF, -INF]).astype(dtype)
         result = jit(lambda x: function(x, 1024.0))(x)
@@ -43,7 +43,7 @@ def test_the_values_are_the_same_to_the_bit(function, jit, dtype):
 
 
 @BOTH
-def test_the_leaf_rule(function):
+def test_other_leaves_are_returned_unchanged(function):
     others = {
         "int": 3,
         "bool": True,
@@ -64,21 +64,21 @@ def test_the_leaf_rule(function):
 
 
 @BOTH
-def test_without_a_loss_scale_the_tree_is_the_same_object(function):
+def test_no_op_loss_scale_returns_the_same_object(function):
     tree = {"array": X}
     assert function(tree, jls.NoOpLossScale()) is tree
 
 
-# Backwards.
+# --- Backward pass ---
 
-# dtype, cotangent, scale: times the scale, divided by it. The oracle is exact arithmetic, then one rounding.
+# Each row contains dtype, cotangent and scale. The reference is computed exactly and rounded once.
 COTANGENTS = {
     "float32": ("float32", 1.1, 2.0**24),
     "not a power of two": ("float32", 3.0, 6.0),
-    "the largest scale that is applied, and an overflow": ("float32", 4.0, 2.0**126),
+    "largest applied scale, with overflow": ("float32", 4.0, 2.0**126),
     "float16": ("float16", 3.0, 2.0**10),
-    "float16, and a scale that it does not hold": ("float16", 2.0**-14, 2.0**20),
-    "float16, zero times such a scale": ("float16", 0.0, 2.0**20),
+    "float16, scale beyond its range": ("float16", 2.0**-14, 2.0**20),
+    "float16, zero times a scale beyond its range": ("float16", 0.0, 2.0**20),
     "bfloat16": ("bfloat16", 1.5, 2.0**100),
     "infinite": ("float32", INF, 2.0**10),
     "NaN": ("float32", NAN, 2.0**10),
@@ -90,11 +90,12 @@ COTANGENTS = {
 
 @JIT
 @pytest.mark.parametrize(("dtype", "cotangent", "scale"), COTANGENTS.values(), ids=COTANGENTS)
-def test_the_cotangent_is_multiplied_or_divided(dtype, cotangent, scale, jit):
+def test_cotangent_is_multiplied_or_divided_by_the_scale(dtype, cotangent, scale, jit):
     with enable_x64(True):
         cotangent = jnp.full(1, cotangent, dtype)
         exact = np.asarray(cotangent).astype(np.complex128 if dtype == "complex64" else np.float64)
-        parts = np.array([exact.real, exact.imag])  # since inf * (s + 0j) is not what is meant
+        # Real and imaginary parts are multiplied separately, because inf * (s + 0j) has a NaN as imaginary part.
+        parts = np.array([exact.real, exact.imag])
         for function, factor in ((jls.scale_gradient, scale), (jls.unscale_gradient, 1 / scale)):
             pull = jit(lambda scale, function=function: pulled_back(function, jnp.zeros(1, dtype), cotangent, scale))
             result = pull(jnp.float32(scale))
@@ -107,7 +108,7 @@ def test_the_cotangent_is_multiplied_or_divided(dtype, cotangent, scale, jit):
 
 @settings(deadline=None, max_examples=50)
 @given(st.floats(1.0, 2.0, exclude_max=True, width=32), st.integers(-126, 127), st.integers(0, 126))
-def test_powers_of_two_are_exact_wherever_the_result_is_normal(mantissa, exponent, log2_scale):
+def test_power_of_two_scales_are_exact_for_normal_results(mantissa, exponent, log2_scale):
     cotangent, scale = np.float32(np.ldexp(mantissa, exponent)), 2.0**log2_scale
     if exponent + log2_scale <= 127:
         scaled = pulled_back(jls.scale_gradient, np.float32(0), cotangent, scale)
@@ -117,8 +118,8 @@ def test_powers_of_two_are_exact_wherever_the_result_is_normal(mantissa, exponen
         assert unscaled == np.ldexp(cotangent, -log2_scale)
 
 
-def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
-    """Why `unscale_gradient` belongs in front of the cast."""
+def test_float16_cotangent_underflows_if_unscaled_after_the_cast():
+    """`unscale_gradient` must be applied before the cast to float16. Otherwise, small cotangents underflow."""
 
     def loss(w, scale, cast_first):
         if cast_first:
@@ -133,21 +134,22 @@ def test_a_float16_leaf_loses_what_a_float32_leaf_keeps():
 
 
 @BOTH
-def test_what_carries_a_scale(function):
-    """As in `test_gradients`."""
+def test_scale_may_be_an_optimizer_state(function):
     state = jls.loss_scaled(optax.sgd(0.1), 8).init(X)
     for make in (lambda f: f, lambda f: jax.jit(f, static_argnums=0)):
         found = make(pulled_back)(function, X, X, (state, optax.EmptyState()))
         np.testing.assert_array_equal(found, 8 * X if function is jls.scale_gradient else X / 8)
     np.testing.assert_array_equal(pulled_back(function, X, X, None), X)
-    with pytest.raises(ValueError, match=rf"`{function.__name__}\(scale=...\)` holds scales of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=rf"`{function.__name__}\(scale=...\)` must contain a single scale, got scales of shape \(3,\)"
+    ):
         function(X, jls.FixedLossScale(jnp.ones(3)))
 
 
-# Within other transformations.
+# --- Other transformations ---
 
 
-def test_any_gradient_function_gives_scaled_gradients_and_the_true_loss():
+def test_jax_value_and_grad_returns_the_loss_and_scaled_gradients():
     def loss(x):
         return jnp.sum(jnp.tanh(x) ** 2)
 
@@ -158,11 +160,14 @@ def test_any_gradient_function_gives_scaled_gradients_and_the_true_loss():
 
 
 def part(x, scale):
-    """A function of which nothing can be seen from outside but its cotangents inside."""
+    """Apply sin(x)**3 with scaled cotangents inside.
+
+    From outside, its values and derivatives are those of sin(x)**3.
+    """
     return jls.scale_gradient(jnp.sin(jls.unscale_gradient(x, scale)) ** 3, scale)
 
 
-def test_vmap_over_scales_and_over_values():
+def test_vmap_over_scales_and_values():
     scales, xs = jnp.array([1.0, 8.0, 1024.0]), jnp.array([0.2, 0.3, 0.4])
     grad = jax.grad(lambda x, scale: jls.scale_gradient(x**3, scale))
     expected = np.array([[3 * x**2 * scale for x in xs] for scale in scales])
@@ -194,7 +199,7 @@ doubled_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (2 * cotangent
 
 
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
-def test_a_part_is_as_without_scales_in(situation):
+def test_part_with_its_own_scale_has_unscaled_gradients_in(situation):
     def grad_of(f):
         return jax.jit(jax.grad(lambda x: jnp.sum(situation(f)(x) ** 2)))(X)
 
@@ -205,8 +210,8 @@ ORDERS = [modes for order in (1, 2, 3) for modes in itertools.product([jax.jacfw
 
 
 @pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
-def test_a_part_has_its_true_derivatives_of_every_order_in_every_mode(modes):
-    """So a part may differentiate inside, as networks that solve equations do."""
+def test_part_has_unscaled_derivatives_of_every_order_in_every_mode(modes):
+    """A part of a model may itself contain derivatives, as in networks that solve differential equations."""
     actual, expected = lambda x: part(x, 2.0**30), lambda x: jnp.sin(x) ** 3
     for mode in modes:
         actual, expected = mode(actual), mode(expected)
@@ -214,21 +219,21 @@ def test_a_part_has_its_true_derivatives_of_every_order_in_every_mode(modes):
 
 
 @pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
-def test_a_scaled_gradient_is_scaled_once_however_often_it_is_differentiated(modes):
+def test_higher_derivatives_of_a_scaled_gradient_are_scaled_once(modes):
     actual, expected = jax.grad(lambda x: jls.scale_gradient(jnp.sin(x) ** 3, 8.0)), jax.grad(lambda x: jnp.sin(x) ** 3)
     for mode in modes:
         actual, expected = mode(actual), mode(expected)
     np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), 8 * expected(x)))(0.7), rtol=1e-5)
 
 
-def test_forward_mode_is_that_of_the_identity():
+def test_forward_mode_is_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
-        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # the other has no tangent
+        only_one = jax.jvp(lambda x, f=function: f((x, X), 8.0), (2.0,), (3.0,))  # `X` has no tangent.
         assert only_one[1][0] == 3.0
 
 
-def test_the_scale_is_a_constant():
+def test_derivative_with_respect_to_the_scale_is_zero():
     def true_grad(scale):
         loss_scale = jls.FixedLossScale(scale)
         return loss_scale.unscale(jls.scaled_grad(lambda x: x**2, loss_scale)(3.0))
@@ -238,7 +243,7 @@ def test_the_scale_is_a_constant():
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
-def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
+def test_part_may_have_a_different_scale_on_each_device(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x, scales = jnp.linspace(-1, 1, 8), 2.0 ** jnp.arange(8)
 
@@ -246,7 +251,8 @@ def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
         def local(w, x, *scale):
             if not check_vma:
                 return jax.lax.psum(jax.grad(lambda w: part(w, x, *scale))(w), "data")
-            return jax.grad(lambda w: part(w, x, *scale))(w)  # of the sum over devices, since w does not vary
+            # JAX sums this gradient over all devices, because `w` does not vary over devices.
+            return jax.grad(lambda w: part(w, x, *scale))(w)
 
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
 
@@ -261,7 +267,7 @@ def test_under_shard_map_a_part_may_have_a_scale_for_each_device(check_vma):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded_leaves_stay_where_they_are(axis_type):
+def test_sharded_leaves_are_not_gathered(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     with set_mesh(mesh):
         x = jax.device_put(jnp.arange(16.0), NamedSharding(mesh, P("data")))
@@ -271,7 +277,7 @@ def test_sharded_leaves_stay_where_they_are(axis_type):
         np.testing.assert_array_equal(step(x), 2 * x)
 
 
-def test_what_the_result_does_not_use_has_a_gradient_of_zero():
+def test_unused_leaves_have_zero_gradients():
     def of_one_of_two(params):
         return jnp.sum(jls.unscale_gradient(jls.scale_gradient(params, 8.0), 4.0)["used"])
 
@@ -280,12 +286,12 @@ def test_what_the_result_does_not_use_has_a_gradient_of_zero():
     np.testing.assert_array_equal(grads["unused"], jnp.zeros_like(X))
 
 
-def test_the_forward_pass_gains_no_operation():
+def test_forward_pass_has_no_additional_operations():
     program = jax.jit(lambda x: jls.unscale_gradient(jls.scale_gradient(x, 8.0), 8.0)).lower(X)
     assert not any(operation in program.compile().as_text() for operation in ("multiply(", "divide("))
 
 
-def test_strict_promotion():
+def test_scaling_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         for dtype in ("float16", "bfloat16", "float32", "complex64"):
             x = jnp.ones(2, dtype)
@@ -294,7 +300,7 @@ def test_strict_promotion():
                 np.testing.assert_array_equal(pulled_back(jls.unscale_gradient, x, x, scale), np.ones(2) / 8)
 
 
-# A loss too narrow for its scale.
+# --- Warnings if the loss dtype cannot represent the scale ---
 
 
 def warned(function, *args):
@@ -309,7 +315,7 @@ def line_of_the_caller():
 
 
 @JIT
-def test_the_warning_is_shown_at_each_line_of_the_users_that_calls_for_it(jit):
+def test_warning_points_to_each_line_of_user_code(jit):
     def half_precision_loss(w):
         return jnp.sum(w * w).astype(jnp.float16)
 

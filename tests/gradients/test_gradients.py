@@ -1,4 +1,4 @@
-"""`value_and_scaled_grad` is `jax.value_and_grad` with the gradients times the scale, and the true value."""
+"""Comparison of `value_and_scaled_grad` and `scaled_grad` with `jax.value_and_grad` and `jax.grad`."""
 
 import dataclasses
 import re
@@ -89,7 +89,7 @@ def times(scale, grads):
 
 
 def assert_identical(actual, expected):
-    """Bit for bit, dtypes and structure included."""
+    """Check that values, dtypes and tree structures are bitwise equal."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
@@ -97,7 +97,7 @@ def assert_identical(actual, expected):
 
 @pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_jax_with_the_gradients_times_the_scale(name, jit):
+def test_value_is_unscaled_and_gradients_are_scaled(name, jit):
     fun, args, kwargs, options = CASES[name]
     value, grads = jit(jax.value_and_grad(fun, **options))(*args, **kwargs)
     actual_value, actual_grads = jit(jls.value_and_scaled_grad(fun, SCALE, **options))(*args, **kwargs)
@@ -106,7 +106,7 @@ def test_as_jax_with_the_gradients_times_the_scale(name, jit):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scaled_grad_is_as_jax_grad(name):
+def test_scaled_grad_equals_the_scale_times_jax_grad(name):
     fun, args, kwargs, options = CASES[name]
     expected = jax.grad(fun, **options)(*args, **kwargs)
     actual = jls.scaled_grad(fun, SCALE, **options)(*args, **kwargs)
@@ -117,12 +117,12 @@ def test_scaled_grad_is_as_jax_grad(name):
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, 100])
-def test_powers_of_two_are_exact(exponent):
+def test_power_of_two_scales_are_exact(exponent):
     grads = jls.scaled_grad(loss, 2.0**exponent)(X, Y)
     assert_identical(grads, jax.grad(loss)(X, Y) * 2.0**exponent)
 
 
-def test_float64_gradients_are_float64():
+def test_float64_gradients_stay_float64():
     with enable_x64(True):
         x = jnp.array([0.3, -1.7, 2.9], jnp.float64)
         value, grads = jls.value_and_scaled_grad(loss, SCALE)(x, x)
@@ -130,7 +130,7 @@ def test_float64_gradients_are_float64():
         assert value.dtype == grads.dtype == jnp.float64
 
 
-def test_the_gradients_overflow_and_the_value_is_still_the_true_one():
+def test_value_is_correct_if_the_gradients_overflow():
     weights = jnp.array([1.0, 2.0, 3.0], jnp.float16)
 
     def half_precision_loss(w):
@@ -142,7 +142,7 @@ def test_the_gradients_overflow_and_the_value_is_still_the_true_one():
         assert not np.isfinite(grads).any()
 
 
-# Whatever carries the scale 8.
+# --- Arguments that contain a loss scale of 8 ---
 
 TX = jls.loss_scaled(optax.sgd(0.1), 8)
 
@@ -150,7 +150,7 @@ TX = jls.loss_scaled(optax.sgd(0.1), 8)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Halved(jls.LossScale):
-    """A user's own kind."""
+    """A user-defined loss scale that stores twice its value."""
 
     twice: jax.Array
 
@@ -180,7 +180,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_what_carries_a_loss_scale(name):
+def test_loss_scale_is_found_in_containers(name):
     expected = times(8, jax.grad(loss)(X, Y))
     assert_identical(jls.scaled_grad(loss, HOLDERS[name]())(X, Y), expected)
     traced = jax.jit(lambda holder: jls.scaled_grad(loss, holder)(X, Y))
@@ -196,24 +196,27 @@ HOLDING_NONE = {
     "plain state": (optax.adam(1e-3).init(X), "contain the state of an optimizer"),
     "optimizer": (TX, r"`tx.init\(params\)`"),
     "chain": (optax.chain(TX), r"`tx.init\(params\)`"),
-    "two states": ((TX.init(X), TX.init(X)), "holds 2 of `LossScale`"),
+    "two states": ((TX.init(X), TX.init(X)), "must contain exactly one `LossScale`, got 2"),
 }
 
 
 @pytest.mark.parametrize(("loss_scale", "message"), HOLDING_NONE.values(), ids=HOLDING_NONE)
 @pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_what_holds_no_loss_scale_is_refused_by_name(function, loss_scale, message):
+def test_arguments_without_a_loss_scale_are_rejected(function, loss_scale, message):
     with pytest.raises(ValueError, match=rf"`{function.__name__}\(loss_scale=...\)`.*{message}"):
         function(loss, loss_scale)
 
 
-def test_a_batch_of_loss_scales_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"value_and_scaled_grad\(loss_scale=...\)` holds scales of shape \(3,\)"):
+def test_batch_of_loss_scales_is_rejected():
+    with pytest.raises(
+        ValueError,
+        match=r"value_and_scaled_grad\(loss_scale=...\)` must contain a single scale, got scales of shape \(3,\)",
+    ):
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
 
 
 @pytest.mark.parametrize("fun", [loss, lambda x, y: (loss(x, y), 2, 3)], ids=["a loss alone", "three results"])
-def test_a_result_without_auxiliary_data_is_refused_in_the_words_of_jax(fun):
+def test_missing_auxiliary_data_raises_the_error_of_jax(fun):
     with pytest.raises(TypeError) as of_jax:
         jax.value_and_grad(fun, has_aux=True)(X, Y)
     with pytest.raises(TypeError, match=re.escape(str(of_jax.value))):
@@ -221,15 +224,15 @@ def test_a_result_without_auxiliary_data_is_refused_in_the_words_of_jax(fun):
 
 
 @pytest.mark.parametrize("name", ["vector", "pytree", "has_aux", "complex argument", "float16 gradients", "argnums=1"])
-def test_strict_promotion(name):
+def test_value_and_gradients_under_strict_promotion(name):
     with jax.numpy_dtype_promotion("strict"):
-        test_as_jax_with_the_gradients_times_the_scale(name, jax.jit)
+        test_value_is_unscaled_and_gradients_are_scaled(name, jax.jit)
 
 
-# Within other transformations.
+# --- Other transformations ---
 
 
-def test_vmap_gives_each_of_an_ensemble_its_own_scale():
+def test_vmap_with_a_different_scale_for_each_ensemble_member():
     scales = jnp.array([1.0, 4.0, 1024.0])
     xs = jnp.stack([X, 2 * X, -X])
     values, grads = jax.vmap(lambda loss_scale, x: jls.value_and_scaled_grad(loss, loss_scale)(x, Y))(
@@ -242,8 +245,8 @@ def test_vmap_gives_each_of_an_ensemble_its_own_scale():
 
 @pytest.mark.parametrize("vary_params", [True, False], ids=["varying parameters", "replicated parameters"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_replicated_loss_with_a_scale_for_each_device(check_vma, vary_params):
-    """The definition, ``scale * value``, differentiated by JAX, is the oracle; the value stays replicated."""
+def test_replicated_loss_with_a_different_scale_on_each_device(check_vma, vary_params):
+    """The reference is the derivative of ``scale * value``, computed by JAX. The returned value stays replicated."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
 
@@ -291,12 +294,12 @@ def test_higher_derivatives_are_scaled_once(situation, derivative):
     np.testing.assert_allclose(derivative(jls.scaled_grad(loss, SCALE)), expected, rtol=1e-5, err_msg=situation)
 
 
-def test_a_scaled_gradient_within_a_scaled_gradient_is_scaled_twice():
+def test_nested_scaled_gradients_are_scaled_twice():
     actual = jls.scaled_grad(total_grad(jls.scaled_grad(loss, 8)), 4)(X)
     np.testing.assert_allclose(actual, 32 * jax.grad(total_grad(jax.grad(loss)))(X), rtol=1e-6)
 
 
-def test_without_a_loss_scale_the_program_is_the_same():
+def test_no_op_loss_scale_leaves_the_jaxpr_unchanged():
     def program(value_and_grad, **options):
         return str(jax.make_jaxpr(value_and_grad(tree_loss, **options))(PARAMS, BATCH))
 
@@ -306,13 +309,13 @@ def test_without_a_loss_scale_the_program_is_the_same():
     assert program(partial(jls.value_and_scaled_grad, loss_scale=8.0)) != program(jax.value_and_grad)
 
 
-def test_the_forward_pass_is_not_multiplied():
+def test_forward_pass_is_not_scaled():
     scaled = jax.make_jaxpr(lambda x: jls.value_and_scaled_grad(lambda x: x, 8.0)(x)[0])(jnp.float32(1))
     (value,) = jax.core.eval_jaxpr(scaled.jaxpr, scaled.consts, jnp.float32(3e38))
     assert value == jnp.float32(3e38)
 
 
-# A loss too narrow for its scale.
+# --- Warnings if the loss dtype cannot represent the scale ---
 
 
 def warnings_of(function):
@@ -337,7 +340,7 @@ def warnings_of(function):
     ids=lambda value: str(value)[:16],
 )
 @pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
-def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(jit, dtype, loss_scale, warns):
+def test_float16_loss_warns_once_if_the_scale_can_exceed_float16(jit, dtype, loss_scale, warns):
     with enable_x64(True):
         step = jit(jls.value_and_scaled_grad(lambda x: jnp.sum(x * x).astype(dtype), loss_scale))
         caught = warnings_of(lambda: [step(X.astype(jnp.float32)) for _ in range(3)])
@@ -349,15 +352,15 @@ def test_a_float16_loss_warns_once_where_the_scale_could_pass_what_it_carries(ji
 
 
 @pytest.mark.parametrize("first", [lambda x: 0.0, jnp.sum, lambda x: jnp.sum(x).astype(jnp.float16)], ids=range(3))
-def test_a_loss_that_is_narrow_later_is_warned_of_then(first):
-    """Whatever it was before: a Python number, float32, or narrow, but wide enough for the scale."""
+def test_later_loss_of_a_smaller_dtype_warns(first):
+    """The first loss causes no warning, because its dtype can represent the scale or because it is a Python number."""
     losses = [first, lambda x: jnp.sum(x).astype(jnp.float8_e4m3fn)]
     gradient = jls.scaled_grad(lambda x: losses.pop(0)(x), 2.0**15)
     assert not warnings_of(lambda: gradient(X))
     assert len(warnings_of(lambda: gradient(X))) == 1
 
 
-# A scale that moves must be an argument of the program.
+# --- Warnings if a dynamic loss scale is a constant of a traced function ---
 
 
 def square(x):
@@ -380,7 +383,7 @@ CALLED_WITH = {
 
 @pytest.mark.parametrize("loss_scale", [*MOVING.values(), STATE], ids=[*MOVING, "state"])
 @pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
-def test_a_scale_that_moves_and_is_a_constant_of_a_program_is_warned_of_once(call, loss_scale):
+def test_constant_dynamic_scale_in_a_traced_function_warns_once(call, loss_scale):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.jit(lambda x: call(loss_scale, x)).lower(3.0)
@@ -388,20 +391,17 @@ def test_a_scale_that_moves_and_is_a_constant_of_a_program_is_warned_of_once(cal
     assert caught[0].filename == __file__
 
 
-def test_made_before_the_loop_it_is_warned_of_once():
+def test_gradient_function_created_outside_the_step_warns_once():
     gradient = jls.value_and_scaled_grad(square, STATE)
 
     @jax.jit
     def step(params, state):
         return gradient(params), state
 
-    gradient(3.0)  # which is no program
-    with pytest.warns(UserWarning, match="becomes a constant of the compiled program") as caught:
-        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # traced twice
-    assert (
-        len([warning for warning in caught if "becomes a constant of the compiled program" in str(warning.message)])
-        == 1
-    )
+    gradient(3.0)  # Eager calls must not warn.
+    with pytest.warns(UserWarning, match="captured as a constant") as caught:
+        [step(x, STATE) for x in (3.0, jnp.float32(3.0))]  # The function is traced twice, because 3.0 is weakly typed.
+    assert len([warning for warning in caught if "captured as a constant" in str(warning.message)]) == 1
 
 
 SOUND = {
@@ -418,7 +418,7 @@ SOUND = {
 
 @pytest.mark.parametrize("use", SOUND.values(), ids=SOUND)
 @pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
-def test_no_other_use_is_warned_of(call, use):
+def test_correct_uses_do_not_warn(call, use):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use(call)

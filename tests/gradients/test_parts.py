@@ -1,4 +1,4 @@
-"""A network that no single scale serves: two branches, whose losses are 2**33 apart."""
+"""A network with two branches whose losses differ by a factor of 2**33, so that no single loss scale fits both."""
 
 from functools import partial
 
@@ -11,11 +11,12 @@ import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
-UNITS = {"large": 1.0, "small": 2.0**-33}  # of the loss of each branch, and so of its gradients
+# The loss of each branch, and therefore its gradients, are multiplied by this factor.
+UNITS = {"large": 1.0, "small": 2.0**-33}
 NUM_STEPS = 400
 OPTIMIZER = optax.adam(
     optax.cosine_decay_schedule(0.02, NUM_STEPS), eps=1e-30
-)  # the default epsilon is larger than the small branch's gradients
+)  # The default epsilon is larger than the gradients of the small branch.
 
 
 def make_problem():
@@ -47,7 +48,7 @@ def total_loss(params, x, targets, dtype=jnp.float16):
 
 
 def train(step, state):
-    """The loss of each branch at the end, in its own units, computed in float32."""
+    """Train for `NUM_STEPS` steps. Return the float32 loss of each branch in its own units, and the final state."""
     params, x, targets = make_problem()
     run = jax.jit(lambda carry: jax.lax.scan(lambda carry, _: (step(*carry, x, targets), None), carry, None, NUM_STEPS))
     (params, state), _ = run((params, state))
@@ -67,18 +68,19 @@ def float32_losses():
 
 
 def excess(losses, reference):
+    """Return the relative difference between each loss and its reference."""
     return {name: loss / reference[name] - 1 for name, loss in losses.items()}
 
 
 def total_loss_of_parts(params, x, targets, branch_scale):
-    """What goes into the small branch passes `unscale_gradient`, in float32; what comes out, `scale_gradient`."""
+    """Add the losses, with `unscale_gradient` at the inputs and `scale_gradient` at the loss of the small branch."""
     large = branch_loss(params["large"], x, targets["large"], UNITS["large"])
     small_params, small_x = jls.unscale_gradient((params["small"], x), branch_scale)
     small = branch_loss(small_params, small_x, targets["small"], UNITS["small"])
     return large + jls.scale_gradient(small, branch_scale)
 
 
-def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_losses):
+def test_branch_with_its_own_dynamic_scale_trains_like_float32(float32_losses):
     tx = jls.loss_scaled(OPTIMIZER, "dynamic")
 
     def step(params, state, x, targets):
@@ -95,8 +97,8 @@ def test_a_branch_with_a_dynamic_scale_of_its_own_in_one_backward_pass(float32_l
     assert 0 < state.skipped_steps < 20
 
 
-def test_what_leaves_a_branch_backwards_is_as_without_it():
-    """The inputs too: exact, since in float32 the part is the same function, and its scale a power of two."""
+def test_gradients_that_leave_a_scaled_branch_are_unscaled():
+    """The gradients are exact, because the part is computed in float32 and its scale is a power of two."""
     params, x, targets = make_problem()
 
     def loss(params, x, scale):

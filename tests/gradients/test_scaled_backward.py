@@ -1,4 +1,4 @@
-"""`scaled_backward`: the values and gradients equal those of the function; only the pass in between is scaled."""
+"""`scaled_backward`: values and gradients equal those of the function, and only the backward pass is scaled."""
 
 import inspect
 import warnings
@@ -20,7 +20,7 @@ X = jnp.array([[1.0, 2.0], [0.5, -1.0], [-2.0, 0.25]])
 
 
 def loss_fn(params, x, *, unit=1e-8):
-    """Small enough for float16 to lose all of its gradients."""
+    """Return a loss so small that all of its gradients underflow in float16."""
     return unit * jnp.mean((x @ params["weights"] + params["bias"] - 1) ** 2)
 
 
@@ -29,15 +29,15 @@ def nearly_equal(tree, expected, rtol=3e-3):
 
 
 JIT = pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
-GRADIENTS = {  # how a library takes them: a function of the loss, and its arguments
+GRADIENTS = {  # Each entry contains a way to compute gradients, and the arguments of the function.
     "jax.grad": (jax.grad, (PARAMS, X)),
     "value and gradient": (jax.value_and_grad, (PARAMS, X)),
-    "of another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
-    "of all": (partial(jax.value_and_grad, argnums=(0, 1)), (PARAMS, X)),
-    "of one given by name": (lambda fun: jax.grad(lambda params, x: fun(x=x, params=params)), (PARAMS, X)),
-    "of each example": (lambda fun: jax.vmap(jax.grad(fun), (None, 0)), (PARAMS, X[:, None])),
-    "pulled back": (lambda fun: lambda *args: jax.vjp(fun, *args)[1](jnp.float32(3.0)), (PARAMS, X)),
-    "through remat": (lambda fun: jax.grad(jax.checkpoint(fun)), (PARAMS, X)),
+    "another argument": (partial(jax.grad, argnums=1), (PARAMS, X)),
+    "all arguments": (partial(jax.value_and_grad, argnums=(0, 1)), (PARAMS, X)),
+    "keyword argument": (lambda fun: jax.grad(lambda params, x: fun(x=x, params=params)), (PARAMS, X)),
+    "each example": (lambda fun: jax.vmap(jax.grad(fun), (None, 0)), (PARAMS, X[:, None])),
+    "vjp": (lambda fun: lambda *args: jax.vjp(fun, *args)[1](jnp.float32(3.0)), (PARAMS, X)),
+    "checkpoint": (lambda fun: jax.grad(jax.checkpoint(fun)), (PARAMS, X)),
     "the Hessian, by reverse over reverse": (lambda fun: jax.jacrev(jax.jacrev(fun)), (PARAMS, X)),
     "the Hessian, by forward over reverse": (jax.hessian, (PARAMS, X)),
 }
@@ -46,19 +46,19 @@ GRADIENTS = {  # how a library takes them: a function of the loss, and its argum
 @pytest.mark.ci
 @JIT
 @pytest.mark.parametrize(("take", "args"), GRADIENTS.values(), ids=GRADIENTS)
-def test_the_gradients_are_float32s_however_a_library_takes_them(take, args, jit):
+def test_gradients_equal_those_of_float32_for_every_way_to_compute_them(take, args, jit):
     half = jls.autocast(loss_fn)
     found = jit(take(jls.scaled_backward(half, SCALE)))(*args)
     nearly_equal(found, take(loss_fn)(*args))
 
 
-def test_without_it_float16_loses_these_gradients():
+def test_gradients_underflow_in_float16_without_scaling():
     assert (jax.grad(jls.autocast(loss_fn))(PARAMS, X)["weights"] == 0).all()
     assert (jax.grad(loss_fn)(PARAMS, X)["weights"] != 0).all()
 
 
-def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
-    """Compiled. What is not rounds otherwise here and there: XLA gets other parts of it at once."""
+def test_gradients_are_bitwise_unchanged_without_underflow():
+    """Only compiled functions are compared, because XLA compiles eager functions in different parts."""
     for unit in 1.0, 1e-3:
         of_unit = partial(loss_fn, unit=unit)
         expected = jax.jit(jax.value_and_grad(of_unit, (0, 1)))(PARAMS, X)
@@ -66,7 +66,7 @@ def test_where_nothing_is_lost_the_gradients_are_the_same_to_the_bit():
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_it_is_the_backward_pass_that_is_scaled():
+def test_cotangents_inside_the_function_are_scaled():
     @jax.custom_vjp
     def see(x):
         return x
@@ -76,7 +76,7 @@ def test_it_is_the_backward_pass_that_is_scaled():
 
 
 def test_derivatives_inside_the_function_are_not_scaled():
-    """As in the residual of a differential equation, which holds the derivative of the network."""
+    """The residual of a differential equation, for example, contains derivatives of the network."""
 
     def residual(params, t):
         def network(t):
@@ -92,7 +92,7 @@ def test_derivatives_inside_the_function_are_not_scaled():
     nearly_equal(in_half, expected[1], rtol=1e-2)
 
 
-def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
+def test_arguments_and_results_that_are_not_arrays_are_passed_unchanged():
     key, name, rate = jax.random.key(0), "relu", 0.5
     seen = {}
 
@@ -116,8 +116,8 @@ def test_arguments_and_results_that_are_no_arrays_come_through_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
 
 
-def test_a_result_of_any_shape():
-    """As the residuals of a least-squares problem, or the amplitudes of many configurations."""
+def test_results_may_have_any_shape():
+    """Examples are the residuals of a least-squares problem and the amplitudes of many configurations."""
 
     def residuals(params, x):
         return {"residual": x @ params["weights"], "others": (x**2, jnp.arange(3))}
@@ -128,7 +128,7 @@ def test_a_result_of_any_shape():
     np.testing.assert_array_equal(found, expected)
 
 
-def test_forward_mode_is_the_functions_own():
+def test_forward_mode_is_not_scaled():
     args, tangents = (PARAMS, X), (PARAMS, jnp.ones_like(X))
     functions = loss_fn, jls.scaled_backward(loss_fn, SCALE)
     expected, found = (jax.jit(lambda *args, fun=fun: jax.jvp(fun, *args))(args, tangents) for fun in functions)
@@ -136,7 +136,7 @@ def test_forward_mode_is_the_functions_own():
 
 
 @pytest.mark.ci
-def test_an_optimizer_with_a_line_search_ends_where_float32_does():
+def test_line_search_converges_like_float32():
     def minimized(fun):
         optimizer = optax.lbfgs()
 
@@ -156,23 +156,23 @@ def test_an_optimizer_with_a_line_search_ends_where_float32_does():
     assert minimized(loss) < 0.05 * start
 
 
-def test_an_overflow_is_not_finite_for_the_library_too():
+def test_overflow_leads_to_nonfinite_gradients():
     grads = jax.grad(jls.scaled_backward(jls.autocast(loss_fn), 2.0**60))(PARAMS, X)
     assert not jls.all_finite(grads)
 
 
-def test_the_scale_comes_from_whatever_holds_one():
+def test_scale_is_found_in_numbers_loss_scales_and_states():
     state = jls.loss_scaled(optax.sgd(0.1), SCALE).init(PARAMS)
     expected = jax.grad(loss_fn)(PARAMS, X)
     for scale in SCALE, np.float32(SCALE), jnp.float32(SCALE), jls.FixedLossScale(SCALE), state:
         nearly_equal(jax.grad(jls.scaled_backward(jls.autocast(loss_fn), scale))(PARAMS, X), expected)
     for none in None, jls.NoOpLossScale():
         assert jls.scaled_backward(loss_fn, none) is loss_fn
-    with pytest.warns(UserWarning, match=r"is not an argument of the function.*use `jls\.MixedPrecision`"):
+    with pytest.warns(UserWarning, match=r"captured as a constant.*use `jls\.MixedPrecision`"):
         jax.jit(jls.scaled_backward(loss_fn, "auto"))(PARAMS, X)
 
 
-def test_it_can_be_asked_for_its_signature_and_for_its_name():
+def test_signature_name_and_docstring_are_preserved():
     scaled = jls.scaled_backward(loss_fn, SCALE)
     assert inspect.signature(scaled) == inspect.signature(loss_fn)
     assert (scaled.__name__, scaled.__doc__) == (loss_fn.__name__, loss_fn.__doc__)
@@ -180,11 +180,11 @@ def test_it_can_be_asked_for_its_signature_and_for_its_name():
         nearly_equal(jls.scaled_backward(partial(loss_fn, unit=1.0), SCALE)(PARAMS, X), loss_fn(PARAMS, X, unit=1.0))
 
 
-# What the function holds besides its arguments: the parameters of a module, and what it closes over.
+# --- Functions that contain or close over parameters ---
 
 
 class Plain:
-    """An object that is no pytree, with a method."""
+    """An object with a method that is not a pytree."""
 
     def __init__(self, params):
         self.params = params
@@ -207,7 +207,7 @@ def of_rows(loss):
     return lambda x: jnp.mean(loss(x[:, None]))
 
 
-HOLDERS = {  # how a function comes by its parameters, and what is made of it
+HOLDERS = {  # In each entry, the function refers to its parameters in a different way.
     "an equinox module": lambda scaled, params, x: scaled(OfEquinox(params))(x),
     "a method of an equinox module": lambda scaled, params, x: scaled(OfEquinox(params).loss)(x),
     "an equinox module, mapped": lambda scaled, params, x: of_rows(scaled(jax.vmap(OfEquinox(params))))(x),
@@ -224,7 +224,7 @@ HOLDERS = {  # how a function comes by its parameters, and what is made of it
 
 @JIT
 @pytest.mark.parametrize("call", HOLDERS.values(), ids=HOLDERS)
-def test_the_gradients_of_all_that_a_function_holds_are_true(call, jit):
+def test_gradients_of_contained_parameters_are_unscaled(call, jit):
     expected = jax.grad(loss_fn, (0, 1))(PARAMS, X)
     for make in (lambda fun: fun), jls.autocast:
         scaled = partial(lambda fun, make: jls.scaled_backward(make(fun), SCALE), make=make)

@@ -1,7 +1,7 @@
-"""Loss scales of every kind, and a step of training for them, with an oracle in plain Python and NumPy.
+"""Loss scales of every class, and random training steps with a reference implementation in Python and NumPy.
 
-What may happen at a step is drawn as one word, an event, and so is an input of one compiled program: no example
-compiles anything.
+Each step has one random event, such as an overflow in one leaf. Events are inputs of a compiled program, so no example
+requires a compilation.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ F32_MAX = float(np.finfo(np.float32).max)
 @partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
 @dataclasses.dataclass(frozen=True)
 class SinkingLossScale(jls.LossScale):
-    """A user's own kind: half as large after each overflow, down to 1, and never up."""
+    """A user-defined loss scale that halves after each overflow, down to 1, and never grows."""
 
     initial: float
     num_overflows: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros([], jnp.int32))
@@ -33,7 +33,7 @@ class SinkingLossScale(jls.LossScale):
         return jnp.maximum(jnp.ldexp(jnp.float32(self.initial), -self.num_overflows), 1)
 
     def adjust(self, grads_finite):
-        # Up to 100: a power of two much further down would be no normal number.
+        # The count is limited to 100, because much smaller powers of two are not normal numbers.
         overflows = jnp.minimum(self.num_overflows + jnp.where(grads_finite, 0, 1), 100)
         return dataclasses.replace(self, num_overflows=overflows)
 
@@ -54,10 +54,10 @@ KINDS = {
     "users_own": SinkingLossScale(2.0**12),
 }
 
-# One optimizer whose arithmetic is exact but for one rounding a step, whatever a compiler fuses: all factors are 1/2.
+# All factors of this optimizer are 1/2, so each step rounds only once, and fusion cannot change the result.
 MOMENTUM = optax.sgd(0.5, momentum=0.5)
 
-# `None` for a gradient, and an integer beside them; a matrix, a vector, a scalar; three widths.
+# The parameters include a matrix, a vector, a scalar, several dtypes, a leaf whose gradient is None and an integer.
 PARAMS = {
     "kernel": jnp.ones((2, 3), jnp.float32),
     "bias": jnp.ones(3, jnp.bfloat16),
@@ -67,7 +67,7 @@ PARAMS = {
 }
 _TRAINED = {"kernel": ((2, 3), jnp.float16), "bias": ((3,), jnp.bfloat16), "gain": ((), jnp.float32)}
 
-# What may happen at a step, and to which leaf, if to one.
+# Events of a step. An event that affects only one leaf contains the name of the leaf.
 EVENTS = [
     *["good"] * 4,
     *[f"{fault}:{leaf}" for fault in ("nan", "inf", "-inf") for leaf in _TRAINED],
@@ -77,7 +77,7 @@ events = st.sampled_from(EVENTS)
 
 
 def inputs_of(event, random):
-    """What a step is given: scaled gradients, the loss, and the flags."""
+    """Return the inputs of a step with the given event: scaled gradients, the loss and `skip_if`."""
     exponent = {"tiny": -23, "huge": 14}.get(event, random.integers(-8, 8))
     grads = {
         name: np.asarray(random.uniform(0.5, 1, shape) * random.choice([-1.0, 1.0], shape) * 2.0**exponent).astype(
@@ -100,26 +100,27 @@ def inputs_of(event, random):
 
 
 def stacked_inputs(sequence, seed):
-    """The inputs of a whole run, each leaf with a first axis for the steps."""
+    """Return the inputs of a whole run. The first axis of each leaf is the step."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(inputs_of(event, random) for event in sequence))
 
 
 def arguments_of(inputs):
-    """Gradients as `jax.grad` gives them for all of `PARAMS`, and the keyword arguments of a step."""
+    """Return the gradients of all leaves of `PARAMS`, as from `jax.grad`, and the keyword arguments of a step."""
     grads = {**inputs["grads"], "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
     return grads, {name: inputs[name] for name in ("value", "skip_if")}
 
 
-def by_update(tx, grads, state, params, **told):
-    updates, state = tx.update(grads, state, params, **told)
-    # As `optax.apply_updates` does it, beside what has no gradient.
+def by_update(tx, grads, state, params, **kwargs):
+    """Run a step with `update`, and add the updates to the parameters."""
+    updates, state = tx.update(grads, state, params, **kwargs)
+    # This expression equals `optax.apply_updates`, but also accepts updates that are None.
     return jax.tree.map(lambda p, u: p if u is None else jnp.asarray(p + u).astype(p.dtype), params, updates), state
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The table in the docstring of `loss_scaled`."""
+    """One row of the table in the docstring of `loss_scaled`."""
 
     applied: bool
     grads_finite: bool
@@ -127,6 +128,7 @@ class Verdict:
 
 
 def verdict_of(kind, scale, inputs):
+    """Return whether a step is applied, has finite gradients and adjusts the scale, according to that table."""
     if not kind.checks_gradients:
         return Verdict(applied=not inputs["skip_if"], grads_finite=True, reacts=False)
     leaves = [np.float32(leaf) / np.float32(scale) for leaf in inputs["grads"].values()]
@@ -140,7 +142,7 @@ def verdict_of(kind, scale, inputs):
 
 
 def momentum_step(params, trace, grads, scale):
-    """`MOMENTUM` in NumPy: float32 throughout, the parameters rounded to their own dtype."""
+    """Run a step of `MOMENTUM` in NumPy, in float32. New parameters are rounded to their own dtype."""
     new_params, new_trace = dict(params), dict(trace)
     with np.errstate(all="ignore"):
         for name, grad in grads.items():
@@ -151,7 +153,7 @@ def momentum_step(params, trace, grads, scale):
 
 
 def dynamic_step(kind, scale, good_steps, left, finite):
-    """The rule of `DynamicLossScale`, without an array: the next scale, count, and what hysteresis leaves."""
+    """Return the next scale, step count and remaining hysteresis of `DynamicLossScale`, computed in plain Python."""
     if finite:
         grows = good_steps + 1 >= kind.increment_period
         if kind.hysteresis > 1 and (grows or kind.hysteresis_refill == "finite"):
@@ -170,7 +172,7 @@ def dynamic_step(kind, scale, good_steps, left, finite):
 
 
 def assert_scale_is_sound(loss_scale):
-    """Finite and positive, between the bounds, and a power of two, where nothing else was asked for."""
+    """Check that the scale is finite, positive, within its bounds and a power of two."""
     scale = float(loss_scale())
     assert math.isfinite(scale)
     assert scale > 0
@@ -180,11 +182,12 @@ def assert_scale_is_sound(loss_scale):
 
 
 def assert_same_bits(a, b):
-    """Of two trees: structure, dtypes, and every bit, NaN and signed zeros included."""
+    """Check that two pytrees have the same structure, dtypes and bits, including NaNs and signed zeros."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        if x.tobytes() != y.tobytes():  # the sign and the payload of a NaN are no part of any promise
+        # The sign and the payload of a NaN may differ.
+        if x.tobytes() != y.tobytes():
             np.testing.assert_array_equal(x.astype(np.float64), y.astype(np.float64))
             assert (np.signbit(x) == np.signbit(y))[~np.isnan(x.astype(np.float64))].all()

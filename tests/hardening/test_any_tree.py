@@ -1,4 +1,4 @@
-"""Random trees of parameters: what is trained is trained as if it were alone, and everything else stays as it is."""
+"""Random parameter pytrees: other leaves do not influence the trained leaves and are returned unchanged."""
 
 import dataclasses
 from typing import Any
@@ -13,12 +13,13 @@ from runs import MOMENTUM
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")]  # they are meant
+# The float16 parameters are intended.
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A parameter, or a subtree, and its gradient."""
+    """A parameter, or a subtree of parameters, and its gradient."""
 
     param: Any
     grad: Any = None
@@ -36,7 +37,7 @@ def no_gradient(param):
     return Leaf(param, np.zeros(np.shape(param), jax.dtypes.float0))
 
 
-# Trees of numbers alone, trained or frozen, and of everything that a model may hold.
+# `NUMBERS` contains trained or frozen numbers. `ANYTHING` also contains other leaves that a model may have.
 NUMBERS = [
     *(trained(jnp.ones(2, dtype)) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.complex64)),
     *(trained(param) for param in (np.ones((2, 1), np.float32), jnp.zeros((0, 2)), jnp.float32(1), 0.5)),
@@ -51,6 +52,7 @@ ANYTHING = [
 
 
 def trees_of(leaves):
+    """Return a strategy for pytrees of these leaves, at least one of which is trained and not empty."""
     return st.recursive(
         st.sampled_from(leaves),
         lambda below: st.lists(below, max_size=4) | st.dictionaries(st.sampled_from("abc"), below, max_size=3),
@@ -66,7 +68,7 @@ def of_each(tree, what):
 
 
 def check(tree, loss_scale, skip, is_bad):
-    """Eager, so that what is no array may be among the arguments."""
+    """Compare a step with a step that contains only the trained leaves. Steps are eager to allow any Python object."""
     tx = jls.loss_scaled(MOMENTUM, loss_scale, skip=skip)
     params = of_each(tree, lambda leaf: leaf.param)
     grads = of_each(tree, lambda leaf: leaf.grad * np.float32(np.nan) if is_bad and leaf.is_trained else leaf.grad)
@@ -93,7 +95,7 @@ def check(tree, loss_scale, skip, is_bad):
 
 
 def below(tree, other):
-    """What stands in ``other`` where ``tree`` has its leaves."""
+    """Return the subtrees of ``other`` at the positions of the leaves of ``tree``."""
     return jax.tree.structure(tree).flatten_up_to(other)
 
 
@@ -103,12 +105,12 @@ arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond"
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(**arguments)
-def test_what_is_trained_is_trained_as_if_it_were_alone(tree, loss_scale, skip, is_bad):
+def test_trained_leaves_do_not_depend_on_other_leaves(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)
 
 
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(**arguments)
-def test_many_more_trees(tree, loss_scale, skip, is_bad):
+def test_trained_leaves_do_not_depend_on_other_leaves_in_many_trees(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)

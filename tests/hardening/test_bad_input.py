@@ -1,7 +1,7 @@
-"""What is refused: a `ValueError` at once, whose whole message is here. It names the argument, the value and the cure.
+"""Invalid arguments raise a `ValueError` immediately. The message names the argument, its value and a fix.
 
-A new public name has no row here, and fails until it has one. Then: what comes from outside, a configuration or a saved
-state, builds loss scales and does nothing else.
+This file contains the full text of each message. A new public function without a message here fails the test. Other
+tests check that a configuration or a saved state can only build loss scales and has no other effect.
 """
 
 import functools
@@ -42,7 +42,7 @@ def square(x):
     return jnp.sum(x**2)
 
 
-# A call, and below it the message.
+# Each call is followed by its message.
 REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
@@ -56,8 +56,8 @@ jls.AutoLossScale().unscale("x")
 jls.AutoLossScale().update("x")
     `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
 jls.AutoLossScale().update(jnp.array(False))
-    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). For a verdict, use
-    `adjust`.
+    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To pass a
+    boolean, use `adjust`.
 jls.AutoLossScale().adjust(1)
     `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
@@ -72,13 +72,13 @@ jls.AutoLossScale(log2_allowance=jnp.inf)
 jls.AutoLossScale(max_loss_scale="x")
     `AutoLossScale(max_loss_scale=...)` must be a number, got 'x'.
 jls.DynamicLossScale(increment_period=0)
-    `DynamicLossScale(increment_period=...)` must be at least 1, and fit int32, got 0. To keep the scale fixed,
-    use `FixedLossScale`.
+    `DynamicLossScale(increment_period=...)` must be at least 1 and fit into int32, got 0. To keep the scale
+    fixed, use `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Start lower,
     or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
-    `DynamicLossScale(num_good_steps=...)` must be at least 0, and fit int32, got np.int64(-1).
+    `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit into int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or
     `jnp.any`.
@@ -89,24 +89,24 @@ jls.DynamicLossScale(current_loss_scale=np.array([1, 0]))
     `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got
     np.int64(0).
 jls.DynamicLossScale.from_config({"other": 1})
-    `DynamicLossScale.from_config(config=...)` must be its arguments, got {'other': 1}:
+    `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'other': 1}:
     DynamicLossScale.__init__() got an unexpected keyword argument 'other'.
 jls.FixedLossScale(0.5)
-    `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. For no scaling at all, use
-    `NoOpLossScale`.
+    `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. To disable scaling, use `NoOpLossScale`.
 jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, got {'precision': 'float32', 'layers': 'a'}:
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {'precision': 'float32', 'layers': 'a'}:
     PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
-    `PrecisionPolicy(rules=...)` must hold `PrecisionRule`s, or dictionaries, got 3.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got 3.
 jls.PrecisionPolicy(recompute=-1.0)
-    `PrecisionPolicy(recompute=...)` must be True or False, or the price of a byte that is kept, a positive
-    number, got -1.0.
+    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
+    -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got 3. Put a single one into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. If you have a single
+    rule, pass a list with this rule.
 jls.PrecisionPolicy({"precision": "float32"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule`, got {'precision': 'float32'}. Put a single one
-    into a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
+    If you have a single rule, pass a list with this rule.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
@@ -114,33 +114,33 @@ jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, omit this argument.
 jls.PrecisionRule("float32", layer=3)
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, leave it out.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, omit this argument.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
-    `accumulate_gradients(num_microbatches=...)` must be at least 1, and fit int32, got 0. With 1 the batch
-    stays whole.
+    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit into int32, got 0. With 1, the batch
+    is not split.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
-    `accumulate_gradients(argnums=(5,))` names arguments that were not given: the function was called with 2
-    positional arguments. Pass the batch, and what is differentiated, by position.
+    `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with
+    2 positional arguments. Pass the batch and the differentiated arguments by position.
 jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
-    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` have arguments in common. The gradients of a batch
-    that is split cannot be added up: use `value_and_scaled_grad`.
+    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not have arguments in common, because the
+    gradients with respect to a batch cannot be summed over its parts. Use `value_and_scaled_grad` instead.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
-    `accumulate_gradients(num_microbatches=2)` must divide the 3 examples of the batch evenly. Drop the last
-    few, or draw as many more.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
+    3 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
-    `accumulate_gradients(num_microbatches=2)` must divide the 0 examples of the batch evenly. Drop the last
-    few, or draw as many more.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
+    0 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
-    ([],). Choose the batch among the arguments with `batch_argnums`.
+    ([],). Use `batch_argnums` to specify the arguments with the batch.
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
-    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which changes nothing), got float8_e5m2.
+    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
 jls.all_finite("x")
@@ -159,8 +159,9 @@ jls.cast_floating(jnp.dtype("float16"), {"kernel": PARAMS})
 jls.get("other")
     `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
-    `get_loss_scale(opt_state=...)` holds 0 of `LossScale` below the path 'nope'. There are: .loss_scale. Pass the
-    part of the state that holds the one you mean, or to `get_loss_scale` its path.
+    `get_loss_scale(opt_state=...)` must contain exactly one `LossScale` below the path 'nope', got 0. A
+    `LossScale` exists at: .loss_scale. Pass a part of the state that contains only one, or pass a path to
+    `get_loss_scale`.
 jls.metrics(PARAMS)
     `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.explain(PARAMS)
@@ -168,7 +169,7 @@ diagnostics.explain(PARAMS)
 diagnostics.explain(PARAMS, STATE)
     `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
-    `leaf_path(index=...)` must be an integer, what `first_nonfinite` returned, got '0'.
+    `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3)
     `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32)
@@ -188,11 +189,11 @@ jls.loss_scaled(optax.sgd(0.1), skip="other")
 jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
     `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
-    `update(value=...)` must be a real scalar, the true loss, got float32[2]. Of `(loss, aux)`, pass the loss
-    alone.
+    `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns
+    `(loss, aux)`, pass only `loss`.
 TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
-    `update(restore_from=...)` is an argument of `jax_lossscale.interop.flax.Optimizer` only. To restore other values
-    after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
+    `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other
+    values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce it with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)
@@ -202,29 +203,32 @@ TX.update(PARAMS, (), PARAMS)
 TX.update("x", STATE, PARAMS)
     `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must be of the structure of `params`, PyTreeDef(*), got PyTreeDef((*, *)). Of
-    `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+    `update(updates=...)` must have the same structure as `params`, PyTreeDef(*), got PyTreeDef((*, *)). If you
+    compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square)
     `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
     `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is
     `update_and_apply(scaled_grads, state, params)`.
 TX.update_and_apply((LOSS, PARAMS), STATE, {"kernel": PARAMS})
-    `update_and_apply(scaled_grads=...)` must be of the structure of `params`, PyTreeDef({'kernel': *}), got
-    PyTreeDef((*, *)). Of `loss, grads = value_and_scaled_grad(...)(params)`, pass `grads`.
+    `update_and_apply(scaled_grads=...)` must have the same structure as `params`, PyTreeDef({'kernel': *}), got
+    PyTreeDef((*, *)). If you compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.update_and_apply(PARAMS, STATE, "x")
     `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
-    `update_and_apply(params=...)` got None. To compute updates without them, use `update`.
+    `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
+    `update`.
 jls.raise_if_stuck(STATE, patience=0)
-    `raise_if_stuck(patience=...)` must be at least 1, and fit int32, got 0. It counts skipped steps in a row.
+    `raise_if_stuck(patience=...)` must be at least 1 and fit into int32, got 0. It is a number of consecutive
+    skipped steps.
 COMPILED(jls.raise_if_stuck)(STATE)
-    `raise_if_stuck(opt_state=...)` got values that are traced, of which nothing is known yet. Call it outside
-    `jax.jit`.
+    `raise_if_stuck(opt_state=...)` got values that are traced, so they are not known yet. Call this function
+    outside `jax.jit`.
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
-    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. Of a function, pass the result.
+    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. To scale the gradient of a function, pass
+    its result.
 jls.scaled_backward(3, 8)
     `scaled_backward(fun=...)` must be a function, got 3.
 jls.scaled_grad(3, 8)
@@ -242,15 +246,15 @@ jls.unscale_gradient("x", 8)
 jls.value_and_scaled_grad(None, 8)
     `value_and_scaled_grad(fun=...)` must be a function, got None.
 jls.select_tree(True, {"a": PARAMS}, {"a": jnp.ones(3)})
-    `select_tree` cannot choose between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in on_false
-    at "['a']": shapes and dtypes of arrays must be equal, and leaves that are none.
+    `select_tree` cannot select between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in
+    on_false at "['a']". Arrays must have the same shape and dtype, and all other leaves must be equal.
 jls.serialize(8)
     `serialize(loss_scale=...)` must be a `LossScale`, got 8.
 diagnostics.autocast_report(None, PARAMS)
     `autocast_report(fun=...)` must be a function, got None.
 diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
-    `compare_gradients(loss_scales=...)` must be positive finite numbers, got [0.0]. By default useful ones are
-    chosen.
+    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument
+    to use the default scales.
 diagnostics.exponent_histogram(PARAMS, per_leaf=1)
     `exponent_histogram(per_leaf=...)` must be True or False, got 1.
 diagnostics.exponent_histogram("x")
@@ -266,7 +270,7 @@ diagnostics.nonfinite_report("x")
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
-    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Make one with `jls.get`.
+    `simulate(loss_scale=...)` must be a `LossScale`, got 8. Create one with `jls.get`.
 diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
     `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
 diagnostics.suggest_loss_scale("x")
@@ -278,18 +282,18 @@ diagnostics.underflow_fraction("x")
 plotting.plot_exponents(PARAMS, yscale="other")
     `plot_exponents(yscale=...)` must be 'linear' or 'log', got 'other'.
 plotting.plot_gradient_error(3)
-    `plot_gradient_error(comparison=...)` must be what `jls.diagnostics.compare_gradients` returns, got int.
+    `plot_gradient_error(comparison=...)` must be the result of `jls.diagnostics.compare_gradients`, got int.
 plotting.plot_loss_scale([1.0, 2.0], skipped=[True])
-    `plot_loss_scale` needs sequences of one number a step, all as long, got the shapes {'loss_scale': (2,),
-    'skipped': (1,)}. Where a number was not measured, write NaN.
+    `plot_loss_scale` needs sequences of equal length with one number per step, got the shapes {'loss_scale': (2,),
+    'skipped': (1,)}. If a number was not measured, use NaN.
 plotting.plot_run({})
-    `plot_run(history=...)` has nothing to draw, only []. Give loss, loss_scale, skipped or underflow.
+    `plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the keys [].
 equinox.filter_value_and_scaled_grad(square, "other")
     `filter_value_and_scaled_grad(loss_scale=...)` must be ACCEPTED; got 'other'.
 flax.from_flax(8)
     `from_flax(dynamic_scale=...)` must be a `DynamicScale`, got 8.
 flax.register(3)
-    `register(kind=...)` must be a class below `LossScale`, got 3.
+    `register(kind=...)` must be a subclass of `LossScale`, got 3.
 flax.to_flax(8)
     `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 jmp.from_jmp(8)
@@ -297,18 +301,18 @@ jmp.from_jmp(8)
 jmp.to_jmp(8)
     `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 keras.from_keras({"other": 8.0})
-    `from_keras(config=...)` lacks dynamic_growth_steps, initial_scale; it has other.
+    `from_keras(config=...)` lacks the keys dynamic_growth_steps, initial_scale. It has the keys other.
 keras.to_keras(8)
     `to_keras(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 tensorflow.from_tensorflow(3)
-    `from_tensorflow(config=...)` must be a dictionary with increment_period, multiplier, initial_loss_scale, got
-    3.
+    `from_tensorflow(config=...)` must be a dictionary with the keys increment_period, multiplier,
+    initial_loss_scale, got 3.
 tensorflow.to_tensorflow(8)
     `to_tensorflow(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by
     one.
 torch.from_torch({**torch.to_torch(DYNAMIC), "scale": np.nan})
-    `from_torch(state_dict=...)['scale']` must be one number, positive and finite, got nan. A scale that has run
-    away cannot be carried on: start with a fresh `DynamicLossScale`.
+    `from_torch(state_dict=...)['scale']` must be a single positive and finite number, got nan. If the scale has
+    become zero, infinite or NaN, start again with a new `DynamicLossScale`.
 torch.to_torch(8)
     `to_torch(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 """
@@ -319,7 +323,7 @@ ACCEPTED = (
 
 
 def rows():
-    """Pairs of a call and the lines of its message."""
+    """Yield each call together with the lines of its message."""
     message = []
     for line in REFUSED.strip().splitlines():
         if line.startswith(" "):
@@ -334,6 +338,7 @@ STANDS_FOR = {"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": 
 
 
 def spelled_out(message):
+    """Return the message in one line, with its placeholders replaced."""
     return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, " ".join(message))
 
 
@@ -343,21 +348,21 @@ NAMES = dict(vars(jls), **globals()) | {name: sys.modules[f"jax_lossscale.intero
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("call", CALLS)
-def test_a_bad_argument_is_refused_in_these_words(call):
+def test_invalid_argument_raises_this_message(call):
     with pytest.raises(ValueError) as caught:
         eval(call, NAMES)
     assert str(caught.value) == CALLS[call]
 
 
 @pytest.mark.parametrize("length", [199, 200, 201, 1000])
-def test_an_error_shows_200_characters_of_a_value(length):
+def test_error_shows_at_most_200_characters_of_a_value(length):
     value = "a" * (length - len("''"))
     shown = repr(value) if length <= 200 else f"{repr(value)[:200]}..."
     with pytest.raises(ValueError, match=re.escape(f"must be a number, got {shown}.") + "$"):
         jls.FixedLossScale(value)
 
 
-# Each function that takes an optimizer state, and objects that users pass instead of one.
+# --- Objects that users pass instead of an optimizer state ---
 
 TAKE_A_STATE = {
     "metrics(opt_state=...)": jls.metrics,
@@ -390,10 +395,10 @@ NOT_A_STATE = {
 
 @pytest.mark.parametrize("function", TAKE_A_STATE)
 @pytest.mark.parametrize("wrong", NOT_A_STATE)
-def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function, wrong):
+def test_error_describes_the_object_passed_instead_of_a_state(function, wrong):
     argument, got = NOT_A_STATE[wrong]
     if wrong == "a loss scale" and ("loss_scale" in function or "scale=" in function):
-        TAKE_A_STATE[function](argument)  # which is accepted
+        TAKE_A_STATE[function](argument)  # A loss scale is accepted here.
         return
     with pytest.raises(ValueError) as caught:
         TAKE_A_STATE[function](argument)
@@ -403,7 +408,7 @@ def test_the_error_states_what_was_passed_instead_of_an_optimizer_state(function
     assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
-# They take no arguments.
+# The constructors of these classes have no arguments.
 TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
 
 
@@ -417,12 +422,12 @@ def public_functions():
                 yield name
 
 
-def test_every_public_function_refuses_something():
+def test_every_public_function_has_an_error_message_here():
     refusing = {message.removeprefix("`").partition("(")[0].partition("`")[0] for message in CALLS.values()}
     assert set(public_functions()) - TAKE_NOTHING - refusing == set()
 
 
-# Configuration from outside: it builds loss scales, and does nothing else.
+# --- Configurations from untrusted sources may only build loss scales ---
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from([8, 2.0**15, 3]),
@@ -441,7 +446,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-# What Python tells an audit hook of, and what no configuration may bring about.
+# Audit events of Python that no configuration may cause.
 FORBIDDEN = {
     "compile",
     "exec",
@@ -460,11 +465,12 @@ def note_what_is_forbidden(event, _):
         watched.append(event)
 
 
-sys.addaudithook(note_what_is_forbidden)  # for good, but it looks only while a list has begun
+# An audit hook cannot be removed, so the hook here records events only while `watched` is not empty.
+sys.addaudithook(note_what_is_forbidden)
 
 
 def refused_or_a_loss_scale(build, given):
-    """Of our own kinds, with a sound scale; nothing but a `ValueError` comes out, and nothing else is done."""
+    """Check that ``build`` returns a valid built-in loss scale or raises a ValueError, without side effects."""
     watched[:] = ["begun"]
     try:
         built = build(given)
@@ -480,20 +486,20 @@ def refused_or_a_loss_scale(build, given):
         assert type(jls.get(json.loads(json.dumps(jls.serialize(built))))) is type(built)
 
 
-def test_the_watch_would_see_an_evaluation():
+def test_audit_hook_detects_eval():
     with pytest.raises(AssertionError, match="compile"):
         refused_or_a_loss_scale(lambda given: eval(given), "jls.get(8)")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(identifier=configs | json_values)
-def test_get_builds_loss_scales_and_nothing_else(identifier):
+def test_get_only_builds_loss_scales(identifier):
     refused_or_a_loss_scale(jls.get, identifier)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(kind=st.sampled_from(OWN_KINDS), config=st.dictionaries(names, json_values, max_size=4) | json_values)
-def test_from_config_builds_its_kind_and_nothing_else(kind, config):
+def test_from_config_only_builds_loss_scales(kind, config):
     refused_or_a_loss_scale(kind.from_config, config)
 
 
@@ -517,7 +523,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data):
+def test_conversions_from_other_libraries_only_build_loss_scales(reader, data):
     read, argument, right = READERS[reader]
     changed = {name: data.draw(NUMBERS | st.just(value)) for name, value in right.items()}
     refused_or_a_loss_scale(lambda given: read(**{argument: given}), changed)
@@ -525,15 +531,15 @@ def test_what_peers_have_saved_builds_loss_scales_and_nothing_else(reader, data)
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_flax_restores_a_loss_scale_or_refuses(data):
-    """`from_bytes`, of bytes that were changed on the way: whatever is restored has the structure of the target."""
+def test_flax_restores_corrupted_bytes_as_a_valid_loss_scale_or_raises(data):
+    """The saved bytes are changed at random. A restored loss scale must have the configuration of the target."""
     target = jls.DynamicLossScale(8)
     saved = bytearray(flax.serialization.to_bytes(target))
     for position in data.draw(st.lists(st.integers(0, len(saved) - 1), min_size=1, max_size=3)):
         saved[position] = data.draw(st.integers(0, 255))
     try:
         restored = flax.serialization.from_bytes(target, bytes(saved))
-    except Exception:  # flax's own reader has many
+    except Exception:  # flax raises many types of exceptions for invalid bytes.
         return
     assert type(restored) is jls.DynamicLossScale
     assert restored.get_config() == target.get_config()

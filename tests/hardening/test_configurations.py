@@ -1,4 +1,4 @@
-"""A run under each of JAX's strict settings."""
+"""A short training run under each strict setting of JAX."""
 
 import functools
 
@@ -23,7 +23,7 @@ CONFIGURATIONS = {
     "disable_jit": jax.disable_jit,
 }
 FIRST = ("x64", "strict promotion", "transfer guard")
-# No Adam: under strict promotion it fails by itself.
+# Adam is not used here because it does not support strict promotion.
 TX = jls.loss_scaled(optax.sgd(0.5, momentum=0.5), jls.AutoLossScale(2.0**10))
 
 
@@ -43,14 +43,15 @@ def step(params, state, x, is_spoiled):
 
 
 def beginning():
-    """Five flags, one of them true, and what a step takes beside one; made before a setting forbids to make it."""
+    """Return parameters, state, data and one flag per step, which cannot be created under some settings."""
     params = {"kernel": jnp.full((4, 3), 0.5, jnp.float32), "readout": jnp.ones(3, jnp.float32)}
     x = jnp.linspace(-1, 1, 8, dtype=jnp.float32).reshape(2, 4)
     return params, TX.init(params), x, [jnp.array(number == 3) for number in range(5)]
 
 
 def whole_run(params, state, x, flags):
-    seen, compiled = [], jax.jit(lambda *args: step(*args))  # a function that no cache knows
+    """Run five steps and return the parameters, the metrics and the results of each step."""
+    seen, compiled = [], jax.jit(lambda *args: step(*args))  # This new function is not in the cache of `jax.jit`.
     for is_spoiled in flags:
         params, state, is_finite, average = compiled(params, state, x, is_spoiled)
         seen.append((is_finite, average))
@@ -66,11 +67,12 @@ def ordinary_run():
 @pytest.mark.parametrize(
     "setting", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS]
 )
-def test_a_run_under_a_strict_setting_is_the_ordinary_one(setting):
-    """By every function that a training uses, with one step that overflows."""
+def test_run_under_a_strict_setting_equals_the_default_run(setting):
+    """The run calls every function of a training loop and contains one step that overflows."""
     ordinary, made = ordinary_run(), beginning()
     if setting not in FIRST:
-        jax.clear_caches()  # so that what is looked at while JAX traces is looked at
+        # Some settings only have an effect while JAX traces a function.
+        jax.clear_caches()
     with CONFIGURATIONS[setting]():
         strict = whole_run(*made)
     chex.assert_trees_all_equal_dtypes(strict, ordinary)

@@ -1,7 +1,7 @@
-"""Ten thousand steps of a small float16 training in which, at random, everything goes wrong that can.
+"""Ten thousand steps of a small float16 training run with random faults.
 
-A skipped step leaves everything as it was, and at the end the run must have learned as much as runs in float32 without
-a fault, up to the noise among those. What each single step must be is in `test_properties`.
+A skipped step must not change parameters or inner optimizer state. At the end, the loss must agree with that of float32
+runs without faults, up to the noise between those runs. `test_properties.py` checks the result of each single step.
 """
 
 import functools
@@ -25,9 +25,9 @@ FAULTS = (
 )
 CODES = {name: code for code, name in enumerate(dict.fromkeys(FAULTS))}
 
-# These apply whatever they are given: they promise nothing else. Here the user looks, and says `skip_if`.
+# These loss scales never skip a step, so the user checks the gradients and passes `skip_if`.
 LOOKED_AT_BY_THE_USER = ("fixed", "no_op")
-# Grows every fifty steps, so that it overflows by itself, too.
+# The dynamic scales grow every 50 steps, so they also overflow without a fault.
 TRAINED = {
     "fixed": jls.FixedLossScale(2.0**10),
     **{name: KINDS[name] for name in ("fixed_skipping", "no_op", "auto")},
@@ -59,22 +59,22 @@ def loss_fn(params, batch, dtype=jnp.float16):
     return jnp.mean((hidden @ compute["readout"] - batch["y"]).astype(jnp.float32) ** 2)
 
 
-# Huge gradients are finite, and so are applied: to bear them is for clipping, and why this is no Adam, whose second
-# moment would remember them.
+# Huge gradients are finite and therefore applied, so the optimizer clips them. Adam is not used because its second
+# moment would be affected for many steps.
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(0.1), optax.sgd(optax.cosine_decay_schedule(0.05, STEPS), momentum=0.9)
 )
 
 
 def with_lost_microbatches(batch, fault):
-    """Which examples are in the micro-batch whose gradients are to overflow."""
+    """Mark the examples of the micro-batch whose gradients must overflow."""
     number = jnp.arange(batch["y"].size) % MICROBATCHES
     is_lost = (fault == CODES["lost_microbatch"]) & (number == 1)
     return {**batch, "is_lost": is_lost.astype(jnp.float32)}
 
 
 def loss_that_may_be_lost(params, batch):
-    """The same loss; where an example is lost, its gradients are infinite."""
+    """Return the loss, with infinite gradients for marked examples."""
     return loss_fn(params, batch) + zero_of_infinite_slope(params["bias"], batch["is_lost"].max())
 
 
@@ -89,7 +89,7 @@ def _(primals, tangents):
 
 
 def spoiled(grads, fault, position):
-    """The scaled gradients after a fault; ``position``: in which element, where it is one."""
+    """Return the scaled gradients after a fault. ``position`` is the index of the affected element."""
     single = {"nan": jnp.nan, "inf": jnp.inf, "-inf": -jnp.inf}
     every = {
         "zeros": lambda g: g * 0,
@@ -119,8 +119,8 @@ def make_step(name):
         is_finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]).all()
         if name in LOOKED_AT_BY_THE_USER:
             skip_if |= ~is_finite | ~jnp.isfinite(value)
-        told = {"value": value, "skip_if": skip_if}
-        new_params, new_state = tx.update_and_apply(grads, state, params, **told)
+        kwargs = {"value": value, "skip_if": skip_if}
+        new_params, new_state = tx.update_and_apply(grads, state, params, **kwargs)
 
         def same(a, b):
             return jnp.stack([jnp.all(x == y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)]).all()
@@ -137,7 +137,7 @@ def make_step(name):
 
 @functools.cache
 def inputs(seed):
-    """The same for every kind: batches, faults, and where they strike."""
+    """Return batches, faults and positions of the affected elements, which are the same for all loss scales."""
     random = np.random.default_rng(seed)
     rows, data = random.integers(0, 1024, (STEPS, 4 * MICROBATCHES)), examples(1, 1024)
     codes = np.array([CODES[name] for name in FAULTS], np.int32)
@@ -154,7 +154,7 @@ def final_loss(params):
 
 @functools.cache
 def losses_without_faults():
-    """Of runs in float32, with neither loss scale nor fault, on other batches each."""
+    """Return the final losses of float32 runs without loss scale and faults, on different batches."""
 
     def step(carry, batch):
         params, state = carry
@@ -181,7 +181,7 @@ def by_scan(name):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_ten_thousand_steps_of_faults(name):
+def test_training_with_random_faults_reaches_the_float32_loss(name):
     (params, _), seen = by_scan(name)
     assert seen["finite"].all()
     assert (np.diff(seen["skipped_steps"], prepend=0) <= seen["stood_still"]).all()
@@ -192,8 +192,8 @@ def test_ten_thousand_steps_of_faults(name):
     assert abs(final_loss(params) - np.mean(without)) < 6 * np.std(without, ddof=1), without
 
 
-def test_the_faults_are_what_they_are_called():
-    """Of each: how many steps had it, and which are skipped."""
+def test_each_fault_occurs_and_has_the_expected_effect():
+    """Each fault occurs in at least 300 steps, and exactly the expected faults skip the step."""
     faults, seen = inputs(0)["fault"], by_scan("fixed_skipping")[1]
     skipped = np.diff(seen["skipped_steps"], prepend=0)
     for name, code in CODES.items():

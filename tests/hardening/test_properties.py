@@ -1,4 +1,4 @@
-"""What holds at every step of any run: random events, verdicts and values, for every kind of loss scale."""
+"""Properties of every step of random runs, for every class of loss scale."""
 
 import dataclasses
 import functools
@@ -47,24 +47,25 @@ runs = given(
 
 @functools.cache
 def program(inner):
-    """A run of any kind, of which each step is made twice, from the same parameters and state.
+    """Return a compiled run in which each step is computed twice from the same parameters and state.
 
-    As fast as can be, and from the parts: `update`, `optax.apply_updates`, and a selection instead of a branch.
+    The first result comes from the fused `update_and_apply` with a conditional. The second one comes from `update`, a
+    separate addition of the updates, and a selection.
     """
     fused = jls.loss_scaled(inner, skip="cond").update_and_apply
     plain = functools.partial(by_update, jls.loss_scaled(inner, skip="select"))
 
     def step(carry, inputs):
         params, state = carry
-        grads, told = arguments_of(inputs)
-        after = [way(grads, state, params, **told) for way in (fused, plain)]
+        grads, kwargs = arguments_of(inputs)
+        after = [way(grads, state, params, **kwargs) for way in (fused, plain)]
         return after[0], after
 
     return jax.jit(lambda params, state, inputs: jax.lax.scan(step, (params, state), inputs)[1])
 
 
 def beginning(name, inner, exponent):
-    """Fresh parameters and state, whose scale is set by hand where it has one that moves."""
+    """Return initial parameters and state. The initial scale is ``2**exponent`` if the loss scale is dynamic."""
     loss_scale = KINDS[name]
     if hasattr(loss_scale, "current_loss_scale"):
         floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale or 2.0**127
@@ -80,7 +81,7 @@ def at(tree, step):
 
 
 def history(name, inner, sequence, seed, exponent):
-    """For each step: its inputs, what was before it, and what is after it in either way."""
+    """Yield, for each step, its inputs, the state before it and the two results after it."""
     params, state = beginning(name, inner, exponent)
     inputs = stacked_inputs(sequence, seed)
     after = jax.device_get(program(inner)(params, state, inputs))
@@ -94,8 +95,8 @@ def history(name, inner, sequence, seed, exponent):
 @each_kind
 @quick(max_examples=20)
 @runs
-def test_every_step_is_that_of_the_oracle_in_either_way(name, sequence, seed, exponent):
-    """Fused or not, by branch or by selection: the bits of a run in NumPy, and the table in `loss_scaled`."""
+def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed, exponent):
+    """The reference consists of a run in NumPy and the table in the docstring of `loss_scaled`."""
     kind = KINDS[name]
     for inputs, (params, state), ways in history(name, MOMENTUM, sequence, seed, exponent):
         scale = float(state.loss_scale())
@@ -103,7 +104,8 @@ def test_every_step_is_that_of_the_oracle_in_either_way(name, sequence, seed, ex
         new_params, new_trace = params, state.inner_state[0].trace
         if verdict.applied:
             new_params, new_trace = momentum_step(params, new_trace, inputs["grads"], scale)
-            if name == "no_op":  # shows bfloat16 to the chain as it is, which rounds there as the compiler has it
+            # `NoOpLossScale` passes bfloat16 gradients to the inner optimizer, and their rounding depends on fusion.
+            if name == "no_op":
                 new_params["bias"] = ways[0][0]["bias"]
                 new_trace["bias"] = ways[0][1].inner_state[0].trace["bias"]
         for after_params, after in ways:
@@ -134,8 +136,8 @@ CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_sch
 @pytest.mark.slow
 @quick(max_examples=12)
 @runs
-def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):
-    """Clipping, moments, decay and a schedule; each way gives the same, up to how it rounds."""
+def test_skipped_step_leaves_a_chain_of_transformations_unchanged(sequence, seed, exponent):
+    """The inner optimizer contains clipping, moments, weight decay and a schedule."""
     for inputs, (params, state), ways in history("dynamic", CHAIN, sequence, seed, exponent):
         verdict = verdict_of(KINDS["dynamic"], float(state.loss_scale()), inputs)
         for after_params, after in ways:
@@ -147,11 +149,11 @@ def test_a_whole_chain_stands_still_on_a_skipped_step(sequence, seed, exponent):
 
 @quick(max_examples=5)
 @runs
-def test_eager_steps_are_the_compiled_ones(sequence, seed, exponent):
+def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
     params, state = beginning("auto", MOMENTUM, exponent)
     for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
-        grads, told = arguments_of(inputs)
-        params, state = EAGER.update_and_apply(grads, state, params, **told)
+        grads, kwargs = arguments_of(inputs)
+        params, state = EAGER.update_and_apply(grads, state, params, **kwargs)
         chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
         assert_same_bits(params, ways[0][0])
 
@@ -159,11 +161,11 @@ def test_eager_steps_are_the_compiled_ones(sequence, seed, exponent):
 EAGER = jls.loss_scaled(MOMENTUM)
 
 
-# Trees.
+# --- Scaling of pytrees ---
 
 
 def leaves_of(seed):
-    """One leaf of each dtype, of all magnitudes that it has."""
+    """Return one leaf of each dtype, whose magnitudes cover the range of the dtype."""
     random = np.random.default_rng(seed)
 
     def leaf(dtype, lowest, highest, size=4):
@@ -190,30 +192,30 @@ def scaled_and_unscaled(loss_scale, tree):
 
 @quick(max_examples=100)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
-def test_unscale_undoes_scale_exactly(seed, exponent):
-    """Wherever the scaled leaf is a normal number of its dtype; elsewhere what is lost is lost by that dtype alone."""
+def test_unscale_inverts_scale_exactly(seed, exponent):
+    """The result is exact if the scaled leaf is a normal number of its dtype."""
     tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
     scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
     for name in ("float16", "bfloat16", "float32", "complex64"):
         before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
         assert between.dtype == before.dtype
         assert after.dtype == (before.dtype if name == "complex64" else np.float32)
-        wide = np.complex128 if name == "complex64" else np.float64
+        wider = np.complex128 if name == "complex64" else np.float64
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(between, (before.astype(wide) * 2.0**exponent).astype(before.dtype))
+            np.testing.assert_array_equal(between, (before.astype(wider) * 2.0**exponent).astype(before.dtype))
         finite = np.isfinite(between)
-        np.testing.assert_array_equal(after.astype(wide)[finite], before.astype(wide)[finite])
+        np.testing.assert_array_equal(after.astype(wider)[finite], before.astype(wider)[finite])
         assert not np.isfinite(after[~finite]).any()
     for name in ("integers", "flags", "empty"):
         chex.assert_trees_all_equal(unscaled[name], tree[name])
     assert unscaled["none"] is None
 
 
-# Round trips.
+# --- Serialization ---
 
 
 def dynamics():
-    """Any configuration of a `DynamicLossScale`, at any state that its rule can reach."""
+    """Return a strategy for `DynamicLossScale` with any configuration and any reachable state."""
     counts, factors = st.integers(1, 2**31 - 1), st.floats(1.125, 2.0**20, width=32)
 
     @st.composite
@@ -241,6 +243,7 @@ def dynamics():
 
 
 def autos():
+    """Return a strategy for `AutoLossScale` with any state."""
     numbers = st.floats(-60, 60, width=32)
 
     @st.composite
@@ -274,7 +277,7 @@ TRIPS = {
 
 @quick(max_examples=150)
 @given(loss_scale=any_loss_scale)
-def test_round_trips(loss_scale):
+def test_serialization_preserves_configuration_and_state(loss_scale):
     fresh = jls.get(jls.serialize(loss_scale))
     assert jls.serialize(fresh) == jls.serialize(loss_scale)
     for trip, through in TRIPS.items():
@@ -284,8 +287,8 @@ def test_round_trips(loss_scale):
         assert jls.serialize(restored) == jls.serialize(loss_scale)
 
 
-def test_every_event_is_met():
-    """The words mean what they say: which are skipped, at a scale that nothing overflows by."""
+def test_events_skip_the_expected_steps():
+    """Exactly the events with nonfinite values or `skip_if` skip the step at a scale that causes no overflow."""
     random = np.random.default_rng(0)
     kind = KINDS["fixed_skipping"]
     skipped = {event for event in EVENTS if not verdict_of(kind, 2.0**10, inputs_of(event, random)).applied}

@@ -1,6 +1,7 @@
-"""The real classes of other libraries, each behind the same few methods. Only the packages that are installed are run.
+"""Wrappers with a common interface around the loss scales of other libraries.
 
-A peer is made with a configuration, stepped with a flag, and asked for its scale and counter.
+Each wrapper is created with a configuration, is stepped with a finiteness flag, and returns its scale and counter.
+Tests of libraries that are not installed are skipped.
 """
 
 import importlib
@@ -12,14 +13,14 @@ import pytest
 
 
 def needs(package):
-    """The package, or a skip that says why."""
+    """Return the package, or skip the test if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(package, reason=f"{package} is not installed: the golden records stand for it")
+        return pytest.importorskip(package, reason=f"{package} is not installed; the golden records replace it")
 
 
 def ours(peer):
-    """Our module for a peer."""
+    """Return the module of jax_lossscale that converts from and to another library."""
     if peer in ("flax", "jmp"):
         needs(peer)
     return importlib.import_module(f"jax_lossscale.interop.{peer}")
@@ -35,7 +36,7 @@ class Torch:
         self.optimizer = self.torch.optim.SGD([self.parameter], lr=1.0)
 
     def step(self, finite):
-        self.scaler.scale(self.torch.ones(()))  # makes the scale, which is lazy
+        self.scaler.scale(self.torch.ones(()))  # The scale of a `GradScaler` is created at its first use.
         self.parameter.grad = self.torch.full((1,), self.scaler.get_scale() if finite else float("inf"))
         before = self.parameter.item()
         self.scaler.step(self.optimizer)

@@ -1,4 +1,4 @@
-"""What the conversions say and refuse, with nothing but dictionaries (and flax and jmp where they are installed)."""
+"""Results, warnings and errors of the conversions. Only the tests for flax and jmp need the other library."""
 
 import dataclasses
 import warnings
@@ -29,12 +29,13 @@ def at(loss_scale, scale, num_good_steps):
 
 
 def warned(function, *arguments, **keywords):
-    """The result, and the messages, which must point at the line that converts."""
+    """Return the result and the warnings, whose location must be the line that calls the conversion."""
     with pytest.warns(UserWarning, match="^`(from|to)_") as caught:
         result = function(*arguments, **keywords)
     assert {warning.filename for warning in caught} == {__file__}
     messages = [str(warning.message) for warning in caught]
-    assert not [message for message in messages if "peer" in message]  # each calls its library by name
+    # Messages contain the name of the library instead of "peer".
+    assert not [message for message in messages if "peer" in message]
     return result, messages
 
 
@@ -43,10 +44,10 @@ def sole_warning(function, *arguments, **keywords):
     return result, message
 
 
-# What is carried over: configuration and state, named here, in full.
+# --- Converted configuration and state ---
 
 
-def test_torch():
+def test_from_and_to_torch():
     expected = at(jls.DynamicLossScale(4.0, 9, 2.0, backoff_factor=0.5, min_loss_scale=1.0), 4.0, 3)
     assert from_torch(TORCH, min_loss_scale=1.0) == expected
     result, message = sole_warning(from_torch, TORCH)
@@ -59,7 +60,7 @@ def test_torch():
     assert to_torch(jls.NoOpLossScale()) == {}
 
 
-def test_keras():
+def test_from_keras():
     state = {"dynamic_scale": np.float32(4.0), "step_counter": np.int32(3)}
     assert from_keras(KERAS, state, min_loss_scale=1.0) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
     assert from_keras(KERAS, min_loss_scale=1.0) == jls.DynamicLossScale(8.0, 9)
@@ -68,27 +69,27 @@ def test_keras():
     assert "Keras has no floor" in message
 
 
-def test_keras_2_is_refused():
+def test_keras_2_is_rejected():
     with pytest.raises(ValueError, match="tf-keras 2"):
         from_keras({**KERAS, "dynamic": True})
 
 
-def test_tensorflow():
+def test_from_and_to_tensorflow():
     state = {"current_loss_scale": np.float32(4.0), "good_steps": np.int64(3)}
     assert from_tensorflow(TENSORFLOW, state) == at(jls.DynamicLossScale(8.0, 9), 4.0, 3)
     past_the_period = from_tensorflow(TENSORFLOW, {"current_loss_scale": 8.0, "good_steps": 12})
-    assert past_the_period.adjust(True)() == 16.0  # as TensorFlow grows
+    assert past_the_period.adjust(True)() == 16.0  # TensorFlow would grow the scale here.
     assert from_tensorflow({"loss_scale_value": 8.0}) == jls.FixedLossScale(8.0)
     assert to_tensorflow(jls.FixedLossScale(8.0)) == ({"loss_scale_value": 8.0}, {})
 
 
-def test_tensorflow_below_its_floor():
+def test_from_tensorflow_with_a_scale_below_one():
     result, message = sole_warning(from_tensorflow, {**TENSORFLOW, "initial_loss_scale": 0.5})
-    assert float(result.adjust(False)()) == 0.5  # TensorFlow's would rise to 1
+    assert float(result.adjust(False)()) == 0.5  # TensorFlow would raise it to 1.
     assert "never raises" in message
 
 
-def test_flax():
+def test_from_and_to_flax():
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -106,7 +107,7 @@ def test_flax():
 
 
 @pytest.mark.parametrize("steps_late", [0, 1])
-def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
+def test_flax_growth_interval_is_corrected_only_if_flax_grows_late(monkeypatch, steps_late):
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -118,7 +119,7 @@ def test_a_flax_that_grows_in_time_needs_no_correction(monkeypatch, steps_late):
     assert flax.to_flax(jls.DynamicLossScale(increment_period=9)).growth_interval == 9 - steps_late
 
 
-def test_flax_grows_one_step_late_if_the_conversion_says_so():
+def test_flax_grows_as_late_as_the_conversion_assumes():
     flax = ours("flax._dynamic_scale")
     from flax.training.dynamic_scale import DynamicScale
 
@@ -129,7 +130,7 @@ def test_flax_grows_one_step_late_if_the_conversion_says_so():
     assert scales.index(2.0) + 1 == 3 + flax._steps_late()
 
 
-def test_jmp():
+def test_from_and_to_jmp():
     jmp, theirs = ours("jmp"), pytest.importorskip("jmp")
     assert jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), jnp.int32(3), 9)) == at(
         jls.DynamicLossScale(4.0, 9), 4.0, 3
@@ -148,7 +149,7 @@ def test_jmp():
     assert result.min_loss_scale == TINY
 
 
-# What a configuration loses on its way out.
+# --- Settings that the other library does not support ---
 
 FULL = {
     "backoff_factor": 0.25,
@@ -167,7 +168,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("peer", LOST)
-def test_what_has_no_place_in_the_peer_is_named(peer):
+def test_warning_names_each_unsupported_setting(peer):
     convert = getattr(ours(peer), f"to_{peer}")
     _, messages = warned(convert, jls.DynamicLossScale(8.0, 9, 3.0, **FULL))
     named = {
@@ -187,8 +188,8 @@ PAIRS = {
 @pytest.mark.parametrize("peer", PAIRS)
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_there_and_back_again(peer, data):
-    """What the peer has a place for comes back as it was, and the state to the last bit."""
+def test_conversion_to_another_library_and_back(peer, data):
+    """Every setting that the other library supports is preserved, and the state is bitwise equal."""
     to_here, to_peer, fixed = PAIRS[peer]
     config = {
         "initial_loss_scale": 2.0 ** data.draw(st.integers(0, 30)),
@@ -204,7 +205,7 @@ def test_there_and_back_again(peer, data):
         warnings.simplefilter("ignore", UserWarning)
         saved = to_peer(loss_scale)
         back = to_here(*saved) if isinstance(saved, tuple) else to_here(saved)
-    if peer == "torch":  # which keeps the current scale only
+    if peer == "torch":  # The state of torch contains only the current scale.
         config["initial_loss_scale"] = scale
     assert jax.tree.leaves(back) == jax.tree.leaves(loss_scale)
     expected = jls.DynamicLossScale(**config)
@@ -216,7 +217,7 @@ def test_there_and_back_again(peer, data):
             assert value == getattr(expected, argument), argument
 
 
-# What is refused, by whom, and what the message names.
+# --- Rejected inputs ---
 
 
 @pytest.mark.parametrize(
@@ -236,13 +237,13 @@ def test_there_and_back_again(peer, data):
         ),
     ],
 )
-def test_what_is_refused(convert, named):
+def test_error_names_the_invalid_entry(convert, named):
     with pytest.raises(ValueError) as caught:
         convert()
     assert [part for part in named if part not in str(caught.value)] == []
 
 
-def test_what_flax_and_jmp_refuse():
+def test_from_flax_and_from_jmp_reject_other_types():
     with pytest.raises(ValueError, match="DynamicScale"):
         ours("flax").from_flax({"scale": 1.0})
     with pytest.raises(ValueError, match="loss scale of jmp"):

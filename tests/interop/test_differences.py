@@ -1,7 +1,7 @@
-"""What `docs/differences.md` says that other libraries do, in its second table, seen in them.
+"""The behavior of other libraries that the second table of `docs/differences.md` describes.
 
-The first table is tested in `tests/test_peers.py`. Our side of each
-row is tested with the rule that it is about. Only the packages that are installed are run.
+`tests/test_peers.py` tests the first table. Other tests check the behavior of jax_lossscale. Tests of libraries that
+are not installed are skipped.
 """
 
 import importlib
@@ -25,24 +25,24 @@ def tf_scale():
     return tf.compat.v1.mixed_precision.DynamicLossScale
 
 
-def test_tensorflow_takes_what_makes_no_sense(tf_scale):
+def test_tensorflow_accepts_invalid_settings(tf_scale):
     assert tf_scale(8, 2.9).increment_period == 2
     assert tf_scale(8, 2, 0.5).multiplier == 0.5
     assert tf_scale(-1.0).initial_loss_scale == -1.0
 
 
-def test_tensorflow_raises_a_scale_below_one_on_an_overflow(tf_scale):
+def test_tensorflow_raises_a_scale_below_one_on_overflow(tf_scale):
     loss_scale = tf_scale(0.5)
     loss_scale.update([needs("tensorflow").constant(np.nan)])
     assert float(loss_scale()) == 1.0
 
 
-def test_tensorflow_fails_on_integers(tf_scale):
+def test_tensorflow_rejects_integer_gradients(tf_scale):
     with pytest.raises(Exception, match="int32"):
         tf_scale().update([needs("tensorflow").constant(1)])
 
 
-def test_tensorflow_takes_a_bool_for_a_number_and_none_for_none():
+def test_tensorflow_get_accepts_bools_and_returns_none_for_none():
     needs("tensorflow")
     get = importlib.import_module("tensorflow.python.training.experimental.loss_scale").get
     assert float(get(True)()) == 1.0
@@ -60,17 +60,17 @@ def torch_step(dtype=None, grad=True):
     scaler.step(optimizer)
 
 
-def test_torch_refuses_float16_gradients():
+def test_torch_rejects_float16_gradients():
     with pytest.raises(ValueError, match="FP16"):
         torch_step(needs("torch").float16)
 
 
-def test_torch_refuses_a_step_without_gradients():
+def test_torch_rejects_a_step_without_gradients():
     with pytest.raises(AssertionError, match="No inf checks"):
         torch_step(grad=False)
 
 
-def test_torch_lowers_the_scale_of_both_optimizers():
+def test_torch_lowers_the_common_scale_but_applies_one_step():
     torch = needs("torch")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_torch_lowers_the_scale_of_both_optimizers():
     assert ([parameter.item() for parameter in parameters], scaler.get_scale()) == ([0.0, 1.0], 4.0)
 
 
-def test_a_torch_counter_past_the_interval_does_not_grow():
+def test_torch_never_grows_if_the_counter_exceeds_the_interval():
     peer = PEERS["torch"](period=10)
     for _ in range(5):
         peer.step(True)
@@ -93,7 +93,7 @@ def test_a_torch_counter_past_the_interval_does_not_grow():
     assert peer.scale_and_counter() == (8.0, 25)
 
 
-def test_a_flax_counter_past_the_interval_does_not_grow():
+def test_flax_never_grows_if_the_counter_exceeds_the_interval():
     peer = PEERS["flax"](period=3)
     peer.dynamic_scale = peer.dynamic_scale.replace(fin_steps=jnp.int32(5))
     for _ in range(20):
@@ -101,7 +101,7 @@ def test_a_flax_counter_past_the_interval_does_not_grow():
     assert peer.scale_and_counter() == (8.0, 25)
 
 
-def test_flax_and_jmp_raise_a_scale_below_the_floor_on_an_overflow():
+def test_flax_and_jmp_raise_a_scale_below_the_floor_on_overflow():
     flax, jmp = PEERS["flax"](initial=0.25), PEERS["jmp"](initial=0.25)
     flax.dynamic_scale = flax.dynamic_scale.replace(minimum_scale=1.0)
     for peer in flax, jmp:
@@ -109,7 +109,7 @@ def test_flax_and_jmp_raise_a_scale_below_the_floor_on_an_overflow():
         assert peer.scale_and_counter()[0] == 1.0
 
 
-def test_jmp_goes_down_to_a_floor_of_zero():
+def test_jmp_scale_can_reach_zero():
     jmp = needs("jmp")
     loss_scale = jmp.DynamicLossScale(jnp.float32(1), min_loss_scale=jnp.float32(0))
     for _ in range(160):
@@ -127,7 +127,7 @@ def test_flax_drops_imaginary_parts():
     assert grads.dtype == jnp.float32
 
 
-def test_jmp_warns_of_an_integer_and_fails():
+def test_jmp_warns_of_an_integer_scale_and_then_fails():
     jmp = needs("jmp")
     with pytest.warns(UserWarning, match="floating"):
         loss_scale = jmp.DynamicLossScale(jnp.int32(8))
@@ -135,11 +135,11 @@ def test_jmp_warns_of_an_integer_and_fails():
         loss_scale.adjust(jnp.bool_(True))
 
 
-def test_jmp_makes_a_fixed_scale_of_zero_without_leaves():
+def test_jmp_static_scale_of_zero_has_no_leaves():
     assert jax.tree.leaves(needs("jmp").StaticLossScale(0)) == []
 
 
-def test_deepspeed_raises_at_its_floor_and_never_backs_off_without_hysteresis():
+def test_deepspeed_raises_at_its_floor_and_never_backs_off_if_delayed_shift_is_zero():
     needs("deepspeed")
     module = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
     module.dist = types.SimpleNamespace(get_rank=lambda: 1)
@@ -152,7 +152,7 @@ def test_deepspeed_raises_at_its_floor_and_never_backs_off_without_hysteresis():
     assert scaler.cur_scale == 8.0
 
 
-def test_apply_if_finite_applies_nan_in_the_end():
+def test_apply_if_finite_eventually_applies_nan():
     tx = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
     params = jnp.float32(1.0)
     state = tx.init(params)
@@ -162,7 +162,7 @@ def test_apply_if_finite_applies_nan_in_the_end():
     assert jnp.isnan(params)
 
 
-def test_optax_gives_updates_of_the_dtype_of_the_gradients():
+def test_optax_updates_have_the_dtype_of_the_gradients():
     params = jnp.ones(2, jnp.bfloat16)
     updates, _ = optax.adam(0.1).update(params, optax.adam(0.1).init(params), params)
     assert updates.dtype == jnp.bfloat16

@@ -1,6 +1,6 @@
-"""A recorded run of a real system, cut anywhere and carried over, goes on here as it went on there.
+"""Recorded runs of other libraries continue with the same scales after a conversion at step 0 or step 30.
 
-`golden/README.md` says where the records come from. None of the packages is needed.
+`golden/README.md` describes the source of the records. None of the other libraries is needed.
 """
 
 import json
@@ -44,7 +44,7 @@ def tensorflow_at(record, step):
 
 
 def called_on_the_page(number, **names):
-    """What a block of `docs/migrating.md` makes that calls the constructor with what the other library saves."""
+    """Execute a code block of `docs/migrating.md` and return the loss scale that it builds from a saved state."""
     exec(CALLS[number], names | {"jls": jls}, names)
     return names["loss_scale"]
 
@@ -54,7 +54,7 @@ def deepspeed_at(record, step):
     state |= {"cur_scale": record["scale"][step], "scale_factor": 2.0} | record["config"]
     if "cur_hysteresis" in record:
         state["cur_hysteresis"] = record["cur_hysteresis"][step]
-    else:  # the copy of `FP16_Optimizer`
+    else:  # These records are from `FP16_Optimizer`, which has no hysteresis.
         state |= {"delayed_shift": 1, "cur_hysteresis": 1, "consecutive_hysteresis": False}
     return called_on_the_page(0, state=state)
 
@@ -80,7 +80,7 @@ CASES = [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in rang
 
 
 def second_growth(record, cut):
-    """The first step on which the scale grows for the second time since ``cut`` without an overflow between."""
+    """Return the first step, after ``cut``, of a second growth without an overflow in between."""
     has_grown = False
     for step, (before, after) in enumerate(pairwise(record["scale"][cut:]), start=cut + 1):
         if not record["finite"][step]:
@@ -95,10 +95,10 @@ def second_growth(record, cut):
 @pytest.mark.parametrize(("file", "case"), CASES)
 @pytest.mark.parametrize("cut", [0, 30])
 @pytest.mark.filterwarnings("ignore:`from_.*`. ")
-def test_the_record_goes_on(file, case, cut):
+def test_converted_loss_scale_continues_the_record(file, case, cut):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record, cut)
-    # After two growths in a row DeepSpeed is a step ahead, as the page says.
+    # After two growths in a row, DeepSpeed is one step ahead, as `docs/migrating.md` states.
     end = second_growth(record, cut) if file == "deepspeed_loss_scalers" else len(record["finite"])
     assert end > cut + 1
     num_changes = 0
@@ -106,14 +106,15 @@ def test_the_record_goes_on(file, case, cut):
         before = record["scale"][step - 1]
         loss_scale = adjust(loss_scale, record["finite"][step])
         num_changes += record["scale"][step] != before
-        # Equal where the factors are powers of two; elsewhere a change of the scale may round differently.
+        # The scales are equal if the factors are powers of two. Otherwise, each change of the scale may round
+        # differently.
         assert float(loss_scale()) == pytest.approx(record["scale"][step], rel=num_changes * ULP, abs=0), step
         if "counter" in record:
             assert int(loss_scale.num_good_steps) == record["counter"][step], step
 
 
-def test_deepspeed_grows_late_after_an_overflow_only():
-    """N + 1 finite steps after an overflow, N after a growth."""
+def test_deepspeed_grows_one_step_late_only_after_an_overflow():
+    """DeepSpeed grows after N + 1 finite steps following an overflow, but after N finite steps following a growth."""
     intervals = {"overflow": set(), "growth": set()}
     for record in RECORDS["deepspeed_loss_scalers"]:
         window, last, since = record["config"]["scale_window"], "overflow", int(record["finite"][0])
@@ -127,8 +128,8 @@ def test_deepspeed_grows_late_after_an_overflow_only():
     assert intervals == {"overflow": {1}, "growth": {0}}
 
 
-def test_the_table_of_names_says_the_same_of_megatron():
-    """As the call below it, which the records hold: each argument gets what the table calls it there."""
+def test_name_table_agrees_with_the_megatron_code_block():
+    """Another test checks the code block below the table with the records."""
     rows = PAGE[PAGE.index("| jax_lossscale | torch |") :].partition("\n\n")[0].splitlines()
     column = [cell.strip() for cell in rows[0].split("|")].index("Megatron-LM")
     cells = [[cell.strip().partition(" = ")[0].strip("`") for cell in row.split("|")] for row in rows[2:]]
@@ -138,6 +139,6 @@ def test_the_table_of_names_says_the_same_of_megatron():
     assert named.items() <= called.items()
 
 
-def test_the_records_are_there():
+def test_number_of_records_and_code_blocks():
     assert len(RECORDS["deepspeed_loss_scalers"]) == 20
     assert len(CALLS) == 2

@@ -1,4 +1,4 @@
-"""Every test that takes `update` runs it eagerly and compiled."""
+"""Fixture that runs each test eagerly and under `jax.jit`."""
 
 import jax
 import pytest

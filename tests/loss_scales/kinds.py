@@ -1,4 +1,4 @@
-"""One loss scale of each kind, and short ways to drive one."""
+"""One loss scale of each class, and helper functions that run loss scales over several steps."""
 
 import dataclasses
 from dataclasses import replace
@@ -18,7 +18,7 @@ F32_MAX = float(np.finfo(np.float32).max)
 @partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
 @dataclasses.dataclass(frozen=True)
 class HalvingLossScale(jls.LossScale):
-    """A user's own kind, with the three methods that the interface asks for: down on overflow, and never up."""
+    """A user-defined loss scale that halves after each overflow and never grows."""
 
     initial: float
     num_overflows: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros([], jnp.int32))
@@ -56,11 +56,12 @@ each_kind = pytest.mark.parametrize("make", ONE_OF_EACH.values(), ids=ONE_OF_EAC
 
 
 def grads_of(flags):
-    """A gradient for each letter: T is finite, F is not."""
+    """Return one gradient for each letter: 1 for T (finite) and NaN for F (nonfinite)."""
     return [np.float32(1.0 if flag == "T" else np.nan) for flag in flags]
 
 
 def scales_over(loss_scale, grads, update):
+    """Return the loss scale after each gradient."""
     scales = []
     for grad in grads:
         loss_scale, _ = update(loss_scale, grad)
@@ -69,9 +70,10 @@ def scales_over(loss_scale, grads, update):
 
 
 def through_config(loss_scale):
+    """Return a new loss scale that is built from the configuration of `loss_scale`."""
     return type(loss_scale).from_config(loss_scale.get_config())
 
 
 def named(rows):
-    """Parameters from rows whose first column is their name."""
+    """Return test parameters for rows whose first column is the test ID."""
     return [pytest.param(*row, id=name) for name, *row in rows]

@@ -1,4 +1,4 @@
-"""`AutoLossScale`: its rule step by step, and what it does where gradients decay, jump, spike, vanish or hide."""
+"""Comparison of `AutoLossScale` with a plain Python reference, and its behavior for various gradients."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -28,9 +28,10 @@ def state_of(loss_scale):
 
 @partial(jax.jit, static_argnums=3)
 def run(loss_scale, largest, first, float16=True):
-    """The scale before each step, whether the step was finite, and the loss scale after the last.
+    """Return the scale before each step, whether each step was finite, and the final loss scale.
 
-    ``largest`` are true gradients, ``first`` is what overflows first. Gradients arrive as float16 gives them.
+    ``largest`` contains the unscaled gradient magnitudes, and ``first`` the unscaled values that overflow first. If
+    ``float16`` is True, the scaled gradients are rounded to float16.
     """
 
     def step(loss_scale, true):
@@ -46,12 +47,13 @@ def run(loss_scale, largest, first, float16=True):
 
 
 def of_log2(log2_largest, log2_inside=0.0):
-    """A trace for `run`."""
+    """Return the arguments ``largest`` and ``first`` of `run` for base-2 logarithms."""
     log2_largest, log2_inside = np.broadcast_arrays(log2_largest, log2_inside)
     return np.exp2(log2_largest).astype(np.float32), np.exp2(log2_largest + log2_inside).astype(np.float32)
 
 
 def skips_and_unused_bits(trace, float16):
+    """Return the number of skipped steps and the mean number of unused bits in applied steps."""
     largest, first = trace
     scales, finite, _ = run(Auto(), largest, first, float16)
     finite = np.asarray(finite)
@@ -60,17 +62,17 @@ def skips_and_unused_bits(trace, float16):
     return int(np.sum(~finite)), float(np.mean(unused[finite & np.isfinite(unused)]))
 
 
-def test_a_fresh_state():
+def test_initial_state_of_the_automatic_scale():
     assert Auto().needs_largest
     assert state_of(Auto(8.0)) == dict(zip(STATE, (8, -127, 87, 0), strict=True))
     assert (Auto()(), Auto().lower_bound, Auto().upper_bound) == (2**8, 2**-24, None)
 
 
-# --- The rule, one step after another ---
+# --- Comparison with a reference in plain Python ---
 
 
 def oracle(config, state, finite, largest):
-    """One step of the rule, in plain Python; and whether it depends on how a logarithm is rounded."""
+    """Return the state after a step, and whether it depends on the rounding of a logarithm, in plain Python."""
     floor, ceiling, headroom = config
     scale, peak, margin, allowance = (state[name] for name in STATE)
     s, at_most = math.ceil(math.log2(scale)), math.ceil(math.log2(min(ceiling, 2.0**126)))
@@ -108,7 +110,7 @@ def oracle(config, state, finite, largest):
         new |= fresh if scale <= floor else {}
         return {**new, STATE[0]: min(new[STATE[0]], scale)}, False
 
-    if not 0 <= largest < math.inf:  # nothing is known of this step
+    if not 0 <= largest < math.inf:  # The magnitude is invalid, so the state does not change.
         return state, False
     if largest < 2.0**-126:
         margin = max(margin - 1 / 64, fresh["log2_margin"]) if no_peak else margin
@@ -128,7 +130,7 @@ def oracle(config, state, finite, largest):
 
 
 def random_trace(random, steps):
-    """Gradients that wander, jump and vanish; overflows by size, and overflows for no reason."""
+    """Return gradients that drift, jump and vanish, with overflows that depend on the scale or occur at random."""
     log2 = random.uniform(-40, 10) + np.cumsum(random.normal(size=steps) * 0.3 + (random.random(steps) < 0.01) * 8)
     log2 += random.normal(size=steps) * random.uniform(0, 2)
     largest = np.exp2(np.clip(log2 - 0.05 * np.arange(steps), -140, 126))
@@ -150,7 +152,7 @@ CONFIGS = {
 
 
 def checked_step(loss_scale, finite, largest):
-    """The loss scale after a step like the oracle's; and whether the oracle may be a bit off, for float32 may round."""
+    """Check a step against the reference. Return the loss scale and whether the scale may differ due to rounding."""
     config = (loss_scale.min_loss_scale, loss_scale.max_loss_scale or math.inf, loss_scale.log2_headroom)
     before = state_of(loss_scale)
     loss_scale = adjust(loss_scale, finite, largest=largest)
@@ -165,7 +167,7 @@ def checked_step(loss_scale, finite, largest):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_every_step_is_the_rule_in_plain_python(seed, config):
+def test_steps_equal_the_plain_python_reference(seed, config):
     random = np.random.default_rng([seed, len(config)])
     loss_scale = Auto(**config)
     rounded = 0
@@ -178,7 +180,10 @@ def test_every_step_is_the_rule_in_plain_python(seed, config):
 
 
 def random_state(random):
-    """One that a run may never reach; the scale mostly lies beside the target, where the rule has its corners."""
+    """Return a random state, which may be unreachable.
+
+    Its scale is often close to the target, where edge cases occur.
+    """
     peak, margin, allowance = (
         random.choice([-127, random.uniform(-60, 20)]),
         random.choice([0, 0.3, 1, 16, 16.3, random.uniform(0, 35), random.uniform(80, 140)]),
@@ -195,7 +200,7 @@ def random_state(random):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_step_from_any_state_is_the_rule_in_plain_python(config):
+def test_steps_from_random_states_equal_the_plain_python_reference(config):
     random = np.random.default_rng(len(config))
     for largest in random_trace(random, 1000):
         state = random_state(random)
@@ -205,12 +210,17 @@ def test_a_step_from_any_state_is_the_rule_in_plain_python(config):
 
 
 def bits(loss_scale):
+    """Return log2 of the scale, and the rounded margin and allowance."""
     scale, _, margin, allowance = state_of(loss_scale).values()
     return math.log2(scale), round(margin), round(allowance)
 
 
-def test_what_it_does_after_three_overflows():
-    """At the top, right after it, and on the climb: believed by a bit, not learned from, a proof and a bit more."""
+def test_margin_and_allowance_after_three_overflows():
+    """The overflows occur at the target, directly afterwards, and while the scale climbs back.
+
+    The first overflow adds one bit of allowance, the second changes neither margin nor allowance, and the third raises
+    the margin and adds another bit of allowance.
+    """
     after = lambda loss_scale, finite: adjust(loss_scale, finite, largest=2.0**-20.5)  # noqa: E731
     loss_scale = at_rest(Auto(), 8, True, 2.0**-20.5)
     assert bits(loss_scale) == (35, 1, 0)
@@ -226,15 +236,16 @@ def test_what_it_does_after_three_overflows():
     assert bits(at_rest(loss_scale, 20, True, 2.0**-20.5))[0] == 26
 
 
-def test_overflows_at_the_target_use_up_the_allowance_and_then_test_lower_scales_twice():
-    """After two failed tests, the margin returns to 1, and the allowance is negative until it has decayed to 0."""
+def test_overflows_at_the_target_raise_the_allowance_and_then_test_lower_scales():
+    """After two failed tests of lower scales, the margin is 1, and the allowance is negative until it decays to 0."""
     largest = 2.0**-20.5
     loss_scale = at_rest(Auto(), 8, True, largest)
     margins_and_allowances = []
     for _ in range(12):
         loss_scale = adjust(at_rest(loss_scale, 12, True, largest), False, largest=largest)
         margins_and_allowances.append(bits(loss_scale)[1:])
-    growing = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8)]  # by 2 if more than 5 bits are free already
+    # The allowance grows by 2 bits if margin and allowance already exceed 5 bits.
+    growing = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8)]
     assert margins_and_allowances == [*growing, (9, 8), (17, 8), (1, -8), (1, -8), (1, -8)]
     loss_scale = at_rest(loss_scale, 6100, True, largest)
     assert bits(loss_scale)[1:] == (1, 0)
@@ -243,13 +254,13 @@ def test_overflows_at_the_target_use_up_the_allowance_and_then_test_lower_scales
 
 
 def overflow_below_the_target(margin, allowance):
-    """The margin and the allowance after an overflow 5 bits below the target."""
+    """Return the margin and the allowance after an overflow 5 bits below the target."""
     before = replace(at_rest(Auto(), 8, True, 2.0**-20.5), log2_margin=margin, log2_allowance=allowance)
     climbing = replace(before, current_loss_scale=2.0 ** (36 - margin - abs(allowance) - 5))
     return bits(adjust(climbing, False, largest=2.0**-20.5))[1:]
 
 
-def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
+def test_overflow_below_the_target_can_end_the_tests_of_lower_scales():
     """At the scale of the second test, gradients may underflow, which keeps the scale below its target."""
     assert overflow_below_the_target(17.0, 8.0) == (1, -8)
     assert overflow_below_the_target(16.0, 8.0) == (22, 8)
@@ -257,14 +268,14 @@ def test_an_overflow_below_the_target_can_end_the_tests_of_lower_scales():
 
 
 @pytest.mark.parametrize("allowance", [-8.0, -4.0, 0.0, 4.0])
-def test_the_margin_plus_the_allowance_before_an_overflow_below_the_target_is_at_most_30(allowance):
+def test_overflows_below_the_target_limit_margin_plus_allowance_to_30(allowance):
     most = 30 - abs(allowance)
     assert overflow_below_the_target(most - 7, allowance)[0] == most - 1
     assert overflow_below_the_target(most - 3, allowance)[0] == most
     assert overflow_below_the_target(most, allowance)[0] == most
 
 
-def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():
+def test_overflows_reset_the_margin_if_the_allowance_is_negative():
     largest = 2.0**-20.5
     given_up = replace(at_rest(Auto(), 8, True, largest), log2_allowance=-5.0)
     at_target = at_rest(given_up, 12, True, largest)
@@ -274,32 +285,32 @@ def test_a_negative_allowance_leaves_bits_free_and_overflows_reset_the_margin():
     assert bits(adjust(at_rest(below, 12, True, largest), False, largest=largest))[1:] == (1, -5)
 
 
-def test_after_a_lone_overflow_it_is_back_in_eight_steps():
+def test_scale_recovers_from_one_overflow_in_eight_steps():
     before = at_rest(Auto(), 8, True, 2.0**-20.5)
     after = adjust(before, False, largest=np.nan)
     assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
 
 
-def test_a_scale_that_is_no_power_of_two_counts_as_the_next_one():
+def test_scales_between_powers_of_two_count_as_the_next_power():
     for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), np.float32(5)), 8.0), (7.0, 8.0):
         before = replace(Auto(), current_loss_scale=jnp.float32(scale))
         assert adjust(before, False, largest=np.nan)() == counted / 2**8
 
 
-def test_a_gradient_of_more_than_8_bits_above_the_peak_shows_that_the_peak_was_wrong():
+def test_gradient_more_than_8_bits_above_the_peak_resets_margin_and_allowance():
     before = replace(Auto(), log2_peak=jnp.float32(-20), log2_margin=jnp.float32(5), log2_allowance=jnp.float32(3))
     assert bits(adjust(before, True, largest=2.0**-12))[1:] == (5, 3)
     assert bits(adjust(before, True, largest=1.001 * 2.0**-12))[1:] == (1, 0)
 
 
-def test_at_the_floor_an_overflow_forgets_all():
+def test_overflow_at_the_floor_resets_the_state():
     lost = at_rest(at_rest(Auto(), 8, True, 2.0**-20.5), 10, False, np.nan)
     assert state_of(lost) == {**state_of(Auto()), "current_loss_scale": 2.0**-24}
 
 
 @pytest.mark.parametrize("zeros", [0, 49])
-def test_below_a_ceiling_a_limit_is_found_too(zeros):
-    """The gradients would let the scale be 2**29; it may be 2**15, and overflows above 2**8."""
+def test_limit_below_the_ceiling_is_found(zeros):
+    """The gradients would allow a scale of 2**29, but the ceiling is 2**15, and scales above 2**8 overflow."""
     largest = np.where(np.arange(20_000) % (zeros + 1) == 0, 2.0**-14.5, 0).astype(np.float32)
     scales, finite, _ = run(Auto(max_loss_scale=2.0**15), largest, largest * 2.0**22)
     assert np.sum(~np.asarray(finite)) <= 40
@@ -308,11 +319,11 @@ def test_below_a_ceiling_a_limit_is_found_too(zeros):
     assert np.mean(np.log2(np.asarray(scales)[seen])) >= 6
 
 
-# --- Arriving ---
+# --- Number of steps until the scale reaches its limit ---
 
 
 def at_rest(loss_scale, steps, finite, largest):
-    """The loss scale after so many equal steps."""
+    """Return the loss scale after a number of identical steps."""
     return jax.lax.fori_loop(0, steps, lambda _, s: s.adjust(finite, largest=largest), loss_scale)
 
 
@@ -327,20 +338,21 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("inside", [0, 6])
 @pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_arrives_in_16_steps(beginning, inside):
-    exponents = np.repeat(np.arange(3, 67), 3)  # of the highest scale that works
+def test_scale_reaches_its_limit_in_16_steps(beginning, inside):
+    exponents = np.repeat(np.arange(3, 67), 3)  # Each exponent is that of the highest scale without overflow.
     log2_first = 15 - exponents + np.tile([0.0, 0.4, 0.9], 64)
     largest, first = of_log2(np.tile(log2_first - inside, (40, 1)), inside)
     scales, finite, _ = jax.vmap(run, in_axes=(None, 1, 1), out_axes=(1, 1, 0))(beginning(), largest, first)
     log2_scales = np.log2(np.asarray(scales))
     arrived = (log2_scales >= exponents - 6) & (log2_scales <= exponents)
     assert np.all(np.any(arrived[:17], axis=0))
-    # From then on it stays there, but for the steps on which it finds out that something is inside.
+    # After 17 steps, the scale stays in this range, except for steps in which larger values inside the backward pass
+    # overflow.
     assert np.all(np.asarray(finite)[17:].sum(axis=0) >= 23 - 2 * (inside > 0))
     assert np.all(log2_scales[17:][np.asarray(finite)[17:]] <= np.broadcast_to(exponents, (23, 192))[finite[17:]])
 
 
-# --- Following: each row (trace, most steps skipped, most bits unused) ---
+# --- Changing gradients: each row contains a trace and the limits of skipped steps and of unused bits ---
 
 STEPS = 4000
 TIME = np.arange(STEPS) / STEPS
@@ -375,14 +387,14 @@ FOLLOWED = named(
 
 
 @pytest.mark.parametrize(("trace", "most_skips", "most_bits"), FOLLOWED)
-def test_follows(trace, most_skips, most_bits):
+def test_scale_follows_changing_gradients(trace, most_skips, most_bits):
     for float16 in True, False:
         skips, bits = skips_and_unused_bits(trace, float16)
         assert skips <= most_skips
         assert bits <= most_bits
 
 
-def test_gradients_that_are_followed_are_not_reported_as_unscaled():
+def test_scaled_gradients_are_not_reported_as_unscaled():
     with np.errstate(divide="ignore"):
         largest, first = np.log2(np.stack([row.values[0] for row in FOLLOWED], axis=-1))
     assert not seem_unscaled(states(largest, first)).any()
@@ -390,13 +402,13 @@ def test_gradients_that_are_followed_are_not_reported_as_unscaled():
     assert seem_unscaled(states(largest, first, False))[19:, decaying].any()
 
 
-# --- Evidence: each row (NaN or zeros in a run, its sizes; most skips, mean unused bits, and on 95 of 100 steps) ---
+# --- Runs with NaNs or zeros: limits of skipped steps and of unused bits (mean and 95th percentile) ---
 
 SIZES = (-30.0, -20.0, -10.0, -2.0, 4.0)
 
 
 def judged(log2_largest, log2_inside):
-    """Skipped steps but for NaN, and unused bits on each applied step; every trace a column."""
+    """Return the number of skipped steps without NaN, and the unused bits of each applied step, for each column."""
     with np.errstate(invalid="ignore"):
         first = np.where(np.isinf(log2_inside), np.inf, log2_largest + log2_inside)
     trace = np.exp2(log2_largest).astype(np.float32), np.exp2(first).astype(np.float32)
@@ -407,7 +419,7 @@ def judged(log2_largest, log2_inside):
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
-def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share):
+def test_occasional_nans_do_not_lower_the_scale_far(share):
     random = np.random.default_rng(int(share * 1000))
     log2_largest = np.array(SIZES) + random.normal(size=(20_000, len(SIZES))) * 0.5
     nans = np.where(random.random(log2_largest.shape) < share, np.inf, 0.0)
@@ -419,18 +431,18 @@ def test_nans_that_come_now_and_then_do_not_drive_the_scale_away(share):
 
 @pytest.mark.parametrize("one_in", [2, 10, 200])
 @pytest.mark.parametrize("at_random", [False, True], ids=["in_turn", "at_random"])
-def test_gradients_that_are_mostly_zero_are_not_skipped(one_in, at_random):
+def test_mostly_zero_gradients_are_rarely_skipped(one_in, at_random):
     random = np.random.default_rng(one_in)
     shape = (20_000, len(SIZES))
     is_real = random.random(shape) < 1 / one_in if at_random else np.indices(shape)[0] % one_in == one_in - 1
     log2_largest = np.where(is_real, np.array(SIZES) + random.normal(size=shape) * 0.5, -np.inf)
     skips, unused = judged(log2_largest, np.zeros(shape))
-    assert np.all(skips <= np.maximum(is_real.sum(axis=0) / 100, 4))  # three tell a search where to look
+    assert np.all(skips <= np.maximum(is_real.sum(axis=0) / 100, 4))  # A search for the limit needs three overflows.
     assert np.all(np.nanmean(unused, axis=0) <= 8)
 
 
 @pytest.mark.parametrize("inside", [9, 20])
-def test_a_limit_is_found_where_nearly_all_gradients_are_zero(inside):
+def test_limit_is_found_if_nearly_all_gradients_are_zero(inside):
     random = np.random.default_rng(inside)
     shape = (20_000, 3)
     cycle = 4 * np.sin(2 * np.pi * np.arange(shape[0]) / 1000)[:, None]
@@ -440,7 +452,7 @@ def test_a_limit_is_found_where_nearly_all_gradients_are_zero(inside):
     assert np.all(np.nanmean(unused, axis=0) <= 8)
 
 
-def test_nans_among_zeros_do_not_drive_the_scale_away():
+def test_nans_among_zero_gradients_do_not_lower_the_scale_far():
     random = np.random.default_rng(3)
     shape = (20_000, 4)
     log2_largest = np.where(random.random(shape) < 0.9, -np.inf, np.array(SIZES[:4]))
@@ -451,7 +463,7 @@ def test_nans_among_zeros_do_not_drive_the_scale_away():
 
 
 @pytest.mark.parametrize("inside", [8, 26])
-def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
+def test_much_larger_values_inside_the_backward_pass_are_found(inside):
     random = np.random.default_rng(inside)
     log2_largest = np.array([-40.0, -35.0, -30.0]) + random.normal(size=(20_000, 3)) * 0.3
     skips, unused = judged(log2_largest, np.full(log2_largest.shape, float(inside)))
@@ -460,7 +472,7 @@ def test_what_is_far_larger_inside_the_backward_pass_is_found(inside):
 
 
 @pytest.mark.parametrize("beginning", [[0, 1, 2], range(30), [2, 4]], ids=str)
-def test_nans_at_the_beginning_do_not_end_the_search_for_long(beginning):
+def test_scale_recovers_from_nans_in_the_first_steps(beginning):
     log2_largest = np.tile([-40.0, *SIZES], (4000, 1))
     nans = np.zeros_like(log2_largest)
     nans[list(beginning)] = np.inf
@@ -468,7 +480,7 @@ def test_nans_at_the_beginning_do_not_end_the_search_for_long(beginning):
     assert np.all(unused[3000:] <= 11)
 
 
-# --- Whatever comes ---
+# --- Arbitrary inputs ---
 
 ODD_NUMBERS = [0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 1e-8, 1.0, 65504.0, 3.4e38, math.inf, math.nan, -1.0]
 
@@ -496,9 +508,9 @@ def test_scale_stays_a_power_of_two_between_floor_and_ceiling(scale, steps, repe
         highest = max(highest, 2.0**100)
 
 
-def test_every_power_of_two_is_exact():
-    powers = np.ldexp(np.float32(1), np.arange(-126, 128))  # `np.exp2` misses 2**127 in float32
-    loss_scale = replace(Auto(min_loss_scale=2.0**-126), log2_peak=-126.0, log2_margin=1.0)  # target 2**126
+def test_adjust_is_exact_at_every_power_of_two():
+    powers = np.ldexp(np.float32(1), np.arange(-126, 128))  # `np.exp2` returns an inexact 2**127 in float32.
+    loss_scale = replace(Auto(min_loss_scale=2.0**-126), log2_peak=-126.0, log2_margin=1.0)  # The target is 2**126.
 
     def after(finite):
         step = lambda scale: replace(loss_scale, current_loss_scale=scale).adjust(finite, largest=2.0**-126)()  # noqa: E731
@@ -512,7 +524,7 @@ def test_every_power_of_two_is_exact():
 
 
 @pytest.mark.parametrize("largest", [None, np.nan, np.inf, -1.0], ids=str)
-def test_without_a_measurement_it_stays_or_backs_off(largest):
+def test_scale_stays_or_decreases_without_a_measured_gradient(largest):
     known = at_rest(Auto(), 8, True, 2.0**-20)
     for loss_scale in Auto(), known:
         stayed = at_rest(loss_scale, 5000, True, largest)
@@ -520,10 +532,10 @@ def test_without_a_measurement_it_stays_or_backs_off(largest):
     assert float(adjust(known, False, largest=largest)()) == float(known()) / 2**9
 
 
-# --- Constants to differentiation, counters that do not wrap ---
+# --- Derivatives, headroom and subclasses ---
 
 
-def test_a_step_has_no_derivative_and_so_no_nan():
+def test_derivatives_of_adjust_are_zero():
     @jax.jit
     def scale_after(state, largest):
         return replace(Auto(), **state).adjust(True, largest=largest)()
@@ -533,7 +545,7 @@ def test_a_step_has_no_derivative_and_so_no_nan():
         chex.assert_trees_all_equal(jax.grad(scale_after, (0, 1))(state, largest), (dict.fromkeys(state, 0.0), 0.0))
 
 
-def test_headroom_is_kept_free():
+def test_headroom_lowers_the_scale():
     trace = of_log2(np.full(1000, -6.3))
     scales, _, _ = run(Auto(log2_headroom=3), *trace)
     without, _, _ = run(Auto(), *trace)

@@ -1,4 +1,4 @@
-"""What the constructors accept, and what they say about everything else."""
+"""Accepted and rejected arguments of the constructors of loss scales."""
 
 import json
 import re
@@ -12,20 +12,20 @@ from kinds import F32_MAX, Dynamic, Fixed
 
 import jax_lossscale as jls
 
-OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # a NumPy scalar
+OF_BFLOAT16 = np.full(1, 8, jnp.bfloat16)[0]  # This is a NumPy scalar of dtype bfloat16.
 NUMBERS = [8, 8.0, np.float32(8), np.int64(8), np.array(8.0), jnp.float32(8), jnp.int32(8), jnp.array(8.0), OF_BFLOAT16]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{type(number).__name__}-{number!r}")
 @pytest.mark.parametrize("kind", [Fixed, Dynamic, jls.AutoLossScale, jls.get])
-def test_numbers_of_every_library_are_welcome(kind, number):
+def test_constructors_accept_python_numpy_and_jax_numbers(kind, number):
     loss_scale = kind(number)
     chex.assert_trees_all_equal(loss_scale(), jnp.float32(8))
     assert not loss_scale().weak_type
     assert json.loads(json.dumps(loss_scale.get_config())) == loss_scale.get_config()
 
 
-def test_defaults():
+def test_default_configuration_of_each_class():
     assert Dynamic().get_config() == {
         "initial_loss_scale": 2.0**15,
         "increment_period": 2000,
@@ -48,19 +48,19 @@ def test_defaults():
 
 @pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
 @pytest.mark.parametrize("scale", [float(np.finfo(np.float32).tiny), 1.0, F32_MAX])
-def test_a_scale_may_start_at_its_floor_and_at_its_ceiling(kind, scale):
+def test_initial_scale_may_equal_both_bounds(kind, scale):
     loss_scale = kind(scale, min_loss_scale=scale, max_loss_scale=scale)
     for finite in True, False:
         assert loss_scale.adjust(finite)() == scale
 
 
-def test_a_period_may_be_the_largest_int32():
+def test_increment_period_may_be_the_largest_int32():
     loss_scale = Dynamic(8, 2**31 - 1, num_good_steps=2**31 - 3)
     assert [(loss_scale := loss_scale.adjust(True))() for _ in range(2)] == [8, 16]
 
 
 @pytest.mark.parametrize("kind", [Dynamic, jls.AutoLossScale])
-def test_configuration_cannot_be_traced(kind):
+def test_constructors_reject_traced_configuration(kind):
     with pytest.raises(
         ValueError, match=r"\(initial_loss_scale=...\)` is configuration .* traced .*`dataclasses.replace`"
     ):
@@ -81,11 +81,12 @@ NOT_A_FINITE_NUMBER = {
 
 
 def bad(kind, argument, *values, **others):
-    """One parameter for each value of an argument, beside others that would be right."""
+    """Return one test parameter for each invalid value of an argument. `others` are valid values of other arguments."""
     return [pytest.param(kind, argument, value, others, id=f"{argument}={value!r}") for value in values]
 
 
 def bad_numbers(kind, argument, **others):
+    """Return one test parameter for each value of an argument that is not a finite number in float32."""
     rows = NOT_A_FINITE_NUMBER.items()
     return [pytest.param(kind, argument, value, others, id=f"{argument}-{name}") for name, value in rows]
 
@@ -97,7 +98,7 @@ def bad_numbers(kind, argument, **others):
         *bad(Fixed, "loss_scale_value", None, 0.999, 0, -8),
         *bad(Fixed, "skip_nonfinite", None, 1, "yes", loss_scale_value=8),
         *bad_numbers(Dynamic, "initial_loss_scale"),
-        *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # the floor is 1
+        *bad(Dynamic, "initial_loss_scale", None, 0.5, 0, -1, np.array([8.0])),  # The default `min_loss_scale` is 1.
         *bad(Dynamic, "initial_loss_scale", 8, min_loss_scale=16),
         *bad(Dynamic, "initial_loss_scale", 32, max_loss_scale=16),
         *bad(Dynamic, "increment_period", None, True, np.True_, "2", 2.9, float("nan"), 0, -1, 2**31),
@@ -121,7 +122,7 @@ def bad_numbers(kind, argument, **others):
         *bad(jls.AutoLossScale, "log2_peak", float("inf")),
     ],
 )
-def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
+def test_error_names_the_bad_argument_and_its_value(kind, argument, value, others):
     with pytest.raises(ValueError) as error:
         kind(**{argument: value}, **others)
     assert f"{kind.__name__}({argument}=...)" in str(error.value)
@@ -131,6 +132,6 @@ def test_bad_argument_is_named_with_its_value(kind, argument, value, others):
 
 @pytest.mark.parametrize("period", [2, 2.0, np.int64(2), np.float32(2), jnp.float32(2)], ids=repr)
 @pytest.mark.parametrize("argument", ["increment_period", "hysteresis"])
-def test_an_integral_float_is_a_welcome_count(argument, period):
+def test_counts_accept_floats_with_integral_values(argument, period):
     value = getattr(Dynamic(**{argument: period}), argument)
     assert (value, type(value)) == (2, int)

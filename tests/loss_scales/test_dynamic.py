@@ -1,4 +1,4 @@
-"""`DynamicLossScale` step by step, beyond what TensorFlow tests, and with its state set by hand."""
+"""State transitions of `DynamicLossScale` that TensorFlow's tests do not cover, and manual changes of its state."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import F32_MAX, Dynamic, grads_of, named, scales_over
 
-# --- The dynamic loss scale beyond TensorFlow's ---
+# --- State transitions that TensorFlow's tests do not cover ---
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_dynamic_scale_after_each_step(loss_scale, flags, expected, update):
     [Dynamic(8, 2), Dynamic(2.0**127, 2), Dynamic(8, 2, max_loss_scale=8)],
     ids=["grows", "float32_ends", "ceiling"],
 )
-def test_count_restarts_when_the_scale_grows_and_when_it_cannot(loss_scale, update):
+def test_step_count_resets_at_each_growth_even_if_the_scale_cannot_grow(loss_scale, update):
     counts = []
     for grad in grads_of("TTTFT"):
         loss_scale, _ = update(loss_scale, grad)
@@ -72,13 +72,13 @@ def test_count_restarts_when_the_scale_grows_and_when_it_cannot(loss_scale, upda
     assert counts == [1, 0, 1, 0, 1]
 
 
-def test_every_bad_step_is_skipped_while_hysteresis_keeps_the_scale(update):
+def test_nonfinite_step_is_skipped_while_hysteresis_keeps_the_scale(update):
     loss_scale, should_apply = update(Dynamic(64, hysteresis=3), np.float32(np.inf))
     assert (float(loss_scale()), bool(should_apply), int(loss_scale.hysteresis_left)) == (64, False, 2)
 
 
 def oracle(config, flags):
-    """The rule of `DynamicLossScale`, one step after another in plain Python: (scale, good steps, hysteresis left)."""
+    """Yield (scale, number of good steps, hysteresis left) after each step, computed in plain Python."""
     scale, num_good_steps, hysteresis_left = np.float32(config["initial_loss_scale"]), 0, config["hysteresis"]
     backoff = 1 / config["multiplier"] if config["backoff_factor"] is None else config["backoff_factor"]
     for finite in flags:
@@ -118,17 +118,17 @@ def configs(draw):
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=150)
 @given(configs(), st.lists(st.sampled_from([True, True, True, False]), max_size=30))
-def test_dynamic_is_its_oracle(config, flags):
+def test_dynamic_scale_equals_a_plain_python_reference(config, flags):
     loss_scale = Dynamic.from_config(config)
     for finite, expected in zip(flags, oracle(config, flags), strict=True):
         loss_scale = loss_scale.adjust(finite)
         assert (float(loss_scale()), loss_scale.num_good_steps, loss_scale.hysteresis_left) == expected
 
 
-# --- State set by hand ---
+# --- Manual changes of the state ---
 
 
-def test_replace_sets_the_scale_by_hand_and_keeps_the_rest():
+def test_replace_changes_the_scale_and_keeps_the_other_state():
     loss_scale = Dynamic(8, 9, hysteresis=3).adjust(False).adjust(True)
     by_hand = replace(loss_scale, current_loss_scale=2)
     assert (by_hand.num_good_steps, by_hand.hysteresis_left, by_hand()) == (1, 2, 2)
@@ -150,25 +150,25 @@ def test_replace_turns_hysteresis_on_and_off(before, after, left):
     assert replace(loss_scale, hysteresis=after).hysteresis_left == left
 
 
-def test_scale_is_set_by_hand_under_jit():
+def test_replace_changes_the_scale_under_jit():
     set_scale = jax.jit(lambda loss_scale, scale: replace(loss_scale, current_loss_scale=scale))
     assert set_scale(Dynamic(), 4.0)() == 4
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_concrete_state_that_is_no_scale_is_refused(batch):
+def test_replace_rejects_a_concrete_scale_of_zero(batch):
     with pytest.raises(ValueError, match=r"current_loss_scale=.*got"):
         replace(Dynamic(), current_loss_scale=np.float32([1, 0]) if batch else np.float32(0))
 
 
-def test_configuration_is_replaced_in_a_run_that_has_begun():
-    """The state stays, also where it is the initial scale that is replaced."""
+def test_replacing_the_configuration_keeps_the_state():
+    """The state is also kept if the initial scale is replaced."""
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=64)
     assert (float(begun()), int(begun.num_good_steps), begun.initial_loss_scale) == (8, 1, 64)
     begun = replace(Dynamic(8).adjust(np.True_), initial_loss_scale=8, increment_period=3)
     assert (int(begun.num_good_steps), begun.increment_period) == (1, 3)
 
 
-def test_the_largest_count_does_not_wrap():
+def test_step_count_does_not_overflow_int32():
     grown = replace(Dynamic(8, 3), num_good_steps=2**31 - 1).adjust(np.True_)
     assert (float(grown()), int(grown.num_good_steps)) == (16, 0)

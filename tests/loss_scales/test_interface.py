@@ -1,4 +1,4 @@
-"""Every kind behind one interface."""
+"""Tests of the common interface that run for every class of loss scale."""
 
 import chex
 import jax
@@ -23,7 +23,7 @@ import jax_lossscale as jls
     ],
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_who_skips_a_nonfinite_step(kind, skips, value, update):
+def test_update_skips_nonfinite_steps_if_the_class_supports_it(kind, skips, value, update):
     loss_scale = ONE_OF_EACH[kind]()
     for gradient, applied in (1, True), (value, not skips):
         loss_scale, should_apply = update(loss_scale, {"kernel": np.array([1, gradient, 1], np.float32)})
@@ -34,7 +34,7 @@ def test_who_skips_a_nonfinite_step(kind, skips, value, update):
 
 @each_kind
 @pytest.mark.parametrize("flag", [True, False])
-def test_adjust_is_update_with_a_known_verdict(make, flag):
+def test_adjust_equals_update_with_a_given_finiteness_flag(make, flag):
     loss_scale = make()
     expected, _ = loss_scale.update(np.float32(1.0 if flag else np.nan))
     measured = {"largest": jnp.float32(1.0)} if loss_scale.needs_largest else {}
@@ -54,12 +54,12 @@ def test_adjust_is_update_with_a_known_verdict(make, flag):
         ("users_own", None),
     ],
 )
-def test_upper_bound_is_the_highest_scale_that_can_come(kind, bound):
+def test_upper_bound_is_the_largest_reachable_scale(kind, bound):
     assert ONE_OF_EACH[kind]().upper_bound == bound
 
 
 @each_kind
-def test_unscale_undoes_scale(make):
+def test_unscale_inverts_scale(make):
     loss_scale = make()
     tree = {"kernel": jnp.array([1.0, -0.5], jnp.float16), "bias": jnp.float32(3), "step": 3, "frozen": None}
     scaled = loss_scale.scale(tree)
@@ -71,7 +71,7 @@ def test_unscale_undoes_scale(make):
     assert (unscaled["step"], unscaled["frozen"]) == (3, None)
 
 
-def test_no_op_is_free():
+def test_no_op_adds_no_operations():
     loss_scale, tree = jls.NoOpLossScale(), {"kernel": jnp.ones(3, jnp.float16), "step": 3}
 
     def step(grads):
@@ -87,7 +87,7 @@ def test_no_op_is_free():
 
 
 @each_kind
-def test_strict_promotion_changes_nothing(make):
+def test_updates_are_the_same_under_strict_promotion(make):
     results = []
     for promotion in "standard", "strict":
         loss_scale, scales = make(), []
@@ -99,12 +99,12 @@ def test_strict_promotion_changes_nothing(make):
     assert results[0] == results[1]
 
 
-# The user's own class compares as a dataclass does.
+# The user-defined class is excluded because its equality is that of a dataclass.
 each_of_ours = pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
 
 
 @each_of_ours
-def test_traced_loss_scales_are_not_compared(kind):
+def test_comparing_traced_loss_scales_raises(kind):
     loss_scale = ONE_OF_EACH[kind]()
     if not jax.tree.leaves(loss_scale):
         assert jax.jit(lambda a, b: a == b)(loss_scale, loss_scale)
@@ -115,7 +115,7 @@ def test_traced_loss_scales_are_not_compared(kind):
 
 
 @each_of_ours
-def test_concrete_loss_scales_are_compared_under_jit(kind):
+def test_concrete_loss_scales_can_be_compared_under_jit(kind):
     make = ONE_OF_EACH[kind]
     assert jax.jit(lambda: make() == make())()
     assert not jax.jit(lambda: make() == jls.FixedLossScale(3))()

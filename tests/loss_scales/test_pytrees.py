@@ -1,4 +1,4 @@
-"""Loss scales as values: copied, pickled, mapped over, donated, compiled, batched."""
+"""Loss scales as pytrees: copying, pickling, mapping, donation, compilation and batching."""
 
 import copy
 import dataclasses
@@ -28,10 +28,10 @@ from kinds import (
 
 import jax_lossscale as jls
 
-# --- Values: abstract or frozen, copied, pickled, mapped over, donated ---
+# --- Immutability, copies, pickling and donation ---
 
 
-def test_the_abstract_class_cannot_be_instantiated_and_the_others_are_frozen():
+def test_base_class_is_abstract_and_subclasses_are_frozen():
     with pytest.raises(TypeError, match="abstract"):
         jls.LossScale()
     for make in ONE_OF_EACH.values():
@@ -45,7 +45,7 @@ def test_the_abstract_class_cannot_be_instantiated_and_the_others_are_frozen():
     [copy.copy, copy.deepcopy, lambda loss_scale: pickle.loads(pickle.dumps(loss_scale))],
     ids=["copy", "deepcopy", "pickle"],
 )
-def test_duplicate_keeps_configuration_and_state(make, duplicate):
+def test_copies_keep_configuration_and_state(make, duplicate):
     loss_scale = make().adjust(False).adjust(True)
     copied = duplicate(loss_scale)
     assert jax.tree.structure(copied) == jax.tree.structure(loss_scale)
@@ -63,7 +63,7 @@ STAND_INS: dict[str, Any] = {
 
 @pytest.mark.parametrize("stand_in", STAND_INS.values(), ids=STAND_INS)
 @pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind not in ("no_op", "users_own")])
-def test_unflatten_is_not_construction(kind, stand_in):
+def test_unflatten_does_not_validate_leaves(kind, stand_in):
     loss_scale = ONE_OF_EACH[kind]()
     leaves, structure = jax.tree.flatten(loss_scale)
     mapped = jax.tree.map(lambda leaf: stand_in, loss_scale)
@@ -81,13 +81,13 @@ def test_unflatten_is_not_construction(kind, stand_in):
         ("dynamic_full", [".current_loss_scale", ".num_good_steps", ".hysteresis_left"]),
     ],
 )
-def test_leaves_have_their_names_as_paths(kind, leaves):
+def test_leaf_paths_are_field_names(kind, leaves):
     paths = jax.tree_util.tree_leaves_with_path(ONE_OF_EACH[kind]())
     assert [jax.tree_util.keystr(path) for path, _ in paths] == leaves
 
 
 @each_kind
-def test_fresh_state_shares_no_buffer_and_can_be_donated(make):
+def test_fresh_states_share_no_buffers_and_can_be_donated(make):
     first, second = make(), make()
     leaves = jax.tree.leaves((first, second))
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
@@ -99,11 +99,11 @@ def test_fresh_state_shares_no_buffer_and_can_be_donated(make):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
 
 
-# --- Under the transformations of JAX ---
+# --- JAX transformations of loss scales ---
 
 
 @each_kind
-def test_one_trace_over_many_steps(make):
+def test_update_is_traced_once_over_many_steps(make):
     chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(lambda loss_scale, grads: loss_scale.update(grads), n=1))
     loss_scale = fresh = make()
@@ -113,7 +113,7 @@ def test_one_trace_over_many_steps(make):
     assert [leaf.weak_type for leaf in jax.tree.leaves(loss_scale)] == [False] * len(jax.tree.leaves(fresh))
 
 
-def test_default_constructor_compiles_once():
+def test_update_compiles_once_for_the_default_state():
     update = jax.jit(Dynamic.update)
     loss_scale = Dynamic()
     for grad in grads_of("TFT"):
@@ -122,14 +122,14 @@ def test_default_constructor_compiles_once():
 
 
 @each_kind
-def test_scan_is_the_loop(make):
+def test_scan_equals_a_python_loop(make):
     grads = grads_of("TTTFFTFTT")
     _, scales = jax.lax.scan(lambda s, grad: (s := s.update(grad)[0], s()), make(), jnp.stack(grads))
     assert scales.tolist() == scales_over(make(), grads, jls.LossScale.update)
 
 
 @each_kind
-def test_vmap_over_flags(make):
+def test_adjust_under_vmap_over_flags(make):
     loss_scale, flags = make(), np.array([True, False, True])
 
     @jax.jit
@@ -142,13 +142,13 @@ def test_vmap_over_flags(make):
     chex.assert_trees_all_equal(adjusted_twice(flags), np.stack(expected))
 
 
-def test_fixed_takes_an_array_as_it_is():
+def test_fixed_loss_scale_accepts_an_array():
     assert Fixed(jnp.array([0.5, 8]))().tolist() == [0.5, 8]
     assert jax.vmap(lambda scale: Fixed(scale).update(jnp.nan)[0]())(jnp.float32([1, 8])).tolist() == [1, 8]
 
 
 @each_kind
-def test_update_agrees_along_a_named_axis(make):
+def test_update_reduces_the_finiteness_flag_over_a_named_axis(make):
     def step(grad):
         loss_scale, should_apply = make().update(grad, axis_name="devices")
         return loss_scale(), should_apply
@@ -159,12 +159,12 @@ def test_update_agrees_along_a_named_axis(make):
     assert applied.tolist() == [bool(should_apply)] * 3
 
 
-def test_the_config_of_a_batch_is_refused():
+def test_serialize_rejects_a_batch_of_loss_scales():
     with pytest.raises(ValueError, match="loss_scale_value"):
         jls.serialize(jax.vmap(jls.FixedLossScale)(jnp.array([1.0, 2.0])))
 
 
-# --- Construction, before there is any device and inside a trace ---
+# --- Construction before a JAX backend is initialized ---
 
 
 CONSTRUCTION = """
@@ -178,7 +178,7 @@ print(jls.DynamicLossScale()())
 """
 
 
-def test_constructing_starts_no_backend():
+def test_constructors_do_not_initialize_a_backend():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -194,7 +194,7 @@ def test_constructing_starts_no_backend():
     assert completed.stdout == "32768.0\n", completed.stderr
 
 
-# --- Equality ---
+# --- Equality and hashes of loss scales ---
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_constructing_starts_no_backend():
         ]
     ),
 )
-def test_equal_where_configuration_and_state_are(a, b, equal):
+def test_loss_scales_are_equal_if_configuration_and_state_are_equal(a, b, equal):
     assert (a == b) is equal
     assert (a != b) is not equal
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
-def test_equal_ones_have_equal_hashes(kind):
+def test_equal_loss_scales_have_equal_hashes(kind):
     assert hash(ONE_OF_EACH[kind]()) == hash(ONE_OF_EACH[kind]())

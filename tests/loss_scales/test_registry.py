@@ -1,4 +1,4 @@
-"""From identifiers and configurations to loss scales, and back."""
+"""Conversion between loss scales and their identifiers or configurations: `get`, `serialize` and `loss_scale_for`."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ import jax_lossscale as jls
         ]
     ),
 )
-def test_get(identifier, expected):
+def test_get_returns_the_loss_scale_of_an_identifier(identifier, expected):
     loss_scale = jls.get(identifier)
     assert type(loss_scale) is type(expected)
     assert loss_scale == expected
 
 
 @each_kind
-def test_get_returns_a_loss_scale_as_it_is_and_takes_a_traced_number(make):
+def test_get_returns_loss_scales_unchanged_and_accepts_traced_numbers(make):
     loss_scale = make()
     assert jls.get(loss_scale) is loss_scale
     assert jax.jit(lambda number: jls.get(number)())(8.0) == 8
@@ -51,7 +51,7 @@ def test_get_returns_a_loss_scale_as_it_is_and_takes_a_traced_number(make):
     ],
     ids=repr,
 )
-def test_get_lists_what_it_accepts(identifier):
+def test_get_error_lists_the_accepted_identifiers(identifier):
     with pytest.raises(ValueError) as error:
         jls.get(identifier)
     for accepted in repr(identifier), "a number", "'dynamic'", "None", "a `LossScale`", "`serialize`":
@@ -73,13 +73,13 @@ def test_get_lists_what_it_accepts(identifier):
         ("HalvingLossScale", {"final": 1}),
     ],
 )
-def test_get_refuses_dictionary(class_name, config):
+def test_get_rejects_invalid_dictionaries(class_name, config):
     with pytest.raises(ValueError) as error:
         jls.get({"class_name": class_name, "config": config})
     assert str(class_name) in str(error.value)
 
 
-def test_get_finds_a_class_below_another():
+def test_get_finds_a_subclass_of_a_user_defined_class():
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
     class BelowHalvingLossScale(HalvingLossScale):
@@ -108,7 +108,7 @@ class UnregisteredBelowOurs(jls.DynamicLossScale):
 
 
 @pytest.mark.parametrize("kind", [UnregisteredLossScale, UnregisteredBelowOurs])
-def test_get_refuses_what_is_no_pytree(kind):
+def test_get_rejects_classes_that_are_not_registered_as_pytrees(kind):
     for identifier in (kind(), {"class_name": kind.__name__, "config": {}}):
         with pytest.raises(ValueError, match=f"{kind.__name__}` is not registered as a pytree"):
             jls.get(identifier)
@@ -124,7 +124,7 @@ def test_serialize_and_get_round_trip_through_json_without_the_state(make):
 
 
 @pytest.mark.parametrize("value", [8, "dynamic", None, Dynamic], ids=repr)
-def test_serialize_refuses_what_is_no_loss_scale(value):
+def test_serialize_rejects_other_types(value):
     with pytest.raises(ValueError, match="LossScale"):
         jls.serialize(value)
 
@@ -141,14 +141,14 @@ def test_serialize_refuses_what_is_no_loss_scale(value):
         (jnp.float64, jls.NoOpLossScale),
     ],
 )
-def test_loss_scale_for(dtype, kind):
+def test_loss_scale_for_returns_the_recommended_class(dtype, kind):
     assert jls.loss_scale_for(dtype) == kind()
 
 
 @pytest.mark.parametrize(
     "dtype", [None, jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn, "half-precision", 16], ids=str
 )
-def test_loss_scale_for_refuses(dtype):
+def test_loss_scale_for_rejects_other_dtypes(dtype):
     with pytest.raises(ValueError, match="loss_scale_for"):
         jls.loss_scale_for(dtype)
 
@@ -158,17 +158,17 @@ OWN_KINDS.remove(jls.LossScale)
 
 
 @pytest.mark.parametrize("kind", OWN_KINDS)
-def test_a_users_class_does_not_take_over_what_was_saved_of_ours(kind):
+def test_user_class_cannot_replace_a_builtin_class_of_the_same_name(kind):
     impostor = type(kind.__name__, (HalvingLossScale,), {})
     jax.tree_util.register_dataclass(impostor, data_fields=["num_overflows"], meta_fields=["initial"])
     ours = kind(8) if kind is not jls.NoOpLossScale else kind()
     assert type(jls.get(jls.serialize(ours))) is kind
-    with pytest.raises(ValueError, match="name of its own"):
+    with pytest.raises(ValueError, match="Rename the class"):
         jls.serialize(impostor(8.0))
 
 
 def test_get_instantiates_the_class_that_was_defined_last():
-    """A redefinition with another base class, as when a notebook cell is edited and run again."""
+    """A class can be redefined with another base class, for example if a notebook cell is edited and run again."""
 
     def define(base, scale):
         methods = {"__call__": lambda self: scale, "adjust": lambda self, grads_finite: self}

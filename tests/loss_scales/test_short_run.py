@@ -1,4 +1,4 @@
-"""What a run of 200 steps pays for the steps with which a scale finds its place: a hidden Markov model."""
+"""Effect of the initial skipped steps on a run of 200 steps that trains a hidden Markov model."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,10 @@ STATES, SYMBOLS, LENGTH, BATCH_SIZE, BATCHES, STEPS = 16, 32, 100, 32, 7, 200
 
 
 def sequences(key):
-    """Draw ``int32[sequences, length]`` from a model; the last batch is not trained on."""
+    """Sample ``int32[sequences, length]`` from a random hidden Markov model.
+
+    The last batch is held out for evaluation.
+    """
     keys = jax.random.split(key, 3)
     transition = jax.nn.log_softmax(3 * jax.random.normal(keys[0], (STATES, STATES)))
     emission = jax.nn.log_softmax(3 * jax.random.normal(keys[1], (STATES, SYMBOLS)))
@@ -30,7 +33,7 @@ def sequences(key):
 
 
 def loss_fn(params, x):
-    """Mean surprise of a symbol, by the forward algorithm."""
+    """Return the mean negative log-likelihood per symbol, computed by the forward algorithm."""
     transition, emission, first = (jax.nn.softmax(params[name]) for name in ("transition", "emission", "first"))
 
     def normalized(belief):
@@ -46,6 +49,7 @@ def loss_fn(params, x):
 
 
 def train(seed, loss_fn_of_run, loss_scale):
+    """Train for 200 steps and return the loss on the held-out batch and the number of skipped steps."""
     data = sequences(jax.random.key(seed))
     keys = jax.random.split(jax.random.key(seed + 100), 3)
     params = {
@@ -65,7 +69,7 @@ def train(seed, loss_fn_of_run, loss_scale):
     return float(loss_fn(params, data[BATCHES * BATCH_SIZE :])), int(opt_state.skipped_steps)
 
 
-def test_a_run_of_200_steps_pays_for_the_skips_of_the_automatic_scale():
+def test_automatic_scale_costs_two_skipped_steps_and_a_slightly_higher_loss():
     above, skipped = {}, {}
     for loss_scale in ("auto", "dynamic"):
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""`all_finite` of trees, large leaves and shards; that it is exact for every dtype and reading, see `test_largest`."""
+"""`all_finite` for pytrees, large leaves and sharded arrays. `test_largest.py` tests each dtype and implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ BAD = (np.nan, np.inf, -np.inf)
         ("float8_e5m2", np.inf, False),
         ("float8_e5m2", np.nan, False),
         ("float8_e4m3", -np.inf, False),
-        ("float8_e4m3fn", np.nan, False),  # has no infinity
+        ("float8_e4m3fn", np.nan, False),  # float8_e4m3fn has no infinity.
         ("float8_e4m3fnuz", np.nan, False),
         ("float8_e8m0fnu", np.nan, False),
-        ("float8_e4m3fn", 448.0, True),  # its largest, next to NaN
+        ("float8_e4m3fn", 448.0, True),  # 448 is the largest number in float8_e4m3fn.
         ("float16", 65504.0, True),
         ("float16", 2.0**-24, True),
         ("bfloat16", -np.inf, False),
@@ -34,11 +34,11 @@ BAD = (np.nan, np.inf, -np.inf)
         ("complex64", complex(-np.inf, 0), False),
     ],
 )
-def test_single_values(dtype, value, expected):
+def test_all_finite_of_special_values_in_each_dtype(dtype, value, expected):
     assert jls.all_finite(jnp.full(3, value, dtype)).tolist() is expected
 
 
-SIZE = 2**20 + 7  # no multiple of any vector, tile or block
+SIZE = 2**20 + 7  # This size is not a multiple of a vector, tile or block size.
 POSITIONS = sorted(
     {0, SIZE - 1, SIZE // 2} | {block + offset for block in (8, 16, 128, 2**15, 2**20) for offset in (-1, 0, 1)}
 )
@@ -46,7 +46,7 @@ POSITIONS = sorted(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("bad", BAD)
-def test_one_bad_value_in_a_large_leaf(dtype, bad):
+def test_one_nonfinite_element_of_a_large_leaf_is_found(dtype, bad):
     def found(position):
         leaf = np.ones(SIZE, dtype)
         leaf[position] = bad
@@ -57,7 +57,7 @@ def test_one_bad_value_in_a_large_leaf(dtype, bad):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 @pytest.mark.parametrize("sign", [1, -1, "mixed"])
-def test_finite_values_whose_sum_overflows_are_finite(dtype, sign):
+def test_finite_elements_with_an_overflowing_sum_are_finite(dtype, sign):
     signs = np.where(np.arange(SIZE) % 3, 1, -1) if sign == "mixed" else sign
     with enable_x64(True):
         largest = np.full(SIZE, jnp.finfo(dtype).max, dtype)
@@ -65,8 +65,8 @@ def test_finite_values_whose_sum_overflows_are_finite(dtype, sign):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_an_overflow_made_in_the_same_program_is_seen(dtype):
-    """Though the compiler might keep the value that was checked in a wider dtype than the one that is stored."""
+def test_overflow_of_a_value_computed_in_the_same_program_is_found(dtype):
+    """The compiler may keep the checked value in a wider dtype than the stored value, which would hide an overflow."""
     largest = jnp.full(64, jnp.finfo(dtype).max, dtype)
 
     @jax.jit
@@ -87,7 +87,7 @@ BAD_COLUMN = np.array([[1, 0]] * 4, bool)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     ("axis_name", "spec", "expected"),
-    [  # on a mesh of 4 x 2 devices, where the shard at (1, 1) holds a NaN
+    [  # The mesh has 4 x 2 devices, and the shard at (1, 1) contains a NaN.
         (None, P("x", "y"), BAD_ELEMENT),
         ((), P("x", "y"), BAD_ELEMENT),
         ("x", P("x", "y"), BAD_COLUMN),
@@ -95,13 +95,13 @@ BAD_COLUMN = np.array([[1, 0]] * 4, bool)
         (("x",), P("x", "y"), BAD_COLUMN),
         (("x", "y"), P("x", "y"), ~ALL),
         (None, P("x"), BAD_ROW),
-        ("y", P("x"), BAD_ROW),  # agreed over an axis that the gradients do not vary over
+        ("y", P("x"), BAD_ROW),  # The gradients do not vary over this axis.
         ("x", P("x"), ~ALL),
         ("x", P(), ~ALL),
     ],
     ids=str,
 )
-def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma):
+def test_all_finite_reduces_over_the_named_axes_under_shard_map(axis_name, spec, expected, check_vma):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     values = jax.device_put(jnp.ones((4, 2)).at[1, 1].set(jnp.nan), NamedSharding(mesh, spec))
 
@@ -115,7 +115,7 @@ def test_shards_agree_along_the_named_axes(axis_name, spec, expected, check_vma)
 
 
 @pytest.mark.parametrize(("axis_name", "expected"), [(None, [True, False, True]), ("runs", [False, False, False])])
-def test_named_vmap(axis_name, expected):
+def test_all_finite_under_vmap_with_a_named_axis(axis_name, expected):
     values = jnp.array([1.0, jnp.inf, 2.0])
     verdicts = jax.vmap(lambda x: jls.all_finite(x, axis_name=axis_name), axis_name="runs")(values)
     assert verdicts.tolist() == expected
@@ -123,8 +123,8 @@ def test_named_vmap(axis_name, expected):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("largest", [None, [0.5, 8.0, 2.0], [0.5, np.nan, 2.0], [np.nan, 8.0, 2.0], [0.0, 0.0, 0.0]])
-def test_devices_agree_on_flags_and_the_largest_at_once(number, largest):
-    """What one device denies is false on all; a NaN on one is NaN on all."""
+def test_agree_reduces_flags_and_the_largest_magnitude_together(number, largest):
+    """A flag that is false on one device is false on all devices, and a NaN on one device is NaN on all devices."""
     flags = np.array([[True, True, False], [True, True, True], [True, False, True]])[:, :number]
     agreed, found = jax.vmap(lambda flags, largest: agree(flags, largest, "devices"), axis_name="devices")(
         list(flags.T), None if largest is None else jnp.array(largest)
@@ -133,8 +133,8 @@ def test_devices_agree_on_flags_and_the_largest_at_once(number, largest):
     assert found is None if largest is None else np.array_equal(found, np.tile(np.max(largest), 3), equal_nan=True)
 
 
-def test_leaves_on_several_devices_are_refused_in_its_own_words():
-    """One program cannot read them; two meshes of the same devices are one to a program."""
+def test_all_finite_rejects_leaves_on_different_devices():
+    """One program cannot read arrays on different devices. Two meshes with the same devices are allowed."""
     for number in 2, 3:
         places = jax.devices()[:number] * 2
         with pytest.raises(ValueError, match=rf"^`all_finite\(tree=...\)` has leaves on {number} devices or meshes"):

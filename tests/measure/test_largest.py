@@ -1,4 +1,4 @@
-"""The largest magnitude of all gradients, and in the same pass whether all are finite, against NumPy."""
+"""Comparison with NumPy of the fused pass that computes the largest gradient magnitude and checks finiteness."""
 
 import contextlib
 import functools
@@ -28,33 +28,35 @@ LARGEST_FLOAT32 = np.finfo(np.float32).max
 
 
 def oracle(tree, scale=1.0):
-    """What NumPy says, in double precision; see `number` for what is subnormal in float32."""
+    """Return (finite, largest magnitude), computed by NumPy in float64. See `number` for subnormal magnitudes."""
     largest_so_far = 0.0
     for leaf in jax.tree.leaves(tree):
         for part in leaf.real, leaf.imag if np.iscomplexobj(leaf) else leaf:
-            wide = np.asarray(part).astype(np.float64)
+            exact = np.asarray(part).astype(np.float64)
             limit = np.finfo(np.float64 if part.dtype == np.float64 else np.float32).max
             with np.errstate(over="ignore"):
-                wide = np.abs(wide) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)  # the scale that is applied
-            if not (wide <= limit).all():  # a NaN is not
+                # `unscale` clips the scale to this range.
+                exact = np.abs(exact) / np.clip(np.float64(scale), 2.0**-126, 2.0**126)
+            if not (exact <= limit).all():  # The comparison is False if the array contains a NaN.
                 return False, None
-            largest_so_far = max(largest_so_far, np.max(wide, initial=0.0))
+            largest_so_far = max(largest_so_far, np.max(exact, initial=0.0))
     return True, number(np.float32(min(largest_so_far, LARGEST_FLOAT32)))
 
 
 def number(magnitude):
-    """As a Python float; 0 where it is subnormal, since XLA makes 0 of some subnormals."""
+    """Return the magnitude as a Python float, or 0 if it is subnormal, because XLA flushes some subnormals to zero."""
     return 0.0 if magnitude < np.finfo(np.float32).tiny else float(magnitude)
 
 
 def answer_of(found):
+    """Check the shapes and dtypes of a result, and convert it to Python values."""
     finite, magnitude = found
     assert (finite.shape, finite.dtype, magnitude.shape, magnitude.dtype) == ((), jnp.bool_, (), jnp.float32)
     return as_numbers(finite, magnitude)
 
 
 def as_numbers(finite, magnitude):
-    """Plain values, with None for NaN, which is not equal to itself."""
+    """Return Python values, with None instead of NaN, because NaN is not equal to itself."""
     return bool(finite), None if np.isnan(magnitude) else number(magnitude)
 
 
@@ -62,13 +64,14 @@ compiled = jax.jit(finite_and_largest)
 of_each_member = jax.jit(jax.vmap(finite_and_largest))
 READINGS = {
     "eager": finite_and_largest,
-    "elsewhere": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
-    "on a CPU": lambda tree, scale=None: as_pair(largest.on_cpu, tree, scale),
-    "plainly": lambda tree, scale=None: as_pair(largest.of_each, tree, scale),
+    "other platforms": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
+    "CPU": lambda tree, scale=None: as_pair(largest.on_cpu, tree, scale),
+    "separate leaves": lambda tree, scale=None: as_pair(largest.of_each, tree, scale),
 }
 
 
 def as_pair(reading, tree, scale):
+    """Run one implementation under `jax.jit` and return (finite, largest magnitude divided by the scale)."""
     leaves = [leaf for leaf in map(as_read, jax.tree.leaves(tree)) if leaf.size]
     magnitude = finite._divided(jax.jit(reading)(*leaves), None if scale is None else jnp.float32(scale))
     return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, jnp.nan)
@@ -79,7 +82,7 @@ every_reading = pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 
 @st.composite
 def leaves(draw, dtype):
-    """A leaf of a few values between the extremes of its dtype, with nothing or one bad value among them."""
+    """Draw an array whose values lie between the extremes of its dtype, with at most one nonfinite element."""
     limits = jnp.finfo(dtype)
     smallest, greatest = float(limits.smallest_normal), float(limits.max)
     shape = draw(st.sampled_from([(), (3, 43)]))
@@ -98,7 +101,7 @@ def leaves(draw, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=15)
-def test_as_numpy_sees_it(dtype, data):
+def test_result_equals_numpy_for_random_leaves(dtype, data):
     leaf = data.draw(leaves(dtype))
     tree = {"frozen": None, "other": np.float16([1e-4, -2e-4]), "leaf": leaf, "step": 3}
     with enable_x64(True):
@@ -111,7 +114,7 @@ def test_as_numpy_sees_it(dtype, data):
         assert as_numbers(finite[0], magnitude[0]) == oracle([leaf])
 
 
-POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # the first are subnormal
+POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # The smallest 23 powers of two are subnormal.
 
 
 @functools.cache
@@ -121,7 +124,7 @@ def at_every_power_of_two(dtype, value):
 
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
+def test_result_equals_numpy_for_every_power_of_two_scale(dtype, read):
     @jax.jit
     def at_every_scale(tree):
         return jax.lax.map(lambda scale: read(tree, scale), POWERS_OF_TWO)
@@ -136,7 +139,7 @@ def test_at_every_power_of_two_that_a_scale_may_be(dtype, read):
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
-def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
+def test_largest_equals_that_of_the_unscaled_gradients_bitwise(scale):
     tree = {"a": np.linspace(-9, 7, 2**16 + 5, dtype=np.float32), "b": np.float16([4.5, -8.5])}
     loss_scale = jls.FixedLossScale(1.0)
     for factor in 1, 2.0**100:
@@ -148,13 +151,13 @@ def test_it_is_the_largest_of_the_unscaled_gradients_to_the_bit(scale):
         assert as_numbers(finite, magnitude) == (bool(finite), largest_there)
 
 
-SIZE = 2**17 + 7  # no multiple of any vector, tile or block
+SIZE = 2**17 + 7  # This size is not a multiple of a vector, tile or block size.
 POSITIONS = sorted({0, SIZE - 1, SIZE // 2} | {n + offset for n in (8, 16, 128, 2**15, 2**16) for offset in (-1, 0, 1)})
 
 
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_one_value_anywhere_in_a_large_leaf(dtype, read):
+def test_one_element_anywhere_in_a_large_leaf_is_found(dtype, read):
     read = jax.jit(read)
     background = np.ones(SIZE, dtype)
     for position in POSITIONS:
@@ -167,7 +170,7 @@ def test_one_value_anywhere_in_a_large_leaf(dtype, read):
 @every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bad", [None, np.nan])
-def test_values_whose_sum_overflows(dtype, bad, read):
+def test_elements_with_an_overflowing_sum_are_finite(dtype, bad, read):
     leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
     if bad is not None:
         leaf[2**15] = bad
@@ -175,7 +178,7 @@ def test_values_whose_sum_overflows(dtype, bad, read):
 
 
 @every_reading
-def test_one_value_in_one_of_many_leaves(read):
+def test_one_element_of_one_of_many_leaves_is_found(read):
     shapes = [(200, 200), (2**15 + 3,), (7, 3), ()]
     tree = [np.ones(shapes[n % 4], ("float16", "bfloat16", "float32", "complex64")[n // 4 % 4]) for n in range(120)]
     read = jax.jit(read)
@@ -184,11 +187,11 @@ def test_one_value_in_one_of_many_leaves(read):
         for value in -3.0, BAD[n % 3]:
             leaf = tree[n].copy()
             leaf[(-1,) * leaf.ndim] = value
-            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # the others are ones
+            assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # All other elements are 1.
 
 
 @every_reading
-def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
+def test_one_leaf_is_found_if_small_leaves_do_not_fit_in_one_block(read):
     tree, read = [np.ones(2**15, np.float32) for _ in range(10)], jax.jit(read)
     for n in range(len(tree)):
         spoiled = [*tree[:n], np.full(2**15, 2.0 + n, np.float32), *tree[n + 1 :]]
@@ -205,33 +208,34 @@ def test_one_value_in_one_of_more_small_leaves_than_are_read_together(read):
         ([1.5, jnp.zeros(0)], (True, 1.5)),
         (complex(3, -4), (True, 4.0)),
         (float("nan"), (False, None)),
-        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),  # subnormal, but not in float32
+        # These numbers are subnormal in float16, but normal in float32.
+        (np.float16([2**-24, -(2**-23)]), (True, 2.0**-23)),
         (np.float32([-(2.0**-126)]), (True, 2.0**-126)),
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_trees(tree, expected):
+def test_result_for_pytrees_with_other_leaf_types(tree, expected):
     assert answer_of(finite_and_largest(tree)) == expected
 
 
-def test_a_float64_beyond_float32_counts_as_the_largest_float32():
+def test_float64_above_float32_range_is_clipped_to_the_largest_float32():
     with enable_x64(True):
         for value in 1e300, -1e39, float(LARGEST_FLOAT32) * (1 + 2.0**-26):
             assert answer_of(finite_and_largest(np.array([value, 1.0]))) == (True, float(LARGEST_FLOAT32))
         assert answer_of(finite_and_largest(np.array([1e308]), 0.01)) == (False, None)
 
 
-def test_no_derivative_is_taken():
+def test_result_has_a_zero_derivative():
     assert jax.grad(lambda x: finite_and_largest(x, x[0])[1] + x[0])(jnp.array([2.0, 3.0])).tolist() == [1, 0]
 
 
-def test_members_have_scales_of_their_own():
+def test_vmap_over_gradients_and_scales():
     grads = jnp.array([[1.0, -4.0], [jnp.inf, 1.0], [3.0, 0.0]])
     finite, magnitude = jax.jit(jax.vmap(finite_and_largest))(grads, jnp.array([2.0, 2.0, 4.0]))
     assert list(map(as_numbers, finite, magnitude)) == [(True, 2.0), (False, None), (True, 0.75)]
 
 
-# On eight devices.
+# --- Tests on a mesh of eight devices ---
 
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 SPECS = [P("x"), P(None, "x"), P()]
@@ -239,7 +243,7 @@ SPECS = [P("x"), P(None, "x"), P()]
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda axis_type: axis_type.name)
-def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
+def test_both_results_need_one_all_reduce_on_a_mesh(axis_type):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with set_mesh(mesh):
         for shape in (16, 8), (512, 128):
@@ -256,7 +260,7 @@ def test_on_a_mesh_both_cost_one_all_reduce(axis_type):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [(8, 3), (8, 2**16)], ids=["small", "large"])
-def test_inside_shard_map_shards_agree(shape, check_vma):
+def test_shards_agree_under_shard_map(shape, check_vma):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     values = np.ones(shape, np.float32)
     values[5, 1] = -7
@@ -275,7 +279,7 @@ def test_inside_shard_map_shards_agree(shape, check_vma):
         assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, None)
 
 
-def test_exported_for_all_platforms_and_for_sizes_known_later():
+def test_export_for_all_platforms_and_symbolic_shapes():
     (size,) = jax.export.symbolic_shape("n")
     for shape in (100, 400), (size,):
         function = jax.jit(lambda x: finite_and_largest([x, 1.0]))

@@ -1,4 +1,4 @@
-"""A question asked of leaves gets the same answer wherever they lie and whatever transforms the program."""
+"""Tests that `all_finite` returns the same result in eager mode, under each JAX transformation and on meshes."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ import jax_lossscale as jls
 pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
 
 GOOD = np.ones((8, 16), np.float32)
-LARGE = np.ones((8, 2**13), np.float32)  # not read in a block with others
+LARGE = np.ones((8, 2**13), np.float32)  # This leaf is too large to be read in a block with other leaves.
 BAD = GOOD.copy()
 BAD[5, 3] = np.nan
 
@@ -42,7 +42,7 @@ def stored_for_any_number_of_rows(tree):
 
 
 def differentiated(tree):
-    """The derivative of a sum that is taken only if the tree is finite."""
+    """Return half the derivative of a sum that is multiplied by 1 if the tree is finite and by 0 otherwise."""
     derivative = jax.grad(lambda leaf: as_flag((leaf, tree)) * jnp.sum(jnp.float32(2) * leaf[0, 0]))
     return derivative(jax.tree.leaves(tree)[0])[0, 0] / 2
 
@@ -82,35 +82,35 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("leaf", [GOOD, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_every_transformation_gives_the_same_answer(transformed, leaf):
+def test_result_is_the_same_under_every_transformation(transformed, leaf):
     spoiled = leaf.copy()
     spoiled[7, -1] = -np.inf
     assert transformed({"a": jnp.asarray(leaf), "b": jnp.ones(3)}) == 1
     assert transformed({"a": jnp.asarray(spoiled), "b": jnp.ones(3)}) == 0
 
 
-def test_exported_for_sizes_known_later():
+def test_export_with_symbolic_shapes():
     assert stored_for_any_number_of_rows([GOOD]) == 1
     assert stored_for_any_number_of_rows([BAD]) == 0
 
 
-def test_its_type_is_known_without_a_value():
+def test_eval_shape_returns_a_boolean_scalar():
     found = jax.eval_shape(jls.all_finite, [jax.ShapeDtypeStruct((3, 4), jnp.float16)])
     assert (found.shape, found.dtype) == ((), jnp.bool_)
 
 
 MEMBERS = np.stack([GOOD, BAD, GOOD])
-MAPPED = {  # (in_axes, leaves, expected)
+MAPPED = {  # Each entry contains `in_axes`, the leaves and the expected results.
     "one leaf": ((0,), (MEMBERS,), [True, False, True]),
     "another axis": ((2,), (np.moveaxis(MEMBERS, 0, 2),), [True, False, True]),
-    "a leaf that all share": ((0, None), (MEMBERS, GOOD), [True, False, True]),
-    "a bad leaf that all share": ((0, None), (MEMBERS, BAD), [False, False, False]),
-    "a scalar of each": ((0, 0), (MEMBERS, np.float32([np.inf, 1, 2])), [False, False, True]),
+    "an unbatched leaf": ((0, None), (MEMBERS, GOOD), [True, False, True]),
+    "an unbatched nonfinite leaf": ((0, None), (MEMBERS, BAD), [False, False, False]),
+    "a batched scalar": ((0, 0), (MEMBERS, np.float32([np.inf, 1, 2])), [False, False, True]),
 }
 
 
 @pytest.mark.parametrize(("in_axes", "leaves", "expected"), MAPPED.values(), ids=MAPPED)
-def test_mapped_over_members_each_has_its_own_answer(in_axes, leaves, expected):
+def test_vmap_returns_one_result_for_each_batch_element(in_axes, leaves, expected):
     mapped = jax.vmap(lambda *leaves: jls.all_finite(leaves), in_axes=in_axes)
     assert mapped(*leaves).tolist() == expected
     assert jax.jit(mapped)(*leaves).tolist() == expected
@@ -118,7 +118,7 @@ def test_mapped_over_members_each_has_its_own_answer(in_axes, leaves, expected):
     assert twice.tolist() == [expected, [True] * len(expected)]
 
 
-# On a mesh of 4 x 2 devices.
+# --- Tests on a mesh of 4 x 2 devices ---
 
 TYPES = {
     "auto": (AxisType.Auto, AxisType.Auto),
@@ -130,7 +130,7 @@ SPECS = [P("x", "y"), P("y", "x"), P("x"), P(None, "y"), P(("x", "y")), P()]
 
 @pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("axis_types", TYPES.values(), ids=TYPES)
-def test_one_bad_element_on_any_device_is_seen_by_all(axis_types, in_context):
+def test_nonfinite_element_on_one_device_is_found_on_all_devices(axis_types, in_context):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
     is_finite = jax.jit(lambda *leaves: jls.all_finite([*leaves, np.float32([1, 2]), 3.0]))
     with set_mesh(mesh) if in_context else contextlib.nullcontext():
@@ -152,13 +152,13 @@ def test_one_bad_element_on_any_device_is_seen_by_all(axis_types, in_context):
 
 
 @pytest.mark.parametrize("axis_types", TYPES.values(), ids=TYPES)
-def test_mapped_over_an_axis_that_is_split(axis_types):
+def test_vmap_over_a_sharded_axis(axis_types):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axis_types)
     members = jax.device_put(jnp.ones((8, 4, 3)).at[5, 2, 1].set(jnp.nan), NamedSharding(mesh, P("x", "y")))
     assert np.flatnonzero(~np.asarray(jax.jit(jax.vmap(jls.all_finite))(members))).tolist() == [5]
 
 
-def test_inside_a_shard_map_over_some_axes_the_others_are_seen_whole():
+def test_shard_map_over_some_axes_checks_all_shards_of_the_other_axes():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=TYPES["auto"])
     values = jax.device_put(jnp.ones((8, 4)).at[5, 2].set(jnp.nan), NamedSharding(mesh, P("x", "y")))
 

@@ -1,5 +1,5 @@
-"""What each library does when it is asked the questions of the table in `docs/differences.md`.
+"""The libraries in the first table of `docs/differences.md`, with one module for each library.
 
-One module a library. In each, a function for each question runs that library and says in the words of the table what it
-did; `asked` holds what the questions have in common. ``tests/test_peers.py`` has the table.
+Each function of a module runs the library in one situation and returns the table cell that describes the result. The
+module `cases` contains common helper functions. `tests/test_peers.py` compares the results with the table.
 """

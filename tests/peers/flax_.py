@@ -1,4 +1,4 @@
-"""``flax.training.dynamic_scale.DynamicScale``."""
+"""Behavior of ``flax.training.dynamic_scale.DynamicScale``."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,13 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from peers import asked
+from peers import cases
 
 PARAMS = jnp.float32(1.0)
 
 
 def adjusted(dynamic_scale, *factors):
-    """The scale before the first step, and after each: a gradient is one of ``factors``."""
+    """Return the scale before the first step and after each step. The gradient of a step is one of ``factors``."""
     scales = [float(dynamic_scale.scale)]
     for factor in factors:
         dynamic_scale = dynamic_scale.value_and_grad(lambda p, factor=factor: factor * p)(PARAMS).dynamic_scale
@@ -23,18 +23,18 @@ def adjusted(dynamic_scale, *factors):
 
 
 def growth():
-    return asked.growth(adjusted(DynamicScale(growth_interval=asked.PERIOD, scale=1.0), *[1.0] * 4 * asked.PERIOD))
+    return cases.growth(adjusted(DynamicScale(growth_interval=cases.PERIOD, scale=1.0), *[1.0] * 4 * cases.PERIOD))
 
 
 def floor():
     lower = DynamicScale(scale=1.0, minimum_scale=0.25)
     assert adjusted(lower, *[jnp.inf] * 5)[-1] == 0.25
     lowest = adjusted(DynamicScale(scale=2.0**-124), *[jnp.inf] * 5)[-1]
-    return f"{asked.number(lowest)}, or `minimum_scale`"
+    return f"{cases.number(lowest)}, or `minimum_scale`"
 
 
 def ceiling():
-    return asked.number(adjusted(DynamicScale(growth_interval=0, scale=2.0**126), *[0.0] * 5)[-1])
+    return cases.number(adjusted(DynamicScale(growth_interval=0, scale=2.0**126), *[0.0] * 5)[-1])
 
 
 def value():
@@ -58,8 +58,8 @@ def unscaling():
     def unscaled(scale, factors):
         return DynamicScale(scale=scale).value_and_grad(lambda p: (factors * p).sum())(jnp.ones(4)).grad
 
-    given = jnp.float32(asked.HIGHEST_POWER), jnp.ones(4)
-    return asked.unscaled(unscaled(*given), jax.jit(unscaled)(*given))
+    given = jnp.float32(cases.HIGHEST_POWER), jnp.ones(4)
+    return cases.unscaled(unscaled(*given), jax.jit(unscaled)(*given))
 
 
 def float16_gradients():
@@ -100,7 +100,7 @@ def compilations():
     def step(dynamic_scale):
         return dynamic_scale.value_and_grad(lambda p: p**2)(PARAMS).dynamic_scale
 
-    return asked.compilations(jax.jit, step, DynamicScale())
+    return cases.compilations(jax.jit, step, DynamicScale())
 
 
 def own_reasons():
@@ -117,11 +117,11 @@ def which_layer():
             dict.fromkeys("ab", PARAMS)
         )
         states.append((result.finite, result.dynamic_scale))
-    return asked.which_layer(states)
+    return cases.which_layer(states)
 
 
 def hysteresis():
-    return asked.hysteresis(adjusted(DynamicScale(), *[jnp.inf] * 3))
+    return cases.hysteresis(adjusted(DynamicScale(), *[jnp.inf] * 3))
 
 
 def schedule():

@@ -1,4 +1,4 @@
-"""jmp, as its docstrings and its README say to use it."""
+"""Behavior of jmp, used as its docstrings and its README recommend."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,14 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from peers import asked
+from peers import cases
 
 INF = jnp.float32(jnp.inf)
 SCALE = jnp.float32(2.0**15)
 
 
 def adjusted(loss_scale, *verdicts, adjust=lambda loss_scale, verdict: loss_scale.adjust(verdict)):
-    """The scale before the first step, and after each."""
+    """Return the scale before the first step and after each step."""
     scales = [float(loss_scale.loss_scale)]
     for verdict in verdicts:
         loss_scale = adjust(loss_scale, jnp.array(verdict))
@@ -23,8 +23,8 @@ def adjusted(loss_scale, *verdicts, adjust=lambda loss_scale, verdict: loss_scal
 
 
 def growth():
-    loss_scale = jmp.DynamicLossScale(jnp.float32(1.0), period=asked.PERIOD)
-    return asked.growth(adjusted(loss_scale, *[True] * 4 * asked.PERIOD))
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1.0), period=cases.PERIOD)
+    return cases.growth(adjusted(loss_scale, *[True] * 4 * cases.PERIOD))
 
 
 def floor():
@@ -38,7 +38,7 @@ def floor():
 
 def ceiling():
     loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**126), period=1)
-    return asked.number(adjusted(loss_scale, *[True] * 3)[-1])
+    return cases.number(adjusted(loss_scale, *[True] * 3)[-1])
 
 
 def value():
@@ -56,9 +56,9 @@ def value():
 
 
 def unscaling():
-    loss_scale = jmp.DynamicLossScale(jnp.float32(asked.HIGHEST_POWER))
-    scaled = jnp.full(4, asked.HIGHEST_POWER)
-    return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
+    loss_scale = jmp.DynamicLossScale(jnp.float32(cases.HIGHEST_POWER))
+    scaled = jnp.full(4, cases.HIGHEST_POWER)
+    return cases.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 
 def float16_gradients():
@@ -92,8 +92,8 @@ def compilations():
     def step(loss_scale):
         return loss_scale.adjust(jmp.all_finite(loss_scale.unscale(jnp.float16(1.0))))
 
-    assert asked.compilations(jax.jit, step, jmp.DynamicLossScale(SCALE)) == "1"
-    weakly_typed = asked.compilations(jax.jit, step, jmp.DynamicLossScale(jnp.asarray(2.0**15)))
+    assert cases.compilations(jax.jit, step, jmp.DynamicLossScale(SCALE)) == "1"
+    weakly_typed = cases.compilations(jax.jit, step, jmp.DynamicLossScale(jnp.asarray(2.0**15)))
     return f"1, or {weakly_typed} if the scale is weakly typed"
 
 
@@ -108,11 +108,11 @@ def which_layer():
         grads = dict.fromkeys("ab", jnp.float32(1.0)) | {bad: INF}
         grads_finite = jmp.all_finite(grads)
         states.append((grads_finite, jax.tree.leaves(jmp.DynamicLossScale(SCALE).adjust(grads_finite))))
-    return asked.which_layer(states)
+    return cases.which_layer(states)
 
 
 def hysteresis():
-    return asked.hysteresis(adjusted(jmp.DynamicLossScale(SCALE), False, False, False))
+    return cases.hysteresis(adjusted(jmp.DynamicLossScale(SCALE), False, False, False))
 
 
 def schedule():

@@ -1,4 +1,4 @@
-"""``keras.optimizers.LossScaleOptimizer``, with jax below."""
+"""Behavior of ``keras.optimizers.LossScaleOptimizer`` with the JAX backend."""
 
 import inspect
 
@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from peers import asked
+from peers import cases
 
 
 class Trained:
-    """A variable, an optimizer, and the values of both from step to step."""
+    """A variable, an optimizer, and their values after the last step."""
 
     def __init__(self, inner=None, start=1.0, dtype="float32", **options):
         self.variable = keras.Variable(start, dtype=dtype)
@@ -37,29 +37,29 @@ class Trained:
 
 
 def scales(*scaled_grads, **options):
-    """Before the first step, and after each."""
+    """Return the scale before the first step and after each step."""
     trained = Trained(**options)
     return [float(trained.scale), *(float(trained.step(jnp.float32(grad))) for grad in scaled_grads)]
 
 
 def growth():
-    good_steps = [1.0] * 4 * asked.PERIOD
-    return asked.growth(scales(*good_steps, initial_scale=1.0, dynamic_growth_steps=asked.PERIOD))
+    good_steps = [1.0] * 4 * cases.PERIOD
+    return cases.growth(scales(*good_steps, initial_scale=1.0, dynamic_growth_steps=cases.PERIOD))
 
 
 def floor():
-    return asked.number(scales(*[jnp.inf] * 30, initial_scale=2.0**-125)[-1])
+    return cases.number(scales(*[jnp.inf] * 30, initial_scale=2.0**-125)[-1])
 
 
 def ceiling():
-    return asked.number(scales(*[1.0] * 3, initial_scale=2.0**126, dynamic_growth_steps=1)[-1])
+    return cases.number(scales(*[1.0] * 3, initial_scale=2.0**126, dynamic_growth_steps=1)[-1])
 
 
 def value():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0**120), loss="mse")
     history = model.fit(np.full((1, 1), 1e10), np.ones((1, 1)), verbose=0)
-    assert model.get_weights()[0] == 0  # the step was skipped
+    assert model.get_weights()[0] == 0  # The step was skipped.
     assert history.history["loss"] == [1.0]
     return "the true loss"
 
@@ -68,9 +68,9 @@ def unscaling():
     def step(params, state, grads):
         return trained.optimizer.stateless_apply(state, [grads], params)[0][0]
 
-    trained = Trained(start=[1.0] * 4, initial_scale=asked.HIGHEST_POWER)
-    given = trained.params, trained.state, jnp.full(4, asked.HIGHEST_POWER)
-    return asked.unscaled(1 - step(*given), 1 - jax.jit(step)(*given))
+    trained = Trained(start=[1.0] * 4, initial_scale=cases.HIGHEST_POWER)
+    given = trained.params, trained.state, jnp.full(4, cases.HIGHEST_POWER)
+    return cases.unscaled(1 - step(*given), 1 - jax.jit(step)(*given))
 
 
 def float16_gradients():
@@ -106,7 +106,7 @@ def compilations():
     def step(state):
         return trained.optimizer.stateless_apply(state, [jnp.float32(1.0)], trained.params)[1]
 
-    return asked.compilations(jax.jit, step, trained.state)
+    return cases.compilations(jax.jit, step, trained.state)
 
 
 def own_reasons():
@@ -125,13 +125,13 @@ def which_layer():
         grads = [jnp.float32(jnp.nan if n == bad else 1.0) for n in range(2)]
         state = [variable.value for variable in optimizer.variables]
         states.append(optimizer.stateless_apply(state, grads, [variable.value for variable in variables]))
-    return asked.which_layer(states)
+    return cases.which_layer(states)
 
 
 def hysteresis():
     parameters = inspect.signature(keras.optimizers.LossScaleOptimizer).parameters
     assert not [name for name in parameters if "hysteresis" in name or "tolerance" in name]
-    return asked.hysteresis(scales(*[jnp.inf] * 3))
+    return cases.hysteresis(scales(*[jnp.inf] * 3))
 
 
 def schedule():

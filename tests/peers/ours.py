@@ -1,4 +1,4 @@
-"""jax_lossscale."""
+"""Behavior of jax_lossscale."""
 
 import dataclasses
 import warnings
@@ -10,13 +10,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from peers import asked
+from peers import cases
 
 PARAMS = jnp.float32(1.0)
 
 
 def after(tx, *scaled_grads, params=PARAMS, **options):
-    """Parameters and state after steps with these gradients."""
+    """Return parameters and state after steps with the given scaled gradients."""
     state = tx.init(params)
     for scaled_grad in scaled_grads:
         params, state = tx.update_and_apply(scaled_grad, state, params, **options)
@@ -24,17 +24,17 @@ def after(tx, *scaled_grads, params=PARAMS, **options):
 
 
 def growth():
-    loss_scale = jls.DynamicLossScale(1.0, asked.PERIOD)
+    loss_scale = jls.DynamicLossScale(1.0, cases.PERIOD)
     scales = []
-    for _ in range(4 * asked.PERIOD):
+    for _ in range(4 * cases.PERIOD):
         loss_scale = loss_scale.adjust(True)
         scales.append(loss_scale())
-    return asked.growth([1.0, *scales])
+    return cases.growth([1.0, *scales])
 
 
 def lowest(**options):
     state = after(jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(4.0, **options)), *[jnp.float32(jnp.inf)] * 5)[1]
-    return asked.number(state.loss_scale())
+    return cases.number(state.loss_scale())
 
 
 def floor():
@@ -46,11 +46,11 @@ def highest(**options):
     loss_scale = jls.DynamicLossScale(2.0**126, 1, **options)
     for _ in range(3):
         loss_scale = loss_scale.adjust(True)
-    return asked.number(loss_scale())
+    return cases.number(loss_scale())
 
 
 def ceiling():
-    assert highest(max_loss_scale=2.0**126) == asked.number(2.0**126)
+    assert highest(max_loss_scale=2.0**126) == cases.number(2.0**126)
     return f"{highest()}, or `max_loss_scale`"
 
 
@@ -60,7 +60,7 @@ def value():
 
     for dtype in jnp.float32, jnp.float16:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that float16 cannot carry the scale
+            warnings.simplefilter("ignore")  # Ignore the warning that float16 cannot represent the scale.
             loss, grads = jls.value_and_scaled_grad(loss_fn, 2.0**16)(PARAMS, dtype)
         assert not jls.all_finite(grads)
         assert loss == 100
@@ -68,9 +68,9 @@ def value():
 
 
 def unscaling():
-    loss_scale = jls.FixedLossScale(asked.HIGHEST_POWER)
-    scaled = loss_scale.scale(jnp.ones(4))  # by 2^126, the largest scale that is applied
-    return asked.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
+    loss_scale = jls.FixedLossScale(cases.HIGHEST_POWER)
+    scaled = loss_scale.scale(jnp.ones(4))  # `scale` multiplies by at most 2^126.
+    return cases.unscaled(loss_scale.unscale(scaled), jax.jit(loss_scale.unscale)(scaled))
 
 
 def float16_gradients():
@@ -103,7 +103,7 @@ def one_device():
 
 def compilations():
     tx = jls.loss_scaled(optax.sgd(1.0))
-    return asked.compilations(jax.jit, lambda state: tx.update(jnp.float32(1.0), state)[1], tx.init(PARAMS))
+    return cases.compilations(jax.jit, lambda state: tx.update(jnp.float32(1.0), state)[1], tx.init(PARAMS))
 
 
 def own_reasons():
@@ -115,14 +115,14 @@ def own_reasons():
 
 def which_layer():
     tx = jls.loss_scaled(optax.sgd(1.0), record_bad_steps=True)
-    told = []
+    explanations = []
     for bad in "a", "b":
         params, state = after(
             tx, dict.fromkeys("ab", jnp.float32(1.0)) | {bad: jnp.float32(jnp.nan)}, params=dict.fromkeys("ab", PARAMS)
         )
-        told.append(jls.diagnostics.explain(state, params))
-        assert f"a NaN in the gradients, first in ['{bad}']" in told[-1]
-    assert asked.which_layer(told) == "told"
+        explanations.append(jls.diagnostics.explain(state, params))
+        assert f"a NaN in the gradients, first in ['{bad}']" in explanations[-1]
+    assert cases.which_layer(explanations) == "told"
     return "`record_bad_steps`, `explain`"
 
 

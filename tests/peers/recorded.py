@@ -1,4 +1,4 @@
-"""The classes whose records are in ``tests/golden``, run again: the scale after each step."""
+"""Functions that run the classes recorded in ``tests/golden`` again and return the scale after each step."""
 
 import numpy as np
 

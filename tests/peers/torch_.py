@@ -1,19 +1,19 @@
-"""``torch.amp.GradScaler``."""
+"""Behavior of ``torch.amp.GradScaler``."""
 
 import inspect
 
 import pytest
 import torch
 
-from peers import asked
+from peers import cases
 
 
 def scaler_after(*grads, **options):
-    """A scaler after optimizer steps with these gradients, and its scales: before the first step, and after each."""
+    """Return a scaler after optimizer steps with these gradients, and the scales before and after each step."""
     scaler = torch.amp.GradScaler("cpu", **options)
     params = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([params], lr=1.0)
-    scaler.scale(params)  # its scale exists from its first use on
+    scaler.scale(params)  # The scale of a `GradScaler` is created at its first use.
     scales = [scaler.get_scale()]
     for grad in grads:
         params.grad = torch.tensor(grad)
@@ -24,16 +24,16 @@ def scaler_after(*grads, **options):
 
 
 def growth():
-    good_steps = [1.0] * 4 * asked.PERIOD
-    return asked.growth(scaler_after(*good_steps, init_scale=1.0, growth_interval=asked.PERIOD)[1])
+    good_steps = [1.0] * 4 * cases.PERIOD
+    return cases.growth(scaler_after(*good_steps, init_scale=1.0, growth_interval=cases.PERIOD)[1])
 
 
 def floor():
-    return asked.number(scaler_after(*[torch.inf] * 30, init_scale=2.0**-125)[1][-1])
+    return cases.number(scaler_after(*[torch.inf] * 30, init_scale=2.0**-125)[1][-1])
 
 
 def ceiling():
-    return asked.number(scaler_after(*[1.0] * 3, init_scale=2.0**126, growth_interval=1)[1][-1])
+    return cases.number(scaler_after(*[1.0] * 3, init_scale=2.0**126, growth_interval=1)[1][-1])
 
 
 def value():
@@ -49,18 +49,18 @@ def value():
 
 def unscaling():
     params = torch.nn.Parameter(torch.ones(4))
-    params.grad = torch.full((4,), asked.HIGHEST_POWER)
-    scaler = torch.amp.GradScaler("cpu", init_scale=asked.HIGHEST_POWER)
+    params.grad = torch.full((4,), cases.HIGHEST_POWER)
+    scaler = torch.amp.GradScaler("cpu", init_scale=cases.HIGHEST_POWER)
     scaler.scale(params)
     scaler.unscale_(torch.optim.SGD([params], lr=1.0))
-    return asked.unscaled(*[params.grad.numpy()] * 2)
+    return cases.unscaled(*[params.grad.numpy()] * 2)
 
 
 def float16_gradients():
     params = torch.nn.Parameter(torch.ones(()))
     with pytest.raises(RuntimeError, match="dtype"):
         params.grad = torch.ones((), dtype=torch.float16)
-    params.grad_dtype = None  # which allows it
+    params.grad_dtype = None  # `grad_dtype = None` allows gradients of another dtype.
     params.grad = torch.ones((), dtype=torch.float16)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(params)
@@ -127,14 +127,14 @@ def which_layer():
         optimizer = torch.optim.SGD(params, lr=1.0)
         scaler.unscale_(optimizer)
         states.append((scaler._found_inf_per_device(optimizer), scaler.state_dict()))
-    return asked.which_layer(states)
+    return cases.which_layer(states)
 
 
 def hysteresis():
     assert set(inspect.signature(torch.amp.GradScaler).parameters) == {
         "device", "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled",
     }  # fmt: skip
-    return asked.hysteresis(scaler_after(*[torch.inf] * 3)[1])
+    return cases.hysteresis(scaler_after(*[torch.inf] * 3)[1])
 
 
 def schedule():

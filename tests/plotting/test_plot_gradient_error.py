@@ -1,4 +1,4 @@
-"""The figure of gradient errors, read back from the Axes."""
+"""Contents of the Axes that `plot_gradient_error` draws."""
 
 import dataclasses
 import math
@@ -67,7 +67,7 @@ def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def test_a_line_for_each_leaf_and_a_thick_one_for_all(ax):
+def test_each_leaf_has_a_line_and_the_total_has_a_thick_line(ax):
     assert plot_gradient_error(FALLING, ax=ax) is ax
     assert legend(ax) == ["all leaves", "one leaf (2)", "overflow", "start here"]
     total, first, second, *_ = ax.lines
@@ -75,16 +75,17 @@ def test_a_line_for_each_leaf_and_a_thick_one_for_all(ax):
     np.testing.assert_array_equal(total.get_ydata(), [1, 0.005, np.nan])
     np.testing.assert_array_equal(first.get_ydata(), [1, 0.01, np.nan])
     assert total.get_linewidth() > 2 * first.get_linewidth()
-    np.testing.assert_array_equal(second.get_ydata(), [1, 1e-6, 0.02])  # zero has no place on this axis
+    # Zero is drawn at 1e-6, because the axis is logarithmic.
+    np.testing.assert_array_equal(second.get_ydata(), [1, 1e-6, 0.02])
 
 
-def test_overflow_and_the_scale_to_start_from_are_marked(ax):
+def test_overflow_and_the_recommended_scale_are_marked(ax):
     found = lines(plot_gradient_error(FALLING, ax=ax))
     assert found["overflow"].get_xdata().tolist() == [256]
     assert found["start here"].get_xdata() == [16, 16]
 
 
-def test_axes_are_named_and_drawn_without_a_warning(ax):
+def test_axis_labels_and_ticks(ax):
     plot_gradient_error(FALLING, ax=ax)
     ax.figure.draw_without_rendering()
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("loss scale", "relative error of float16 gradients")

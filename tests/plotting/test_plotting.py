@@ -1,4 +1,4 @@
-"""What the figures show, read back from the Axes."""
+"""Contents of the Axes that `plot_exponents`, `plot_loss_scale` and `plot_run` draw."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def four_axes():
 
 
 def numbers():
-    """Gradients as they are: log-normal, of either sign, a few exactly zero; none at an edge of float16."""
+    """Return log-normal gradients of both signs, some of which are zero. No value lies at a limit of float16."""
     rng = np.random.default_rng(0)
     values = np.exp(rng.normal(np.log(2e-7), 2.4, 4000)) * rng.choice([-1, 1], 4000)
     values[:1000] = 0
@@ -48,14 +48,14 @@ def legend_title(ax):
 
 
 def histograms(ax):
-    """The outlines in the order of the legend, then what is hatched: values and edges."""
+    """Return heights and edges of the outlines, in the order of the legend, and of the hatched areas."""
     patches = [patch for patch in ax.patches if isinstance(patch, StepPatch)]
     outlines = [patch.get_data()[:2] for patch in patches if not patch.get_hatch()]
     return outlines, [patch.get_data()[:2] for patch in patches if patch.get_hatch()]
 
 
 def drawn(ax):
-    """The labels of the ticks on both axes, once the figure has been drawn, which must give no warning."""
+    """Draw the figure, which must not cause a warning, and return the tick labels of both axes."""
     ax.figure.draw_without_rendering()
     visible = []
     for axis in ax.xaxis, ax.yaxis:
@@ -70,11 +70,11 @@ def points(line):
     return np.asarray(x).tolist(), np.asarray(y).tolist()
 
 
-# The range of a dtype.
+# --- Histogram of exponents ---
 
 
 @pytest.mark.parametrize("log2_scale", [0, 15, -30, 60])
-def test_the_bars_are_the_shares_by_power_of_two_and_the_scale_moves_them(ax, log2_scale):
+def test_bars_are_percentages_per_power_of_two_and_the_scale_shifts_them(ax, log2_scale):
     plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
     values = numbers()[1000:]
     exponents = np.floor(np.log2(np.abs(values.astype(np.float64)))).astype(int)
@@ -92,27 +92,27 @@ def test_the_bars_are_the_shares_by_power_of_two_and_the_scale_moves_them(ax, lo
 
 
 @pytest.mark.parametrize("log2_scale", [0, 4, 15, 31, -3])
-def test_the_legend_tells_what_a_cast_would_do(ax, log2_scale):
+def test_legend_states_the_effect_of_a_cast_to_float16(ax, log2_scale):
     plot_exponents({"kernel": numbers()}, 2.0**log2_scale, ax=ax)
     values = numbers()[1000:]
 
-    def told(scale):
+    def tick_labels(scale):
         with np.errstate(over="ignore"):
             cast = (values * np.float32(scale)).astype(np.float16)
         lost, over = 100 * np.mean(cast == 0), 100 * np.mean(np.isinf(cast))
         return lost, f"{lost:.3g} % become zero" + (f", {over:.3g} % overflow" if over else "")
 
-    before, words = told(1)
-    after, scaled_words = told(2.0**log2_scale)
+    before, words = tick_labels(1)
+    after, scaled_words = tick_labels(2.0**log2_scale)
     rescued = f" ({before - after:.3g} % rescued)" if after < before else ""
     expected = [f"gradients: {words}", f"times $2^{{{log2_scale}}}$: {scaled_words}{rescued}"]
     assert legend(ax) == expected[: 1 if log2_scale == 0 else 2]
     assert legend_title(ax) == "not drawn: 25 % exactly zero"
-    assert ("overflow" in scaled_words) == (log2_scale == 31)  # the table has both kinds
+    assert ("overflow" in scaled_words) == (log2_scale == 31)  # Only one of the scales causes an overflow.
     assert before == pytest.approx(100 * float(underflow_fraction(numbers()).zero), rel=1e-5)
 
 
-def test_what_is_lost_is_hatched_and_nothing_else(ax):
+def test_only_underflow_and_overflow_are_hatched(ax):
     values = np.array([2.0**-27, 2.0**-26, 1.5 * 2.0**-25, 1.0, 2.0**5, 2.0**6], np.float32)
     plot_exponents(values, 2.0**10, ax=ax)
     _, hatched = histograms(ax)
@@ -123,28 +123,28 @@ def test_what_is_lost_is_hatched_and_nothing_else(ax):
 
 
 SITUATIONS = {
-    # situation: (tree, loss scale, legend, title of the legend)
+    # Each entry contains the pytree, the loss scale, the legend and the title of the legend.
     "a loss scale": ([1.0], jls.DynamicLossScale(8.0), [..., "times $2^{3}$: 0 % become zero"], ""),
-    "too little to give": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
-    "a bit of all": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
-    "half a bar": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
+    "very small percentage": ([1e-9] + [1.0] * 20000, 1, ["gradients: < 0.01 % become zero"], ""),
+    "NaN and zeros": ([NAN, 0.0, 0.0, 1e-9], 1, [...], "not drawn: 50 % exactly zero, 25 % not finite"),
+    "fractional power of two": ([2.0**-26] * 4, 2.0**0.5, [..., "times 1.41421: 50 % become zero (50 % rescued)"], ""),
     "subnormal numbers of float32": (
         np.array([1e-40, 1.0], np.float32), 2.0**15,
         ["gradients: 50 % become zero", "times $2^{15}$: 50 % become zero"],
         "not drawn: 50 % subnormal in their own dtype",
     ),
-    "a histogram, which does not say how small the subnormal numbers were": (
+    "histogram of subnormal numbers": (
         exponent_histogram(np.array([2.0**-20, 1.0], np.float16)), 1,
         ["gradients: 0 % become zero"],
         "not drawn: 50 % subnormal in their own dtype",
     ),
-    "leaves of other kinds": ({"step": 3, "none": None, "kernel": jnp.ones(2)}, 1, ["gradients: 0 % become zero"], ""),
+    "other types of leaves": ({"step": 3, "none": None, "kernel": jnp.ones(2)}, 1, ["gradients: 0 % become zero"], ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("yscale", ["linear", "log"])
 @pytest.mark.parametrize(("tree", "loss_scale", "labels", "title"), SITUATIONS.values(), ids=SITUATIONS)
-def test_situations(ax, tree, loss_scale, labels, title, yscale):
+def test_legends_of_special_inputs(ax, tree, loss_scale, labels, title, yscale):
     if isinstance(tree, list):
         tree = np.array(tree, np.float32)
     assert plot_exponents(tree, loss_scale, yscale=yscale, ax=ax) is ax
@@ -154,14 +154,14 @@ def test_situations(ax, tree, loss_scale, labels, title, yscale):
     assert legend_title(ax) == title
 
 
-# What happened over the steps.
+# --- Curves over the training steps ---
 
 # steps:  1     2     3     4     5     6     7    8
 SCALES = [16.0, 16.0, 8.0, 8.0, 16.0, 16.0, NAN, 4.0]
 SKIPPED = [False, True, True, False, False, False, False, True]
 
 
-def test_the_loss_scale_over_the_steps(ax):
+def test_plot_loss_scale_draws_curve_skips_and_growths(ax):
     assert plot_loss_scale(SCALES, SKIPPED, ax=ax) is ax
     curve, skips, growths = ax.lines
     np.testing.assert_array_equal(curve.get_data(), [range(1, 9), SCALES])
@@ -185,7 +185,7 @@ HISTORY = {
 TITLES = ["loss", "loss scale (power of two)", "skipped steps (total)", "underflow (% of gradients)"]
 
 
-def test_a_run_on_one_page(four_axes):
+def test_plot_run_draws_all_panels(four_axes):
     axes = plot_run(HISTORY, axes=four_axes)
     assert axes == tuple(four_axes)
     assert [ax.get_title("left") for ax in axes] == TITLES
@@ -201,14 +201,14 @@ def test_a_run_on_one_page(four_axes):
     assert [ax.get_yscale() for ax in axes] == ["log", "log", "linear", "linear"]
     gaps = axes[0].lines[1]
     assert gaps.get_xdata().tolist() == [2, 5]
-    assert gaps.get_transform() == axes[0].get_xaxis_transform()  # at the foot of the Axes
+    assert gaps.get_transform() == axes[0].get_xaxis_transform()  # The markers are at the bottom of the Axes.
     assert legend(axes[0]) == ["not finite (2)"]
     assert len({ax.get_xlim() for ax in axes}) == 1
     assert drawn(axes[3])[0] == [*"12345678"]
     assert drawn(axes[2])[1] == [*"012"]
 
 
-def test_the_metrics_of_a_training_as_they_come(four_axes):
+def test_plot_run_accepts_a_list_of_metrics(four_axes):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, increment_period=2))
     params = jnp.ones(2)
     state = tx.init(params)
@@ -220,12 +220,13 @@ def test_the_metrics_of_a_training_as_they_come(four_axes):
     loss, scale, total = plot_run(history, axes=four_axes[:3])
     np.testing.assert_array_equal(loss.lines[0].get_ydata(), [3.0, 2.0, 1.5, NAN, 1.0])
     assert scale.lines[0].get_ydata().tolist() == [8.0, 4.0, 4.0, 4.0, 8.0]
-    assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])  # the second for its loss, whose gradients were finite
+    # The fourth step is skipped because its loss is NaN, although its gradients are finite.
+    assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])
     assert points(scale.lines[2]) == ([5], [8.0])
     assert total.lines[0].get_ydata().tolist() == [0, 1, 1, 2, 2]
 
 
-# What it needs.
+# --- Imports of matplotlib ---
 
 WITHOUT_PYPLOT = """
 import jax_lossscale.plotting, sys
@@ -241,7 +242,7 @@ print("matplotlib.pyplot" in sys.modules)
 """
 
 
-def test_matplotlib_is_imported_by_a_drawing_only_and_pyplot_only_where_no_axes_are_given():
+def test_matplotlib_and_pyplot_are_only_imported_when_needed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", WITHOUT_PYPLOT]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,10 +1,10 @@
-"""A float16 training run with a checkpoint every ten steps, in which steps are skipped and the scale grows.
+"""A float16 training run with skipped steps, scale growth and a checkpoint every ten steps.
 
     python checkpointed.py FOLDER [wait]
 
-goes on from the last checkpoint in ``FOLDER``, if there is one, and writes beside it what it begins with and what it
-ends with. On standard output it says with which step it begins, and which steps it has done. With ``wait`` it goes
-slowly, and at step 190 it stops and waits to be killed.
+This program resumes from the last checkpoint in ``FOLDER``, if there is one. It saves the initial and the final values
+in ``FOLDER``, and prints the first step and each completed step. With ``wait``, it runs slowly, and waits at step 190
+until it is killed.
 """
 
 import functools
@@ -23,7 +23,8 @@ import jax_lossscale as jls
 STEPS, WAITS_AT, BETWEEN_CHECKPOINTS = 200, 190, 10
 BEGINNING, RESULTS = "beginning.npz", "results.npz"
 
-# Clipping, decay and a schedule: the inner state is more than moments. Hysteresis: the scale is more than a number.
+# Because of clipping, decay and a schedule, the state contains more than moments. Hysteresis adds a counter to the loss
+# scale.
 TX = jls.loss_scaled(
     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(0.05, STEPS))),
     jls.DynamicLossScale(2.0**12, increment_period=7, hysteresis=2),
@@ -38,7 +39,7 @@ def loss_fn(params, batch):
 
 
 def batch_of(step):
-    """What it is depends on nothing but the step. In one of eight, a target is too far off."""
+    """Return the batch of a step. One of eight batches contains an outlier among its targets."""
     random = np.random.default_rng(step)
     x = random.normal(size=(16, 4))
     y = np.sin(x.sum(axis=1))
@@ -69,7 +70,7 @@ def leaves_by_name(run):
 
 
 class Checkpoints:
-    """One folder for each checkpoint, which orbax writes in the background."""
+    """Checkpoints that orbax writes in the background, each to a folder of its own."""
 
     def __init__(self, folder):
         import orbax.checkpoint
@@ -90,7 +91,7 @@ class Checkpoints:
 
 
 def main():
-    signal.alarm(180)  # should whoever started this be gone
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     say = functools.partial(print, flush=True)
     folder, waits = Path(sys.argv[1]), sys.argv[2:] == ["wait"]
     checkpoints = Checkpoints(folder)

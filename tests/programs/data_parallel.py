@@ -1,8 +1,8 @@
-"""A float16 training run over four devices, of one process or of several, in which a single process has bad data.
+"""A float16 training run on four devices, in one or several processes, in which one process has nonfinite data.
 
     python data_parallel.py PORT NUMBER_OF_PROCESSES PROCESS BAD_SHARD OUTPUT
 
-writes what this process has seen of it to ``OUTPUT.under_jit.npz`` and ``OUTPUT.under_shard_map.npz``.
+Each process saves its results in ``OUTPUT.under_jit.npz`` and ``OUTPUT.under_shard_map.npz``.
 """
 
 import os
@@ -22,14 +22,15 @@ import jax_lossscale as jls
 DEVICES = 4
 STEPS = 12
 FEATURES = 8
-# What the bad shard holds at which step. The first and the last feature are zero at all other times, and so are their
-# weights: the forward pass stays as it is, and only one row of the kernel has a gradient that overflows. The kernel is
-# sharded by rows, so only the first device finds the one, only the last device finds the other.
+# The steps in which the bad shard contains faulty values. The first and the last feature are zero in all other steps,
+# and their weights are zero. The forward pass is therefore unchanged, and only one row of the kernel has an overflowing
+# gradient. The kernel is sharded by rows, so only the first device finds the first fault, and only the last device
+# finds the second.
 FIRST_FEATURE_IS_HUGE, LAST_FEATURE_IS_HUGE, TARGET_IS_INFINITE = 4, 7, 9
 
 
 def loss_scaled(axis_name=None):
-    rate = optax.linear_schedule(0.05, 0.01, STEPS)  # a skipped step must not advance it, nowhere
+    rate = optax.linear_schedule(0.05, 0.01, STEPS)  # A skipped step must not advance the schedule.
     return jls.loss_scaled(optax.adam(rate), jls.DynamicLossScale(2.0**10, increment_period=3), axis_name=axis_name)
 
 
@@ -45,7 +46,7 @@ def initial_params():
 
 
 def shard_of_batch(step, shard, bad_shard):
-    """Four examples: the part of the batch of this step that is on one device."""
+    """Return the four examples of a step that are on one device."""
     random = np.random.default_rng([step, shard])
     x = random.normal(size=(4, FEATURES)).astype(np.float16)
     x[:, [0, -1]] = 0
@@ -65,10 +66,10 @@ def loss_fn(params, batch):
 
 
 def mean_in_order(of_each_shard):
-    """The mean over the leading axis, always added up in the same order.
+    """Return the mean over the leading axis, summed in a fixed order.
 
-    `jax.lax.psum` and its like leave the order to whoever carries the numbers. Gloo, between processes, adds up in
-    another order than XLA does within one, so that the last bits of a float32 sum differ.
+    The order of the sum in `jax.lax.psum` depends on the backend. Gloo, which connects processes, and XLA within a
+    process use different orders, so the last bits of float32 sums would differ.
     """
     return sum(of_each_shard[shard] for shard in range(DEVICES)) / DEVICES
 
@@ -113,10 +114,10 @@ def step_under_shard_map(mesh, params_sharding, state_sharding):
 
 
 def train(make_step, devices, bad_shard):
-    """What this process sees of the run: named arrays.
+    """Train and return the results of this process as named arrays.
 
-    ``step/...`` and ``loss`` have a row for each step. Those of ``step/...`` have a column for each device of this
-    process. All other values are the last ones, gathered from all devices.
+    ``loss`` and ``step/...`` have one row per step. ``step/...`` has one column per device of this process. All other
+    arrays contain the final values, gathered from all devices.
     """
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
 
@@ -159,7 +160,7 @@ STEP_MAKERS = {"under_jit": step_under_jit, "under_shard_map": step_under_shard_
 
 def main():
     port, number_of_processes, process, bad_shard = map(int, sys.argv[1:5])
-    signal.alarm(180)  # should whoever started this be gone
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(address, number_of_processes, process, coordinator_bind_address=address)
@@ -168,7 +169,7 @@ def main():
 
 
 def run(main):
-    """Run a process of several: an ordinary end would wait for the other processes, and they for this one."""
+    """Run ``main`` and exit immediately if it raises. A normal exit would wait for the other processes forever."""
     try:
         main()
     except BaseException:

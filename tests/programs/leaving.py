@@ -1,9 +1,14 @@
-"""The training of `data_parallel.py`, of which one process leaves before the end.
+"""The training run of `data_parallel.py`, in which one process stops before the end.
 
     python leaving.py PORT NUMBER_OF_PROCESSES PROCESS HOW OUTPUT
 
-``HOW`` this process leaves at the fifth step: ``never``, ``ends`` (as a program that has nothing more to do),
-``raises`` (by an error of its own), ``killed`` or ``frozen`` (by the system).
+``HOW`` determines what happens to this process at step 5:
+
+- ``never``: nothing
+- ``ends``: it exits with status 0
+- ``raises``: it raises an exception
+- ``killed``: it receives SIGKILL
+- ``frozen``: it receives SIGSTOP
 """
 
 import os
@@ -19,7 +24,7 @@ LAST_STEP = 5
 
 
 def out_of_disk():
-    raise OSError("the disk with the data is gone")
+    raise OSError("the disk with the data is not available")
 
 
 WAYS = {
@@ -34,7 +39,7 @@ WAYS = {
 def main():
     port, number, process = map(int, sys.argv[1:4])
     leave, shard_of_batch = WAYS[sys.argv[4]], data_parallel.shard_of_batch
-    signal.alarm(180)  # should whoever started this be gone
+    signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
 
     def shard_or_leave(step, shard, bad_shard):
         if step == LAST_STEP:

@@ -1,4 +1,4 @@
-"""Starts the programs of this folder, and makes certain that they end."""
+"""Context manager that starts a program of this folder and ensures that it ends."""
 
 import contextlib
 import os
@@ -10,12 +10,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def started(program, *arguments, devices, errors, stdout=subprocess.DEVNULL):
-    """A program of this folder as a process with so many devices, killed when the block ends.
+    """Start a program with the given number of devices, and kill it at the end of the block.
 
-    It gets the flags of this process, so that XLA compiles the same for both. What it writes to its standard error is
-    in the file ``errors``.
+    The program has the XLA flags of this process, so that XLA compiles it in the same way. The file ``errors`` receives
+    its standard error.
     """
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"  # the last one counts
+    # XLA uses the last value of a repeated flag.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     with (
         open(errors, "w") as stderr,
         subprocess.Popen(

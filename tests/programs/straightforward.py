@@ -1,4 +1,4 @@
-"""The oracle of `loss_scaled`, and a comparison bit for bit; test_transform.py runs it in a process of its own."""
+"""Simple reference implementation of `loss_scaled`, which `test_transform.py` compares in a subprocess."""
 
 import chex
 import jax
@@ -14,7 +14,7 @@ LOSS_SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 
 @jax.jit
 def straightforward(scaled_grads, loss_scale, inner_state, params):
-    """One step as the textbook has it: unscale, check, update, apply, and take all of it or nothing."""
+    """Run one step: unscale, check, update, and select the new or the old values."""
     grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / loss_scale(), scaled_grads)
     finite = jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]))
     updates, new_state = INNER.update(grads, inner_state, params)
@@ -24,7 +24,7 @@ def straightforward(scaled_grads, loss_scale, inner_state, params):
 
 
 def compare(dtype, skip):
-    """Five steps, the third of them bad, with leaves on both sides of what is checked together."""
+    """Compare five steps, the third of which is nonfinite, with one large and one small leaf."""
     tx = jls.loss_scaled(INNER, LOSS_SCALE, skip=skip)
     step = jax.jit(tx.update_and_apply)
     rng = np.random.default_rng(0)

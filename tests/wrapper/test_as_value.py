@@ -1,4 +1,4 @@
-"""A transformation is a value, as every optax transformation is: copied, pickled, mapped over, held, passed."""
+"""Copies, pickles and other uses of a `loss_scaled` transformation as a Python object and as a pytree."""
 
 import copy
 import pickle
@@ -20,6 +20,7 @@ GRADS = jax.tree.map(lambda leaf: 1024.0 * jnp.ones_like(leaf), PARAMS)
 
 
 def make():
+    """Return a loss-scaled optimizer with a fixed loss scale of 1024."""
     return jls.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 1024.0)
 
 
@@ -46,8 +47,8 @@ REBUILT = {
 
 
 @pytest.mark.parametrize("rebuild", REBUILT.values(), ids=REBUILT)
-def test_what_is_rebuilt_steps_alike(rebuild):
-    """Also what has stepped before, and so holds a compiled step."""
+def test_rebuilt_transformation_takes_the_same_steps(rebuild):
+    """The original transformation has already run, so it contains a compiled step."""
     tx = make()
     state = tx.init(PARAMS)
     methods = ("update", "update_and_apply")
@@ -59,7 +60,7 @@ def test_what_is_rebuilt_steps_alike(rebuild):
     jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
-def test_it_is_the_tuple_of_its_two_functions():
+def test_transformation_unpacks_into_init_and_update():
     tx = make()
     init, update = tx
     assert (init, update) == (tx.init, tx.update)
@@ -67,13 +68,13 @@ def test_it_is_the_tuple_of_its_two_functions():
     assert hash(tx) == hash(tx._replace())
 
 
-def test_a_deep_copy_is_equal_as_optaxs_is():
-    """So a train state that holds one is not compiled for again."""
+def test_deep_copy_is_equal_to_the_original():
+    """If copies are equal, a copied train state does not cause a recompilation."""
     for tx in optax.adam(0.1), make():
         assert copy.deepcopy(tx) == tx
 
 
-def test_what_it_shows_of_itself():
+def test_repr_dir_and_docstrings():
     tx = make()
     assert repr(tx).startswith("LossScaledTransformation(loss_scaled(")
     assert repr(tx).endswith("): init, update, update_and_apply)")
@@ -84,12 +85,12 @@ def test_what_it_shows_of_itself():
     repr(nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
 
 
-# --- Abstract parameters ---
+# --- Initialization from abstract parameters ---
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize(("dtype", "loss_scale"), [("float32", None), ("float16", "auto"), ("bfloat16", "dynamic")])
-def test_init_takes_abstract_parameters(dtype, loss_scale):
+def test_init_accepts_abstract_parameters(dtype, loss_scale):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     params = {"kernel": jnp.ones((2, 3), dtype), "steps": jnp.int32(3)}
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
@@ -99,10 +100,10 @@ def test_init_takes_abstract_parameters(dtype, loss_scale):
     jax.tree.map(np.testing.assert_array_equal, tx.init(partly), expected)
 
 
-# --- Trees with leaves that are no arrays ---
+# --- Pytrees with leaves that are not arrays ---
 
 
-def test_leaves_that_are_no_arrays_are_the_same_objects():
+def test_leaves_that_are_not_arrays_are_returned_unchanged():
     tx = make()
     others = {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3, "dtype": jnp.float16}
     model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
@@ -115,8 +116,8 @@ def test_leaves_that_are_no_arrays_are_the_same_objects():
 
 @pytest.mark.parametrize("skip_if", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled, skip_if):
-    """As frozen layers are: alone, and as a whole branch of the tree."""
+def test_arrays_without_gradients_are_returned_unchanged(compiled, skip_if):
+    """Frozen layers have no gradients, either as single arrays or as whole subtrees."""
     tx = make()
     frozen = {"embedding": jnp.ones(3), "norm": {"scale": jnp.ones(2), "offset": jnp.zeros(2)}}
     grads = {"layer": GRADS, "embedding": None, "norm": None}
@@ -129,7 +130,7 @@ def test_arrays_that_have_no_gradient_stay_where_all_leaves_are_arrays(compiled,
     assert state.skipped_steps == skip_if
 
 
-def test_what_has_no_gradient_and_is_no_array_gets_no_update():
+def test_leaves_without_gradients_that_are_not_arrays_get_no_update():
     tx = make()
     others = {"inference": False, "depth": 3, "steps": jnp.int32(3), "activation": jax.nn.relu}
     others |= {"dtype": jnp.float16, "names": np.array(["a", "b"])}

@@ -1,7 +1,7 @@
-"""The ordinary data-parallel step inside `jax.shard_map`: on every device all parameters, and its share of the batch.
+"""Data-parallel training step inside `jax.shard_map`, with replicated parameters and a sharded batch.
 
-Each device has a loss of its own; parameters, state and scale are the same everywhere. The oracle is the step of one
-device on the whole batch, as optax has it, without a loss scale.
+The loss differs between devices, but parameters, optimizer state and loss scale are replicated. The reference is a
+plain optax step without loss scaling on one device, which uses the whole batch.
 """
 
 import jax
@@ -54,7 +54,8 @@ def by_another_gradient_function(params, state, x):
     return loss, jax.tree.map(lambda leaf: leaf / jax.lax.axis_size("data"), grads)
 
 
-# With `check_vma` JAX adds up the gradients of what is the same everywhere; without, nobody does.
+# If `check_vma` is True, JAX sums the gradients of replicated parameters over all devices. Otherwise, the step must sum
+# them.
 WAYS = [
     (averaged_by_hand, False, AxisType.Auto),
     (of_own_copies, True, AxisType.Explicit),
@@ -65,10 +66,10 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "check_vma", "axis_type"), WAYS, ids=[way.__name__ for way, *_ in WAYS])
-def test_it_is_the_step_of_one_device_and_skipped_by_all_if_one_has_bad_data(way, check_vma, axis_type):
+def test_step_equals_one_device_and_all_devices_skip_nonfinite_data(way, check_vma, axis_type):
     def local_step(params, state, x):
         loss, grads = way(params, state, x)
-        return *TX.update_and_apply(grads, state, params, value=loss), mean(loss)  # it is told the loss of this device
+        return *TX.update_and_apply(grads, state, params, value=loss), mean(loss)  # `value` is the loss of this device.
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
@@ -86,9 +87,10 @@ def test_it_is_the_step_of_one_device_and_skipped_by_all_if_one_has_bad_data(way
     )
 
     bad = BATCH.copy()
-    bad[11, 2] = np.nan  # on one device
+    bad[11, 2] = np.nan  # One device has a NaN in its shard.
     after, after_state, loss = step(params, state, jax.device_put(bad, rows))
     assert np.isnan(loss)
     jax.tree.map(np.testing.assert_array_equal, (after, after_state.inner_state), (params, state.inner_state))
-    for scalar, expected in (after_state.skipped_steps, 1), (after_state.loss_scale(), 2.0**10):  # the loss is to blame
+    # The scale is unchanged because the loss is nonfinite as well.
+    for scalar, expected in (after_state.skipped_steps, 1), (after_state.loss_scale(), 2.0**10):
         assert [shard.data.item() for shard in scalar.addressable_shards] == [expected] * 8

@@ -1,6 +1,7 @@
-"""`loss_scaled` on eight host devices: every device takes the same decision, and shardings stay.
+"""`loss_scaled` on eight host devices: all devices make the same decision, and shardings are preserved.
 
-First the optimizer step alone: on a mesh, inside `jax.shard_map`, and under `jax.pmap`. Then a training step on a mesh.
+The first tests run only the optimizer step: on a mesh, inside `jax.shard_map` and under `jax.pmap`. The other tests run
+a whole training step on a mesh.
 """
 
 import functools
@@ -23,13 +24,14 @@ from jax_lossscale._measure import axes_varied_over
 
 pytestmark = pytest.mark.ci
 
-SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
+# "auto" is equivalent to one of these, depending on the platform (see `test_lowering.py`).
+SKIPS = ["cond", "select"]
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def sharded_step(tx, axis_type):
-    """Parameters and state after a good and after a bad step, on eight devices, parameters fully sharded."""
+    """Return parameters and state after a finite and after a nonfinite step, with fully sharded parameters."""
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(axis_type,))
     with set_mesh(mesh):
         params = {
@@ -38,7 +40,7 @@ def sharded_step(tx, axis_type):
         }
         good = jax.tree.map(lambda leaf: leaf * 8, params)
         spoiled = np.full((16, 4), 8, np.float32)
-        spoiled[11, 2] = np.nan  # one element on one device
+        spoiled[11, 2] = np.nan  # One device has a NaN in its shard.
         bad = {**good, "kernel": jax.device_put(spoiled, params["kernel"].sharding)}
         step = jax.jit(tx.update_and_apply)
         first = step(good, jax.jit(tx.init)(params), params)
@@ -47,7 +49,7 @@ def sharded_step(tx, axis_type):
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("axis_type", MESH.values(), ids=MESH)
-def test_on_a_mesh_one_bad_element_is_seen_by_all_and_shardings_stay(axis_type, skip):
+def test_nonfinite_element_skips_the_step_on_all_devices_of_a_mesh(axis_type, skip):
     (params, state), (after, after_state) = sharded_step(jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip), axis_type)
     assert (np.asarray(params["kernel"]) < 1).all()
     assert (after_state.loss_scale(), after_state.skipped_steps) == (4.0, 1)
@@ -69,7 +71,7 @@ SHARDED, REPLICATED = P("shard"), P()
         *(("update_and_apply", REPLICATED, True, "cond"), ("update_and_apply", REPLICATED, True, "select")),
     ],
 )
-def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, skip):
+def test_nonfinite_shard_skips_the_step_on_all_devices_under_shard_map(method, spec, check_vma, skip):
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="shard", skip=skip)
     params = jnp.ones(8)
     state = tx.init(params)
@@ -77,7 +79,7 @@ def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, s
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
 
     def step(grads, losses, state, params):
-        if spec == P():  # data parallel: the user sums the gradients, the losses stay local
+        if spec == P():  # In data parallelism, the user sums the gradients, and each device has its own loss.
             grads = jax.lax.psum(grads.sum(), "shard") * jnp.ones(8)
         value = losses.sum()
         if method == "update_and_apply":
@@ -106,9 +108,9 @@ def test_under_shard_map_one_bad_shard_is_seen_by_all(method, spec, check_vma, s
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("method", ["update", "update_and_apply"])
-def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip):
-    """What was the same everywhere before the step is not after it; both branches must say so."""
-    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # each device decides for itself
+def test_each_device_decides_separately_without_axis_name(method, skip):
+    """Values that are replicated before the step vary over devices after it, and both branches must declare that."""
+    tx = jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)  # Without `axis_name`, each device decides separately.
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
 
     def local_step(grads, state, params):
@@ -117,7 +119,8 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
             params = optax.apply_updates(params, updates)
         else:
             params, state = tx.update_and_apply(grads[0], state, params)
-        # JAX does not say of the results of a conditional that they are local, and would take one for all.
+        # JAX does not mark the results of a conditional as varying over devices. Without a mark, the value of one
+        # device would count as the value of all devices.
         assert {axes_varied_over(leaf) for leaf in jax.tree.leaves((params, state))} == {frozenset({"shard"})}
         return params[None], state.skipped_steps[None]
 
@@ -130,7 +133,7 @@ def test_under_shard_map_replicated_parameters_may_take_local_steps(method, skip
 
 
 @pytest.mark.parametrize(("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, False)])
-def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, check_vma):
+def test_decision_is_shared_over_several_mesh_axes(axis_type, check_vma):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name=("data", "model"))
     specs = {"kernel": P("data", "model"), "bias": P()}
@@ -160,11 +163,11 @@ def test_under_shard_map_the_verdict_is_agreed_over_several_axes(axis_type, chec
     assert (after_state.loss_scale(), after_state.applied_steps, after_state.skipped_steps) == (4.0, 1, 1)
 
 
-has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of jax has no pmap any more")
+has_pmap = pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this version of JAX has no pmap")
 
 
 @pytest.mark.parametrize("name", [pytest.param("pmap", marks=has_pmap), "vmap"])
-def test_under_a_named_map_one_bad_member_is_seen_by_all(name):
+def test_nonfinite_member_skips_the_step_of_all_members_under_pmap_and_vmap(name):
     mapped = jax.pmap if name == "pmap" else lambda *args, **axis: jax.jit(jax.vmap(*args, **axis))
     tx = jls.loss_scaled(optax.adam(0.1), SCALE, axis_name="member")
     params = jnp.full((8, 2), 8.0)
@@ -175,7 +178,7 @@ def test_under_a_named_map_one_bad_member_is_seen_by_all(name):
     assert bad[1].loss_scale().tolist() == [4.0] * 8
 
 
-# A whole training step: float16 compute, a forward and a backward pass, the optimizer.
+# --- A whole training step: float16 forward and backward pass, and the optimizer ---
 
 START = jls.DynamicLossScale(2.0**10)
 RANDOM = np.random.default_rng(0)
@@ -196,17 +199,18 @@ def loss_fn(params, batch, **dot_options):
 
 
 def with_one_element(array, value):
-    """A copy with one element changed, which belongs to one example, and on a sharded axis to one shard."""
+    """Return a copy with one changed element, which belongs to one example and to one shard."""
     changed = np.array(array)
     changed[11, 2] = value
     return changed
 
 
-# What happens to one element, and the scale after it. A forward pass that diverged does not lower the scale.
+# Each entry contains a batch with one changed element, and the loss scale after the step. A nonfinite loss does not
+# lower the scale.
 SPOILED_BATCHES = {
     "a NaN in the batch": ({**BATCH, "x": with_one_element(BATCH["x"], np.nan)}, 2.0**10),
     "an infinity in the batch": ({**BATCH, "y": with_one_element(BATCH["y"], np.inf)}, 2.0**10),
-    "a gradient that float16 does not hold": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
+    "a gradient beyond the range of float16": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
 }
 
 
@@ -218,22 +222,24 @@ def loss_and_grads_on_one_device():
 def assert_is_the_first_step_on_one_device(inner_state, loss):
     expected_loss, expected_grads = loss_and_grads_on_one_device()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
-    # The first moments are a tenth of the gradients, which float16 rounds in another order here.
+    # The first moments are 0.1 times the gradients. Rounding in float16 depends on the order of the sum, which differs
+    # on a mesh.
     grads = jax.tree.map(lambda moment: 10 * np.asarray(moment), inner_state[0].mu)
     chex.assert_trees_all_close(grads, jax.device_get(expected_grads), rtol=1e-2, atol=2e-2)
 
 
 def bits(tree):
+    """Return the bytes of each leaf."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def on_each_device(scalar):
-    """The copies of a replicated scalar, which nothing but the program keeps equal."""
+    """Return the copy of a replicated scalar on each device. The copies can differ if the program is wrong."""
     return [shard.data.item() for shard in scalar.addressable_shards]
 
 
 def shard_bits(tree):
-    """The bits of every copy and every shard, each device by itself."""
+    """Return the bytes of each shard on each device."""
     return [bits([shard.data for shard in leaf.addressable_shards]) for leaf in jax.tree.leaves(tree)]
 
 
@@ -241,8 +247,8 @@ class Layout(NamedTuple):
     mesh: dict[str, int]
     batch: P
     params: dict[str, P]
-    gathers: int  # collectives of whole arrays that the model itself asks for
-    verdicts: int  # sets of axes that gradients are split over
+    gathers: int  # The model itself contains this number of collectives of whole arrays.
+    verdicts: int  # Gradients are sharded over this number of different sets of mesh axes.
 
 
 LAYOUTS = {
@@ -259,7 +265,7 @@ LAYOUTS = {
 
 
 class Training:
-    """A compiled training step on a mesh, and what it starts from."""
+    """A compiled training step on a mesh, together with the initial parameters and state."""
 
     def __init__(self, layout, axis_type, skip):
         is_explicit = axis_type is AxisType.Explicit
@@ -269,7 +275,8 @@ class Training:
         )
         tx = jls.loss_scaled(optax.adam(0.1), START, skip=skip)
         gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
-        # With explicit axes the user says how a product is laid out whose summed dimension is sharded.
+        # With explicit axes, the user must specify the output sharding of a matmul whose contracted dimension is
+        # sharded.
         dot_options = {"out_sharding": P("data")} if is_explicit else {}
 
         def sharded_loss_fn(params, batch):
@@ -285,7 +292,8 @@ class Training:
 
         with set_mesh(self.mesh):
             self.params = {name: self.put(PARAMS[name], spec) for name, spec in layout.params.items()}
-            state = tx.init(self.params)  # the moments lie as the parameters do; the scalars are put on every device
+            # The moments have the shardings of the parameters. The scalars are replicated.
+            state = tx.init(self.params)
             self.state = jax.tree.map(lambda leaf: leaf if leaf.ndim else self.put(leaf, P()), state)
             arguments = self.params, self.state, self.placed_batch(BATCH), self.placed_spoil(0.0)
             self.compiled = jax.jit(step).lower(*arguments).compile()
@@ -297,7 +305,7 @@ class Training:
         return {name: self.put(array, self.layout.batch) for name, array in batch.items()}
 
     def placed_spoil(self, value):
-        """What is added to the gradient of the kernel: nothing but in one element."""
+        """Return the array that is added to the gradient of the kernel. All but one element is zero."""
         spoil = np.zeros((8, 32), np.float32)
         spoil[5, 13] = value
         return self.put(spoil, self.layout.params["kernel"])
@@ -311,7 +319,7 @@ def training(layout, axis_type, skip):
     return Training(LAYOUTS[layout], MESH[axis_type], skip)
 
 
-# Every pair of these; the rest is slow.
+# These cases cover every pair of options. All other combinations are marked as slow.
 QUICK = [
     *(("data parallel", "auto", "cond"), ("data parallel", "explicit", "select")),
     *(("fully sharded", "auto", "select"), ("fully sharded", "explicit", "cond")),
@@ -327,7 +335,7 @@ on_every_mesh = pytest.mark.parametrize(
 
 
 @on_every_mesh
-def test_a_training_step_on_a_mesh_is_that_of_one_device_and_leaves_everything_where_it_lay(layout, axis_type, skip):
+def test_training_step_on_a_mesh_equals_one_device_and_keeps_shardings(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     params, state, loss = run.step(run.params, run.state)
     assert_is_the_first_step_on_one_device(state.inner_state, loss)
@@ -341,7 +349,7 @@ def test_a_training_step_on_a_mesh_is_that_of_one_device_and_leaves_everything_w
 
 
 @on_every_mesh
-def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_training_step(layout, axis_type, skip):
+def test_nonfinite_batch_or_gradient_skips_the_training_step_on_a_mesh(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     params, state, _ = run.step(run.params, run.state)
     spoiled = [(batch, 0.0, scale) for batch, scale in SPOILED_BATCHES.values()]
@@ -356,7 +364,7 @@ def test_on_a_mesh_one_bad_element_of_the_batch_or_of_a_gradient_skips_the_train
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @on_every_mesh
-def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_type, skip):
+def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)
     text = run.compiled.as_text()
     found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\((.*)", text)
@@ -364,13 +372,13 @@ def test_a_training_step_on_a_mesh_moves_no_parameters_or_moments(layout, axis_t
     verdicts = [rest for _, rest in found if any(f"to_apply={name}," in f"{rest}," for name in maxima)]
     assert len(verdicts) == run.layout.verdicts
     moves = [kind for kind, _ in found if kind != "all-reduce"]
-    assert moves == ["all-gather"] * run.layout.gathers  # those of the forward pass
+    assert moves == ["all-gather"] * run.layout.gathers  # The forward pass contains these all-gathers.
 
 
 @pytest.mark.parametrize("loss_scale", ["auto", None])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-def test_init_takes_parameters_on_several_devices_as_a_bare_chain_does(loss_scale, dtype):
+def test_init_keeps_the_placement_of_parameters_on_different_devices(loss_scale, dtype):
     mesh = NamedSharding(jax.make_mesh((2,), ("shard",), devices=jax.devices()[2:4]), P("shard"))
     places = [jax.devices()[0], jax.devices()[1], mesh]
     params = [{"kernel": jax.device_put(np.ones((2, 4), dtype), place)} for place in places]

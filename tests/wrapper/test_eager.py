@@ -1,4 +1,4 @@
-"""Steps outside `jax.jit`: how often they compile, what they keep, and that they are those of a compiled program."""
+"""Steps outside `jax.jit`: number of compilations, lifetime of references, and agreement with compiled steps."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}
 BAD_GRADS = {**GRADS, "bias": jnp.float32(np.nan)}
 LOSS_SCALES = {"dynamic": jls.DynamicLossScale(8.0), "auto": "auto", "fixed": 8.0, "none": None}
 
-# A value of an extra argument for each step, and whether the step is one compiled call.
+# Each entry maps the step number to extra arguments, and states whether the whole step is one compiled call.
 EXTRAS = {
     "nothing": (lambda step: {}, True),
     "loss": (lambda step: {"value": float(step)}, True),
@@ -52,7 +52,7 @@ def chain():
         *((*EXTRAS["nothing"], loss_scale) for loss_scale in LOSS_SCALES.values()),
     ],
 )
-def test_a_step_compiles_once_whatever_it_is_given(extra, is_compiled, loss_scale, compilations):
+def test_eager_steps_compile_once_for_any_extra_arguments(extra, is_compiled, loss_scale, compilations):
     tx = jls.loss_scaled(chain(), loss_scale)
     steps = [GRADS, BAD_GRADS, GRADS, BAD_GRADS, GRADS]
     (params, state), counts = (PARAMS, tx.init(PARAMS)), []
@@ -61,12 +61,13 @@ def test_a_step_compiles_once_whatever_it_is_given(extra, is_compiled, loss_scal
         before = len(compilations)
         params, state = tx.update_and_apply(grads, state, params, **extra_args)
         counts.append(len(compilations) - before)
-    # What is not compiled as a whole has an operation or two more on the first bad step.
+    # A step that is not one compiled call executes additional operations at the first nonfinite step, and compiles them
+    # then.
     assert counts[1 if is_compiled else 2 :] == [0] * (4 if is_compiled else 3)
     assert not is_compiled or counts[0] == 1
 
 
-def test_a_step_of_a_traced_program_is_no_call_of_its_own():
+def test_traced_step_is_not_wrapped_in_its_own_jit_call():
     tx = jls.loss_scaled(chain(), 8.0)
     program = jax.make_jaxpr(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
     assert "take" not in [eqn.params.get("name") for eqn in program.eqns]
@@ -76,7 +77,7 @@ def test_a_step_of_a_traced_program_is_no_call_of_its_own():
     ("loss_scale", "skip", "apply_together"),
     [("dynamic", "cond", True), ("auto", "select", True), ("auto", "cond", False), (8.0, "cond", True)],
 )
-def test_every_way_to_call_a_step_gives_the_same(loss_scale, skip, apply_together):
+def test_eager_and_compiled_steps_agree(loss_scale, skip, apply_together):
     tx = jls.loss_scaled(chain(), loss_scale, skip=skip, record_bad_steps=True)
 
     def step(grads, state, params, **extra_args):
@@ -106,7 +107,7 @@ STEPPED = {
 
 
 @pytest.mark.parametrize("step", STEPPED.values(), ids=STEPPED)
-def test_what_was_stepped_is_freed_with_its_chain_and_all_that_this_has_closed_over(step):
+def test_transformation_and_its_closures_are_freed_after_a_step(step):
     def stepped():
         closed_over = jnp.full(1000, 3.0)
         times = optax.stateless(lambda updates, params: jax.tree.map(lambda leaf: leaf * closed_over[0], updates))
@@ -119,7 +120,7 @@ def test_what_was_stepped_is_freed_with_its_chain_and_all_that_this_has_closed_o
     assert [reference() for reference in references] == [None] * 8
 
 
-def test_derivatives_of_an_eager_step_are_taken_of_what_the_chain_has_closed_over():
+def test_eager_step_is_differentiable_with_respect_to_closed_over_values():
     def after(rate, grads):
         tx = jls.loss_scaled(optax.sgd(rate), 8.0)
         params, _ = tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, value=1.0)
@@ -130,7 +131,7 @@ def test_derivatives_of_an_eager_step_are_taken_of_what_the_chain_has_closed_ove
 
 
 @pytest.mark.parametrize("setting", ["nesterov", jnp.float16, jnp.negative], ids=["string", "dtype", "function"])
-def test_the_state_of_a_chain_may_hold_what_is_no_array(setting):
+def test_inner_optimizer_state_may_contain_leaves_that_are_not_arrays(setting):
     def update(updates, state, params=None):
         assert state["setting"] is setting
         return updates, {**state, "steps": state["steps"] + 1}

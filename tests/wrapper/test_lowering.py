@@ -1,4 +1,4 @@
-"""The optimizer step as another machine would get it: lowered with `jax.export`, read, stored, and called again."""
+"""Optimizer steps lowered for other platforms with `jax.export`, and exported steps that are stored and loaded."""
 
 import math
 import re
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.as_for_users
 
 PLATFORMS = ["cpu", "cuda", "rocm", "tpu"]
 LEAVES = 5
-SHAPE = (7, 11)  # of no other array in these programs
+# No other array in these programs has this shape.
+SHAPE = (7, 11)
 PARAMS = {str(n): np.full(SHAPE, n, np.float32) for n in range(LEAVES)}
 
 
@@ -31,13 +32,16 @@ def lowered(function, platforms, *args):
 
 
 class Branching(NamedTuple):
-    on: str  # "flag" or "platform"
+    on: str  # The value is "flag" or "platform".
     branches: int
     results: str
 
 
 def branchings(text):
-    """Every conditional with more than one branch; JAX leaves those with one where it knows the platform."""
+    """Return all conditionals with more than one branch.
+
+    JAX keeps conditionals with one branch if it knows the platform.
+    """
     found, regions, converted_flags = [], [], set()
     for line in map(str.strip, text.splitlines()):
         if name := re.match(r"(%\w+)(?::\d+)? = ", line):
@@ -66,9 +70,12 @@ def parameter_selections(text):
     return len(re.findall(r"stablehlo\.select .*tensor<7x11xf32>", text))
 
 
-# Parameters, or updates, and two moments are chosen for each leaf: in one conditional or one by one.
+# For each leaf, the step selects parameters (or updates) and two moments, either in one conditional or in separate
+# selections.
 CHOSEN = 3 * LEAVES
-STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, selections)
+# The keys are (skip, platforms). The values are the numbers of conditionals on the finiteness check, of conditionals on
+# the platform and of selections.
+STEPS = {
     ("auto", ("cpu",)): (1, 0, 0),
     ("auto", ("cuda",)): (0, 0, CHOSEN),
     ("auto", ("cuda", "rocm", "tpu")): (0, 0, CHOSEN),
@@ -84,7 +91,7 @@ STEPS = {  # (skip, platforms): (conditionals on the verdict, on the platform, s
     [(*situation, expected) for situation, expected in STEPS.items()],
     ids=["-".join((skip, *platforms)) for skip, platforms in STEPS],
 )
-def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms, expected, method):
+def test_steps_are_skipped_by_one_conditional_or_by_selections(skip, platforms, expected, method):
     tx = transformation(skip)
     text = lowered(getattr(tx, method), platforms, PARAMS, tx.init(PARAMS), PARAMS)
     found = parameter_branchings(text)
@@ -95,7 +102,7 @@ def test_a_bad_step_is_skipped_by_a_conditional_or_by_selections(skip, platforms
     assert "custom_call" not in text
 
 
-# The elements of a large leaf are read as words, whose largest is found.
+# The elements of a large leaf are read as integers, whose maximum is computed.
 LARGE = (512, 128)
 
 
@@ -115,14 +122,16 @@ def test_all_finite_reads_a_large_leaf_once_on_every_platform(dtype, platform, s
         sum(math.prod(map(int, shape.split("x"))) for shape in words) / math.prod(LARGE),
         len([found for found in branchings(text) if found.on == "flag"]),
     )
-    assert counts == (0, 0, 1, 0)  # tests of each element, sums, readings as words, conditionals on a first answer
+    # The counts are elementwise `is_finite` operations, sums, conversions to integers per element, and conditionals.
+    assert counts == (0, 0, 1, 0)
     assert "custom_call" not in text
 
 
 def through_storage(function, *args):
-    """``function``, exported for all platforms, stored and loaded; its arguments cross as lists of leaves.
+    """Export ``function`` for all platforms, serialize it and return the loaded function.
 
-    `jax.export` does not store the types of a tree that are not registered with it.
+    Arguments and results are passed as lists of leaves, because `jax.export` cannot serialize pytree types that are not
+    registered with it.
     """
     structure = jax.tree.structure(args)
     result_structure = jax.tree.structure(jax.eval_shape(function, *args))
@@ -154,7 +163,7 @@ SEQUENCE = [
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize(("method", "skip"), [("update", "select"), ("update_and_apply", "auto")])
-def test_a_stored_step_is_the_step(method, skip):
+def test_exported_step_equals_the_original_step(method, skip):
     tx = transformation(skip)
     step = jax.jit(getattr(tx, method))
     params, state = GRADS, tx.init(GRADS)

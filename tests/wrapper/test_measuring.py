@@ -1,4 +1,4 @@
-"""`loss_scaled` with `AutoLossScale`, which is told the largest gradient, too: what every kind goes through."""
+"""`loss_scaled` with `AutoLossScale`, which also requires the largest gradient magnitude."""
 
 import re
 from collections import Counter
@@ -23,29 +23,30 @@ TX = jls.loss_scaled(optax.adam(0.1), jls.AutoLossScale(8.0))
 
 
 def scaled(state, spoil=0.0):
-    """The gradients as they come at the state's scale, one element of them plus ``spoil``."""
+    """Return gradients that are scaled by the loss scale of the state, with ``spoil`` added to one element."""
     grads = jax.tree.map(lambda leaf: leaf * state.loss_scale(), TRUE_GRADS)
     return {**grads, "bias": grads["bias"] + jnp.asarray([0.0, spoil])}
 
 
-# what spoils the gradients, value, skip_if: applied, how the scale moves, the largest that is kept
+# The columns are the value that is added to a gradient, `value`, `skip_if`, whether the step is applied, the change of
+# the scale, and the stored `largest`.
 STEPS = {
-    "all is well": (0.0, 1.0, False, True, "good", LARGEST),
-    "the user skips": (0.0, 1.0, True, False, "stays", LARGEST),
+    "finite step": (0.0, 1.0, False, True, "good", LARGEST),
+    "skip_if": (0.0, 1.0, True, False, "stays", LARGEST),
     "overflow": (INF, 1.0, False, False, "bad", NAN),
-    "overflow while the user skips": (-INF, 1.0, True, False, "bad", NAN),
-    "the loss is NaN": (0.0, NAN, False, False, "stays", LARGEST),
-    "the loss is NaN, and so are the gradients": (NAN, NAN, False, False, "stays", NAN),
+    "overflow and skip_if": (-INF, 1.0, True, False, "bad", NAN),
+    "NaN loss": (0.0, NAN, False, False, "stays", LARGEST),
+    "NaN loss and NaN gradients": (NAN, NAN, False, False, "stays", NAN),
 }
 
 
 @pytest.mark.parametrize(("spoil", "value", "skip_if", "applied", "moves", "largest"), STEPS.values(), ids=STEPS)
-def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, applied, moves, largest):
+def test_skipped_steps_and_scale_changes_of_the_automatic_scale(spoil, value, skip_if, applied, moves, largest):
     step = jax.jit(TX.update_and_apply)
-    told = {"value": jnp.float32(1.0), "skip_if": jnp.array(False)}
-    params, before = step(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS, **told)
-    told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
-    after, state = step(scaled(before, spoil), before, params, **told)
+    kwargs = {"value": jnp.float32(1.0), "skip_if": jnp.array(False)}
+    params, before = step(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS, **kwargs)
+    kwargs = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
+    after, state = step(scaled(before, spoil), before, params, **kwargs)
     expected = {
         "good": before.loss_scale.adjust(True, largest=LARGEST),
         "bad": before.loss_scale.adjust(False, largest=LARGEST),
@@ -61,11 +62,11 @@ def test_when_a_step_is_skipped_and_how_the_scale_moves(spoil, value, skip_if, a
         chex.assert_trees_all_equal((after, state.inner_state), (params, before.inner_state))
 
 
-# --- Many devices ---
+# --- Several devices ---
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
-def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma):
+def test_flag_and_largest_share_one_all_reduce_under_shard_map(check_vma):
     tx = jls.loss_scaled(optax.adam(0.1), "auto", axis_name="shard")
     params, before = jnp.ones(8), tx.init(jnp.ones(8))
     specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), before)
@@ -86,12 +87,13 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
     for spoiled, expected, largest in (
         ((-3.0, 1.0), before.loss_scale.adjust(True, largest=3.0), 3.0),
         ((np.nan, 1.0), before.loss_scale.adjust(False, largest=NAN), NAN),
-        ((1.0, np.nan), before.loss_scale, 1.0),  # the loss of one device: the scale stays
+        ((1.0, np.nan), before.loss_scale, 1.0),  # The loss is nonfinite on one device, so the scale stays.
     ):
         grads, losses = (np.where(np.arange(8) == 5, value, 1).astype(np.float32) for value in spoiled)
         after, state = step(grads * scale, losses, before, params)
         chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
-        np.testing.assert_equal(float(state.largest), largest)  # seven devices have a largest gradient in each case
+        # Seven of the eight devices have finite gradients in each case.
+        np.testing.assert_equal(float(state.largest), largest)
         assert (np.asarray(after) != 1).all() == (largest == 3.0)
     text = step.lower(ones, ones, before, params).compile().as_text()
     collectives = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -99,8 +101,8 @@ def test_under_shard_map_one_all_reduce_agrees_on_verdict_and_largest(check_vma)
 
 
 @pytest.mark.parametrize("values", [(1.0, 3.0), (1.0, np.nan), (np.nan, np.nan)], ids=str)
-def test_what_is_not_measured_on_one_device_is_not_measured(values):
-    """Where the minimum of a platform passes over NaN, too."""
+def test_agree_returns_nan_if_one_device_has_nan(values):
+    """On some platforms, the minimum of a number and NaN is the number, so NaN needs special treatment."""
     shards = np.float32([values[0], values[1], *[0.5] * 6])
 
     def agreed(shard):
@@ -113,16 +115,16 @@ def test_what_is_not_measured_on_one_device_is_not_measured(values):
     np.testing.assert_equal(float(largest), float(np.max(shards)))
 
 
-# --- What is kept ---
+# --- The largest magnitude in the state ---
 
 
-def test_before_the_first_step_nothing_was_measured():
-    with jax.debug_nans(True):  # which raises where JAX computes a NaN
+def test_largest_is_nan_before_the_first_step():
+    with jax.debug_nans(True):  # `debug_nans` raises if JAX computes a NaN.
         assert np.isnan(jls.metrics(TX.init(PARAMS))["largest"])
 
 
 @pytest.mark.parametrize(("loss_scale", "stops"), [("dynamic", False), ("auto", True)])
-def test_jax_debug_nans_stops_at_a_skipped_step_only_for_the_largest_that_was_not_measured(loss_scale, stops):
+def test_debug_nans_raises_at_a_skipped_step_only_if_largest_is_nan(loss_scale, stops):
     tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
     state = tx.init(PARAMS)
 
@@ -140,15 +142,15 @@ def test_jax_debug_nans_stops_at_a_skipped_step_only_for_the_largest_that_was_no
             assert train_step(PARAMS, state, INF)[1].skipped_steps == 1
 
 
-def test_of_gradients_that_are_known_not_to_be_finite_none_is_the_largest():
+def test_largest_is_nan_if_grads_finite_is_false():
     before = TX.init(PARAMS)
     for grads in (scaled(before), scaled(before, NAN)):
         _, state = TX.update(grads, before, PARAMS, grads_finite=False)
         assert np.isnan(state.largest)
 
 
-def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_says_that_all_are():
-    """All zeros would let the scale search upwards."""
+def test_nonfinite_gradients_are_not_treated_as_zeros_if_grads_finite_is_true():
+    """If the gradients were treated as zeros, the scale would rise."""
     state = TX.init(PARAMS)
     for _ in range(4):
         _, state = TX.update(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS, grads_finite=True)
@@ -156,11 +158,11 @@ def test_gradients_that_are_not_finite_are_not_taken_for_zeros_where_the_caller_
     assert np.isnan(jls.metrics(state)["largest"])
 
 
-def test_another_kind_may_be_put_into_the_state_and_taken_out_again():
+def test_loss_scale_in_the_state_can_be_replaced_and_restored():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))
     _, changed = TX.update_and_apply(scaled(changed), changed, PARAMS)
-    assert np.isnan(jls.metrics(changed)["largest"])  # it is not measured
+    assert np.isnan(jls.metrics(changed)["largest"])  # `DynamicLossScale` does not measure the largest gradient.
     back = optax.tree_utils.tree_set(changed, loss_scale=jls.AutoLossScale(8.0))
     _, back = TX.update_and_apply(scaled(back), back, PARAMS)
     assert jls.metrics(back)["largest"] == LARGEST

@@ -1,4 +1,4 @@
-"""Reading the state of a run on the host: metrics, whether it is stuck, and states whose leaves are wrapped."""
+"""Functions that read the optimizer state on the host: `metrics`, `raise_if_stuck`, `get_loss_scale` and `explain`."""
 
 import dataclasses
 from functools import partial
@@ -15,16 +15,17 @@ PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray(
 BAD_GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, jnp.nan])}
 
 
-def test_readers_name_what_they_miss():
+def test_error_if_the_tree_has_no_or_several_loss_scaled_states():
     two = (jls.loss_scaled(optax.sgd(0.1)).init(PARAMS), {"b": jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)})
     for reader in jls.get_loss_scale, jls.metrics, jls.raise_if_stuck:
         with pytest.raises(ValueError, match=r"loss_scaled"):
             reader(optax.adam(0.1).init(PARAMS))
-        with pytest.raises(ValueError, match=r"2 of .*\[1\]\['b'\]"):
+        with pytest.raises(ValueError, match=r"got 2\..*\[1\]\['b'\]"):
             reader(two)
 
 
 def skipping(loss_scale, steps, **extra):
+    """Return the state after a number of steps with nonfinite gradients."""
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     state = tx.init(PARAMS)
     step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
@@ -39,46 +40,46 @@ def ensemble(*states):
 
 STUCK = {
     "fresh": (lambda: skipping("dynamic", 0), None),
-    "on its way down": (lambda: skipping("dynamic", 12), None),
-    "at the floor, for fewer steps than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
-    "auto, on its way down": (lambda: skipping("auto", 3), None),
+    "still decreasing": (lambda: skipping("dynamic", 12), None),
+    "at the floor, fewer skips than patience": (lambda: skipping(jls.DynamicLossScale(2.0), 9), None),
+    "auto, still decreasing": (lambda: skipping("auto", 3), None),
     "auto, at its floor": (lambda: skipping("auto", 10), "cannot go lower"),
     "at the floor": (
         lambda: skipping(jls.DynamicLossScale(1.0), 10),
         r"last 10 steps were skipped, and the loss scale cannot go lower \(it is 1",
     ),
-    "at a floor of its own": (
+    "at a user-defined floor": (
         lambda: skipping(jls.DynamicLossScale(2.0**-6, min_loss_scale=2.0**-8), 10),
         "cannot go lower",
     ),
     "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "cannot go lower"),
-    "hysteresis not used up": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
-    "the loss is NaN, hysteresis untouched": (
+    "hysteresis left": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
+    "NaN losses with hysteresis": (
         lambda: skipping(jls.DynamicLossScale(hysteresis=2), 20, value=jnp.float32(jnp.nan)),
         None,
     ),
     "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
-    "the loss is NaN for ever": (
+    "1000 NaN losses": (
         lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
-        r"more than any overflow explains \(the loss scale is 32768.0\)",
+        r"which overflows alone cannot explain \(the loss scale is 32768.0\)",
     ),
     "one member of an ensemble, at the floor": (
         lambda: ensemble(*(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))),
         "cannot go lower",
     ),
-    "one member of an ensemble, for ever": (
+    "one member of an ensemble, 1000 NaN losses": (
         lambda: ensemble(*(skipping("dynamic", n, value=jnp.float32(jnp.nan)) for n in (0, 1000))),
-        "more than any overflow explains",
+        "which overflows alone cannot explain",
     ),
-    "no loss scale, and the user skips": (
+    "no loss scale, with skip_if": (
         lambda: skipping(None, 20, skip_if=jnp.array(True)),
-        r"20 steps were skipped. Under a `NoOpLossScale`.*`skip_if`",
+        r"20 steps were skipped. With a `NoOpLossScale`.*`skip_if`",
     ),
 }
 
 
 @pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
-def test_raise_if_stuck(state, message):
+def test_raise_if_stuck_detects_runs_that_skip_every_step(state, message):
     if message is None:
         jls.raise_if_stuck(state(), patience=10)
     else:
@@ -86,7 +87,7 @@ def test_raise_if_stuck(state, message):
             jls.raise_if_stuck((state(),), patience=10)
 
 
-def test_a_run_that_is_traced_is_not_read():
+def test_raise_if_stuck_rejects_traced_states():
     state = skipping("dynamic", 0)
     with pytest.raises(ValueError, match=r"`raise_if_stuck\(opt_state=...\)` got values that are traced"):
         jax.jit(jls.raise_if_stuck)(state)
@@ -97,7 +98,7 @@ def test_a_run_that_is_traced_is_not_read():
 @partial(jax.tree_util.register_dataclass, data_fields=["current"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Measuring(jls.LossScale):
-    """A kind that takes its arguments by its contract and no other way: arrays, and the largest gradient by name."""
+    """A loss scale that only accepts arguments as documented: arrays, with `largest` passed by keyword."""
 
     current: jax.Array
     needs_largest = True
@@ -115,7 +116,7 @@ class Measuring(jls.LossScale):
         return {}
 
 
-def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
+def test_run_is_stuck_at_the_lower_bound_of_a_user_defined_loss_scale():
     state = skipping(Measuring(jnp.float32(64.0)), 2)
     assert state.loss_scale() == 4
     state = state._replace(consecutive_skips=jnp.int32(20), skipped_steps=jnp.int32(20))
@@ -123,22 +124,22 @@ def test_a_kind_is_stuck_where_it_says_that_it_cannot_go_lower():
     low = state._replace(loss_scale=Measuring(jnp.float32(1.0)))
     with pytest.raises(RuntimeError, match="cannot go lower"):
         jls.raise_if_stuck(low)
-    assert "cannot go lower" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
+    assert "is at its lower bound" in jls.diagnostics.explain(low._replace(grads_finite=jnp.array(False)))
 
 
-def test_a_kind_that_does_not_say_how_low_it_goes_is_stuck_after_a_thousand_steps(monkeypatch):
+def test_run_is_stuck_after_1000_skips_without_a_lower_bound(monkeypatch):
     monkeypatch.delattr(Measuring, "lower_bound")
     state = skipping(Measuring(jnp.float32(1.0)), 1)._replace(consecutive_skips=jnp.int32(999))
     jls.raise_if_stuck(state)
-    with pytest.raises(RuntimeError, match="more than any overflow"):
+    with pytest.raises(RuntimeError, match="overflows alone cannot explain"):
         jls.raise_if_stuck(state._replace(consecutive_skips=jnp.int32(1000)))
 
 
-# States whose leaves are wrapped.
+# --- States whose leaves are wrapped ---
 
 
 class Wrapped:
-    """An array in a coat, as some library may have it."""
+    """An array inside a wrapper object, as some libraries use it."""
 
     def __init__(self, array):
         self.array = array
@@ -175,7 +176,7 @@ def test_wrapped_leaves_are_read_as_arrays(wrap):
     assert (value, grad) == (9.0, 6.0 * bare.loss_scale())
 
 
-def test_an_nnx_optimizer_from_end_to_end():
+def test_metrics_and_explain_read_an_nnx_optimizer():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), "dynamic", record_bad_steps=True), wrt=nnx.Param)
     grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), nnx.state(model, nnx.Param))
@@ -188,7 +189,7 @@ def test_an_nnx_optimizer_from_end_to_end():
 
 @jax.tree_util.register_pytree_with_keys_class
 class Named:
-    """An array whose axes have names, as in haliax: part of the tree, and refuses to become a bare array."""
+    """A named array, as in haliax. It is a pytree node and cannot be converted to an array."""
 
     def __init__(self, array):
         self.array = array
@@ -204,7 +205,7 @@ class Named:
         raise ValueError("Only scalar NamedArrays can be implicitly converted to jax arrays.")
 
 
-def test_the_moments_of_named_arrays_are_left_alone():
+def test_states_with_named_arrays_can_be_read():
     tx = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(2.0), record_bad_steps=True)
     params = {"kernel": Named(PARAMS["kernel"])}
     state = tx.init(params)
@@ -221,10 +222,10 @@ def test_the_moments_of_named_arrays_are_left_alone():
         assert jls.value_and_scaled_grad(lambda x: x**2, tree)(3.0)[0] == 9
 
 
-def test_a_state_that_flax_restored_without_knowing_the_loss_scale_is_rejected():
+def test_state_restored_by_flax_without_registration_is_rejected():
     tx = jls.loss_scaled(optax.sgd(0.1))
     restored = tx.init(PARAMS)._replace(loss_scale={"current_loss_scale": jnp.float32(8.0)})
-    message = r"has a dictionary in the place of the loss scale.*`import jax_lossscale.interop.flax`"
+    message = r"contains a dictionary instead of a loss scale.*`import jax_lossscale.interop.flax`"
     for read in (
         lambda state: tx.update(PARAMS, state, PARAMS),
         lambda state: jls.get_loss_scale((optax.EmptyState(), state)),

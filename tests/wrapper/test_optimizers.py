@@ -1,7 +1,8 @@
-"""Optimizers and wrappers of optax, wrapped: they step as they do bare, and a bad step leaves them untouched.
+"""Loss-scaled optimizers and wrappers of optax take the same steps as without loss scaling.
 
-Five optimizers stand for all: one for each sort of state. The scale is a power of two, so the wrapped chain sees the
-very same gradients. What remains is rounding: two programs of XLA may contract a product and a sum differently.
+A nonfinite step leaves their state unchanged. Five optimizers represent all kinds of optimizer states. Because the
+scale is a power of two, the inner optimizer receives exactly the same gradients. Small differences remain, because XLA
+may fuse multiplications and additions differently in two programs.
 """
 
 import functools
@@ -27,14 +28,14 @@ PARAMS = {
 }
 SCALE = 2.0**10
 STEPS = 5
-BAD_STEP = 2  # counted from 0
+BAD_STEP = 2  # Steps are counted from 0.
 
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2),
     "lbfgs": lambda: optax.chain(optax.scale_by_lbfgs(), optax.scale(-1e-2)),
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
-    "polyak": lambda: optax.polyak_sgd(),  # which asks for the value of the loss
+    "polyak": lambda: optax.polyak_sgd(),  # `polyak_sgd` requires the value of the loss.
 }
 WRAPPERS = {
     "chain": lambda: optax.named_chain(("clip", optax.clip_by_global_norm(0.1)), ("sgd", optax.sgd(1e-2, 0.9))),
@@ -51,17 +52,17 @@ WRAPPERS = {
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "on a plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 }
-LOOSER = {"lbfgs": 1e-3}  # it divides by differences of gradients, which magnifies rounding
+LOOSER = {"lbfgs": 1e-3}  # L-BFGS divides by differences of gradients, which amplifies rounding errors.
 
 
 def grads_at(step):
-    """Gradients of a size that differs from leaf to leaf and from step to step."""
+    """Return gradients whose values differ between leaves and steps."""
     rng = np.random.default_rng(step + 1)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), PARAMS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS)
-def test_a_wrapped_optimizer_steps_like_the_bare_one_and_survives_a_bad_step(name):
+def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
     inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS)[name]())
     tx = jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE))
 
@@ -102,16 +103,17 @@ def test_a_wrapped_optimizer_steps_like_the_bare_one_and_survives_a_bad_step(nam
         )
 
 
-HOLDERS = {  # what stands around an optimizer, loss-scaled or bare
+HOLDERS = {  # Each entry wraps an optimizer with or without loss scaling.
     "chain": lambda tx: optax.chain(optax.with_extra_args_support(optax.identity()), tx, optax.scale(0.5)),
     "named_chain": lambda tx: optax.named_chain(("step", tx), ("half", optax.scale(0.5))),
-    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),  # one that leaves something out is refused
+    # A mask with a False entry would be rejected.
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(rate=0.5),
 }
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_a_loss_scaled_optimizer_within_a_wrapper_steps_like_the_bare_one_there(hold):
+def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(hold):
     inner = optax.adam(1e-2)
     bare, tx = hold(inner), hold(jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE)))
     params, state, expected, bare_state = PARAMS, tx.init(PARAMS), PARAMS, bare.init(PARAMS)
@@ -132,18 +134,18 @@ def test_a_loss_scaled_optimizer_within_a_wrapper_steps_like_the_bare_one_there(
     assert jls.metrics(state)["skipped_steps"] == 1
 
 
-# What no step may change, found out without compiling one.
+# --- Types that a step must not change, checked without compilation ---
 
 
 def types(tree):
-    """Shape, dtype, weak type and sharding of every leaf, in the structure of the tree."""
+    """Return the shape, dtype, weak type and sharding of each leaf."""
     return jax.tree.map(jax.typeof, tree)
 
 
 def assert_a_step_changes_no_type(tx, params):
     state = tx.init(params)
-    is_wide = jax.tree.leaves(params)[0].dtype == jnp.float64
-    grads = params if is_wide else jls.cast_floating(params, jnp.float16)
+    is_float64 = jax.tree.leaves(params)[0].dtype == jnp.float64
+    grads = params if is_float64 else jls.cast_floating(params, jnp.float16)
     extra = {"value": jnp.float32(1.0), "nobody_expects": jnp.float32(1.0)}
     _, by_update = jax.eval_shape(functools.partial(tx.update, **extra), grads, state, params)
     new_params, fused = jax.eval_shape(functools.partial(tx.update_and_apply, **extra), grads, state, params)
@@ -163,15 +165,15 @@ def params_of(dtype):
         ("adam", "complex64"),
     ],
 )
-def test_a_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
-    """Those of the state and of the parameters: one compilation, and no surprise in a scan."""
+def test_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
+    """If a step changes no types, it compiles once and can be the body of a scan."""
     with enable_x64(dtype == "float64"):
         tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), jls.DynamicLossScale(SCALE))
         assert_a_step_changes_no_type(tx, params_of(dtype))
 
 
 @pytest.mark.parametrize("name", ["adam", "schedule_free"])
-def test_a_step_keeps_explicit_shardings(name):
+def test_step_keeps_explicit_shardings(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with set_mesh(mesh):
         params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("model")))}
@@ -179,15 +181,15 @@ def test_a_step_keeps_explicit_shardings(name):
 
 
 @pytest.mark.parametrize("name", ["adam", "adafactor", "lbfgs", "masked"])
-def test_its_state_is_known_before_there_are_parameters(name):
-    """By `jax.eval_shape`, which is how checkpoints are restored, and from shapes alone."""
+def test_init_works_under_eval_shape_and_with_abstract_parameters(name):
+    """`jax.eval_shape` is used to restore checkpoints."""
     tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), SCALE)
     expected = types(tx.init(PARAMS))
     assert types(jax.eval_shape(tx.init, PARAMS)) == expected
     assert types(tx.init(jax.eval_shape(lambda: PARAMS))) == expected
 
 
-def test_parameters_can_be_found_in_the_state_and_a_rate_can_be_set_there():
+def test_tree_map_params_and_injected_hyperparameters_work():
     tx, inner = jls.loss_scaled(optax.adam(0.1), SCALE), optax.adam(0.1)
     expected = optax.tree.map_params(inner, lambda leaf: "here", inner.init(PARAMS))
     assert optax.tree.map_params(tx, lambda leaf: "here", tx.init(PARAMS)).inner_state == expected

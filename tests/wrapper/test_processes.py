@@ -1,7 +1,7 @@
-"""`loss_scaled` in several processes: one of them has bad data, all take the same decisions, to the same bits.
+"""`loss_scaled` in several processes: if one process has nonfinite data, all processes make the same decisions.
 
-Each test starts the processes itself, on the loopback interface. Their devices are four in all; what they must give is
-what four devices of this process give.
+Each test starts its processes on the loopback interface. The processes have four devices in total, and their results
+must be bitwise equal to the results of four devices in this process.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from programs import data_parallel
 from programs.data_parallel import DEVICES, STEP_MAKERS
 from programs.starting import started
 
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="process groups, and gloo")]
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="requires process groups and gloo")]
 
 SECONDS = 120
 
@@ -29,29 +29,33 @@ def in_this_process(make_step, bad_shard):
 
 
 def free_port():
+    """Return a port that is free at the moment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def in_processes(number, bad_shard, folder):
-    """Train in so many processes; each leaves its results in ``folder``."""
+    """Train in ``number`` processes. Each process saves its results in ``folder``."""
     for _ in range(3):
         port = free_port()
         programs = [["data_parallel.py", port, number, process, bad_shard] for process in range(number)]
         codes = start_and_wait(programs, folder, lambda codes: None not in codes or any(codes))
-        # Between our leaving the port and the coordinator's taking it, another program may have come.
+        # Another program may have taken the port between its release here and its use by the coordinator.
         if not failed(codes) or not is_taken(port):
             break
     said = [(folder / f"{process}.stderr").read_text() for process in range(number)]
     assert not failed(codes), "\n".join(
-        f"Process {process} {'was stopped' if code is None else f'ended with {code}'}. It said:\n{words}"
+        f"Process {process} {'was stopped' if code is None else f'ended with {code}'}. Standard error:\n{words}"
         for process, (code, words) in enumerate(zip(codes, said, strict=True))
     )
 
 
 def start_and_wait(programs, folder, is_over):
-    """The exit codes of processes when it is over, or time is up; ``None`` of those that had to be killed."""
+    """Return the exit codes when ``is_over`` returns True or after a timeout.
+
+    The code is None if a process had to be killed.
+    """
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
@@ -82,8 +86,8 @@ def is_taken(port):
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, tmp_path):
-    bad_shard = DEVICES // number  # the first one of process 1
+def test_several_processes_give_the_same_bits_as_one_process(number, tmp_path):
+    bad_shard = DEVICES // number  # This is the first shard of process 1.
     in_processes(number, bad_shard, tmp_path)
     for name, make_step in STEP_MAKERS.items():
         expected = in_this_process(make_step, bad_shard)
@@ -93,16 +97,17 @@ def test_one_process_has_bad_data_and_all_do_what_a_single_process_does(number, 
                 for value in expected:
                     by_process, by_one = seen[value], expected[value]
                     if value.startswith("step/"):
-                        by_one = by_one[:, : DEVICES // number]  # only a process's own devices are in what it sees
+                        by_one = by_one[:, : DEVICES // number]  # A process reads only its own devices.
                     assert by_process.dtype == by_one.dtype
                     assert by_process.tobytes() == by_one.tobytes(), f"{name}: {value} in process {process}"
 
 
-# A process that ends, in whatever way, closes its connections, and the next collective of the others fails, that of the
-# verdict like any other. One that is frozen sends no heartbeats: then JAX's coordinator ends the others.
+# If a process ends, its connections are closed, and the next collective of the other processes fails, including the
+# collective of the finiteness check. A frozen process sends no heartbeats, so the JAX coordinator ends the other
+# processes.
 
 LEFT = {"killed": -signal.SIGKILL, "ends": 0, "raises": 1, "frozen": None}
-FIRST, LAST = 0, -1  # the first is the coordinator
+FIRST, LAST = 0, -1  # The first process is the coordinator.
 
 
 @pytest.mark.parametrize(
@@ -113,25 +118,25 @@ FIRST, LAST = 0, -1  # the first is the coordinator
         for who in (FIRST, LAST)
     ],
 )
-def test_if_one_process_is_gone_no_other_waits_for_ever(how, who, tmp_path):
+def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
     port, number = free_port(), 2
     ways = ["never"] * number
     ways[who] = how
     programs = [["leaving.py", port, number, process, way] for process, way in enumerate(ways)]
     codes = start_and_wait(programs, tmp_path, lambda codes: codes.count(None) == (how == "frozen"))
     assert codes.pop(who) == LEFT[how]
-    assert None not in codes  # they have ended by themselves
-    assert 0 not in codes  # and not as if nothing had happened
+    assert None not in codes  # All other processes have ended by themselves.
+    assert 0 not in codes  # No other process has ended with success.
     assert not list(tmp_path.glob("*.npz"))
 
 
-# That the run is the one to look at.
+# --- Check that the training run contains skipped steps and scale growth ---
 
 
 @pytest.mark.parametrize("make_step", STEP_MAKERS.values(), ids=STEP_MAKERS)
-def test_the_run_skips_and_grows_on_all_devices_alike(make_step):
+def test_training_run_has_skipped_steps_and_scale_growth_on_all_devices(make_step):
     expected = [
-        # scale, finite, applied, skipped
+        # The columns are the scale, `grads_finite`, `applied_steps` and `skipped_steps`.
         (2.0**10, True, 1, 0),
         (2.0**10, True, 2, 0),
         (2.0**11, True, 3, 0),
@@ -141,7 +146,7 @@ def test_the_run_skips_and_grows_on_all_devices_alike(make_step):
         (2.0**10, True, 6, 1),
         (2.0**9, False, 6, 2),
         (2.0**9, True, 7, 2),
-        (2.0**9, False, 7, 3),  # a loss that is not finite: the scale stays
+        (2.0**9, False, 7, 3),  # The loss is nonfinite, so the scale stays.
         (2.0**9, True, 8, 3),
         (2.0**10, True, 9, 3),
     ]

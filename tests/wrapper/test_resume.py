@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint gives the bits of the one that was never stopped."""
+"""A run that is resumed from a checkpoint is bitwise equal to a run that was never interrupted."""
 
 import functools
 import random
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ci
 
 @functools.cache
 def never_stopped():
-    """The leaves by name, before the first step and after every one."""
+    """Return the leaves, by name, before the first step and after each step."""
     runs = [checkpointed.beginning()]
     for step in range(STEPS):
         runs.append(checkpointed.train_step(runs[-1], checkpointed.batch_of(step)))
@@ -26,9 +26,10 @@ def never_stopped():
 
 
 def kill_at_a_random_moment(folder, dice):
-    """Start a run and kill it some time after its first checkpoint."""
+    """Start a run and kill it at a random time after its first checkpoint."""
     errors = folder / "first.stderr"
-    # A checkpoint begins only when the one before is complete, so that at this step there is one.
+    # A checkpoint is started only after the previous one is complete, so at least one complete checkpoint exists at
+    # this step.
     last_line = str(dice.randrange(2 * BETWEEN_CHECKPOINTS, WAITS_AT - BETWEEN_CHECKPOINTS))
     with started("checkpointed.py", folder, "wait", devices=1, errors=errors, stdout=PIPE) as process:
         lines = iter(process.stdout.readline, "")
@@ -41,7 +42,7 @@ def kill_at_a_random_moment(folder, dice):
 
 
 def go_on_to_the_end(folder):
-    """Start it again; the step it begins with."""
+    """Resume the run until its end. Return the number of its first step."""
     errors = folder / "second.stderr"
     with started("checkpointed.py", folder, devices=1, errors=errors, stdout=PIPE) as process:
         output, _ = process.communicate(timeout=120)
@@ -49,10 +50,10 @@ def go_on_to_the_end(folder):
     return int(output.splitlines()[0].removeprefix("begins with"))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
+def test_run_resumed_after_a_kill_is_bitwise_equal(tmp_path):
     seed = random.randrange(2**32)
-    print("seed", seed)  # shown if the test fails
+    print("seed", seed)  # pytest shows the seed if the test fails.
     kill_at_a_random_moment(tmp_path, random.Random(seed))
     first_step = go_on_to_the_end(tmp_path)
     assert first_step in range(BETWEEN_CHECKPOINTS, WAITS_AT + 1, BETWEEN_CHECKPOINTS)
@@ -65,8 +66,8 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_bits(tmp_path):
                 assert found[leaf].tobytes() == expected[leaf].tobytes(), f"{name}: {leaf}"
 
 
-def test_that_run_skips_steps_and_its_scale_changes_all_the_way():
-    """Wherever it is killed, there is something to lose."""
+def test_training_run_has_skipped_steps_and_scale_changes_throughout():
+    """At every time when the run may be killed, there is state that could be lost."""
     scales = [float(leaves["state/loss_scale/current_loss_scale"]) for leaves in never_stopped()]
     skipped = [int(leaves["state/skipped_steps"]) for leaves in never_stopped()]
     for start in range(0, STEPS, 50):

@@ -1,4 +1,4 @@
-"""The compiled step on a mesh: what it holds, and that it can be kept, in a cache or in a file, for another process."""
+"""Collectives in the compiled optimizer step on a mesh."""
 
 import itertools
 import re
@@ -27,8 +27,9 @@ PROGRAMS = {
     "update_and_apply": (TX, TX.update_and_apply),
     "update_and_apply, measuring": (MEASURING, MEASURING.update_and_apply),
 }
-# (shape of the mesh, specs of the leaves, all-reduces with auto axes). There XLA for a CPU makes an all-reduce for each
-# dimension that is split; for a GPU it folds those of one leaf into one, as `python -m benchmarks cuda` reads.
+# The entries are the mesh shape, the specs of the leaves and the number of all-reduces with automatic axes. With
+# automatic axes, XLA for CPUs creates one all-reduce for each sharded dimension. XLA for GPUs combines the all-reduces
+# of one leaf, which `python -m benchmarks cuda` checks.
 SPLITS = {
     "one axis": ((8,), [P("data")], 1),
     "one axis, not all leaves": ((8,), [P("data"), P(), P(None, "data"), P(None, None, "data")], 1),
@@ -43,7 +44,8 @@ SPLITS = {
     ),
     "nothing is split": ((4, 2), [P()], 0),
 }
-SHAPES = ((16, 512, 8), (8, 16, 8))  # of leaves that one device reads alone, and in a block with others
+# A device reads leaves of the first shape separately, and leaves of the second shape in a block.
+SHAPES = ((16, 512, 8), (8, 16, 8))
 
 
 def mesh_of(shape, axis_type):
@@ -65,7 +67,7 @@ CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:])
 @needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", MESH)
 @pytest.mark.parametrize(("split", "program"), CASES)
-def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_leaves(split, axis_type, program):
+def test_number_of_scalar_all_reduces_does_not_depend_on_the_number_of_leaves(split, axis_type, program):
     shape, specs, with_auto_axes = SPLITS[split]
     expected = with_auto_axes if axis_type == "auto" else min(with_auto_axes, 1)
     mesh = mesh_of(shape, MESH[axis_type])
@@ -78,4 +80,4 @@ def test_the_verdict_costs_as_many_scalar_all_reduces_whatever_the_number_of_lea
             assert Counter(re.findall(COLLECTIVES, text)) == Counter({"all-reduce": expected} if expected else {})
             reduced = re.findall(r" = (.*) all-reduce(?:-start)?\(", text)
             assert all(set(re.findall(r"\w+\[.*?\]", result)) <= {"pred[]", "s32[]", "f32[]"} for result in reduced)
-            assert "custom_call" not in lowered.as_text()  # as a callback would be
+            assert "custom_call" not in lowered.as_text()  # A Python callback would be a custom call.

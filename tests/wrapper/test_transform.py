@@ -1,4 +1,4 @@
-"""`loss_scaled`: which steps are skipped, what a skipped step leaves alone, and where the wrapper goes."""
+"""Skipped steps of `loss_scaled`, its inner optimizer, and its use inside other transformations."""
 
 import functools
 import os
@@ -21,21 +21,23 @@ from any_jax import needs_optax
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
 
-SKIPS = ["cond", "select"]  # "auto" is one of the two, depending on the platform: test_lowering.py
+# "auto" is equivalent to one of these, depending on the platform (see `test_lowering.py`).
+SKIPS = ["cond", "select"]
 PARAMS = {"kernel": jnp.asarray([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.asarray([0.25, -0.5])}
-GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}  # of scale 8
+# The gradients are scaled by 8.
+GRADS = {"kernel": jnp.asarray([[8.0, 16.0], [-4.0, 2.0]]), "bias": jnp.asarray([4.0, -8.0])}
 BAD_GRADS = {**GRADS, "bias": jnp.asarray([4.0, jnp.nan])}
 SCALE = jls.DynamicLossScale(8.0, increment_period=3)
 
 
 @functools.cache
 def adam(skip):
-    """One object a way to skip, so that whoever takes the same arguments shares the compiled steps."""
+    """Return one cached transformation per `skip`, so that tests with the same arguments share compiled steps."""
     return jls.loss_scaled(optax.adam(0.1), SCALE, skip=skip)
 
 
 def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
-    """Parameters and state after a step through `update`; that `update_and_apply` agrees is asserted on the way."""
+    """Return parameters and state after a step of `update`, and check that `update_and_apply` agrees."""
     state = tx.init(params) if state is None else state
     updates, after = jax.jit(tx.update)(grads, state, params, **extra)
     params_after = optax.apply_updates(params, updates)
@@ -46,17 +48,18 @@ def stepped(tx, grads=GRADS, params=PARAMS, state=None, **extra):
     return fused
 
 
-# gradients, value, skip_if: applied, the scale after, good steps after
+# The columns are the gradients, `value`, `skip_if`, whether the step is applied, the scale after the step, and the
+# number of good steps after it.
 STEP_TABLE = {
-    "all is well": (GRADS, 1.0, False, True, 8.0, 2),
-    "no value, no condition": (GRADS, None, None, True, 8.0, 2),
-    "the user skips": (GRADS, 1.0, True, False, 8.0, 1),
+    "finite step": (GRADS, 1.0, False, True, 8.0, 2),
+    "without value and skip_if": (GRADS, None, None, True, 8.0, 2),
+    "skip_if": (GRADS, 1.0, True, False, 8.0, 1),
     "overflow": (BAD_GRADS, 1.0, False, False, 4.0, 0),
-    "overflow, nothing else given": (BAD_GRADS, None, None, False, 4.0, 0),
-    "overflow while the user skips": (BAD_GRADS, 1.0, True, False, 4.0, 0),
-    "the loss is NaN": (GRADS, jnp.nan, False, False, 8.0, 1),
-    "the loss is infinite": (GRADS, -jnp.inf, None, False, 8.0, 1),
-    "the loss is NaN, and so are the gradients": (BAD_GRADS, jnp.nan, False, False, 8.0, 1),
+    "overflow without value and skip_if": (BAD_GRADS, None, None, False, 4.0, 0),
+    "overflow and skip_if": (BAD_GRADS, 1.0, True, False, 4.0, 0),
+    "NaN loss": (GRADS, jnp.nan, False, False, 8.0, 1),
+    "infinite loss": (GRADS, -jnp.inf, None, False, 8.0, 1),
+    "NaN loss and NaN gradients": (BAD_GRADS, jnp.nan, False, False, 8.0, 1),
 }
 
 
@@ -64,7 +67,7 @@ STEP_TABLE = {
 @pytest.mark.parametrize(
     ("grads", "value", "skip_if", "applied", "scale", "good_steps"), STEP_TABLE.values(), ids=STEP_TABLE
 )
-def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, skip_if, applied, scale, good_steps):
+def test_skipped_steps_and_scale_changes_of_the_dynamic_scale(skip, grads, value, skip_if, applied, scale, good_steps):
     tx = adam(skip)
     params, before = stepped(tx)
     extra = {} if value is None else {"value": jnp.float32(value)}
@@ -87,7 +90,7 @@ def test_when_a_step_is_skipped_and_how_the_scale_reacts(skip, grads, value, ski
 
 @pytest.mark.parametrize("loss_scale", [SCALE, "auto"], ids=["dynamic", "auto"])
 @pytest.mark.parametrize("skip", ["auto", "select"])
-def test_every_way_to_skip_gives_the_same(skip, loss_scale):
+def test_all_skip_options_give_the_same_result(skip, loss_scale):
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
     tx, reference = (jls.loss_scaled(inner, loss_scale, skip=how) for how in (skip, "cond"))
     state = expected = (PARAMS, tx.init(PARAMS))
@@ -98,13 +101,15 @@ def test_every_way_to_skip_gives_the_same(skip, loss_scale):
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the instruction set is named in x86 terms")
-def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
-    # With fused multiply-add, two programs of XLA contract the same arithmetic differently. AVX has none.
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the flag names an x86 instruction set")
+def test_fused_step_is_bitwise_equal_to_a_simple_implementation():
+    # With fused multiply-add, XLA may round the same arithmetic differently in two programs. AVX has no fused
+    # multiply-add.
     flags = "--xla_cpu_max_isa=AVX"
     script = Path(__file__).parents[1] / "programs" / "straightforward.py"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"  # unoptimized programs have the same bits in any case
+    # Without optimizations, the results are bitwise equal in any case.
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == [
@@ -112,7 +117,7 @@ def test_the_fast_way_gives_the_bits_of_the_straightforward_one():
     ]
 
 
-def test_consecutive_skips_start_again_after_an_applied_step():
+def test_consecutive_skips_reset_after_an_applied_step():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     params, state, counts = PARAMS, tx.init(PARAMS), []
     for grads in BAD_GRADS, BAD_GRADS, GRADS, BAD_GRADS:
@@ -121,7 +126,7 @@ def test_consecutive_skips_start_again_after_an_applied_step():
     assert counts == [(0, 1, 1), (0, 2, 2), (1, 2, 0), (1, 3, 1)]
 
 
-def test_counters_stay_at_the_largest_int32():
+def test_counters_saturate_at_the_largest_int32():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     full = jnp.int32(2**31 - 1)
     state = tx.init(PARAMS)._replace(applied_steps=full, skipped_steps=full, consecutive_skips=full)
@@ -139,22 +144,22 @@ FIXED = {
 
 
 @pytest.mark.parametrize(("loss_scale", "skips", "applied_steps", "skipped_steps"), FIXED.values(), ids=FIXED)
-def test_what_a_scale_that_never_moves_does_on_nan(loss_scale, skips, applied_steps, skipped_steps):
+def test_fixed_scales_skip_nonfinite_steps_only_if_configured(loss_scale, skips, applied_steps, skipped_steps):
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     params, state = tx.update_and_apply(BAD_GRADS, tx.init(PARAMS), PARAMS)
     assert bool(jls.all_finite(params)) is skips
     assert (state.applied_steps, state.skipped_steps) == (applied_steps, skipped_steps)
-    assert bool(state.grads_finite) is (loss_scale is None)  # which does not look
+    assert bool(state.grads_finite) is (loss_scale is None)  # `NoOpLossScale` does not check the gradients.
     same, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, skip_if=True)
     chex.assert_trees_all_equal(same, PARAMS)
     assert state.skipped_steps == 1
 
 
-# The inner chain.
+# --- The inner optimizer ---
 
 
-def test_the_chain_sees_true_gradients_also_on_a_growth_step():
-    # No clipping and no Adam: to these a gradient is as good as its half.
+def test_inner_optimizer_receives_unscaled_gradients_when_the_scale_grows():
+    # Clipping and Adam are not used here, because their results do not depend on the size of the gradients.
     chain = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.01, momentum=0.9))
     tx = jls.loss_scaled(chain, jls.DynamicLossScale(8.0, increment_period=1))
     params, state = PARAMS, tx.init(PARAMS)
@@ -175,12 +180,12 @@ def test_the_chain_sees_true_gradients_also_on_a_growth_step():
         pytest.param(lambda inner: inner, id=""),
         pytest.param(
             lambda inner: optax.MultiSteps(inner, 2),
-            marks=needs_optax("0.2.5", "`MultiSteps` itself takes no extra argument that is a string"),
+            marks=needs_optax("0.2.5", "`MultiSteps` does not accept strings as extra arguments"),
             id="MultiSteps",
         ),
     ],
 )
-def test_value_and_other_arguments_reach_the_chain(wrap):
+def test_value_and_extra_arguments_are_passed_to_the_inner_optimizer(wrap):
     seen = {}
 
     def update(updates, state, params=None, **extra):
@@ -195,7 +200,7 @@ def test_value_and_other_arguments_reach_the_chain(wrap):
     tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
-def test_a_line_search_gets_the_function_and_the_true_gradient():
+def test_line_search_receives_the_loss_function_and_unscaled_gradients():
     def loss_fn(params):
         return jnp.sum((params - 1) ** 2)
 
@@ -213,7 +218,7 @@ def test_a_line_search_gets_the_function_and_the_true_gradient():
     chex.assert_trees_all_close(params, jnp.ones(3), rtol=1e-4)
 
 
-def test_a_schedule_stands_still_on_a_skipped_step():
+def test_schedule_does_not_advance_on_a_skipped_step():
     tx = jls.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), SCALE)
     state = tx.init(PARAMS)
     sizes = []
@@ -237,7 +242,7 @@ def test_skipped_updates_have_the_dtypes_of_applied_ones(skip):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")])
-def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes):
+def test_half_precision_parameters_keep_their_dtype_and_have_float32_moments(dtypes):
     params = {name: PARAMS[name].astype(dtype) for name, dtype in zip(("bias", "kernel"), dtypes, strict=True)}
     tx = jls.loss_scaled(optax.adamw(0.1), SCALE)
     step = jax.jit(tx.update_and_apply)
@@ -253,7 +258,7 @@ def test_narrow_parameters_keep_their_dtype_and_their_moments_are_float32(dtypes
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
+def test_state_keeps_its_dtypes_if_the_inner_optimizer_changes_them(skip):
     def update(updates, state, params=None):
         return updates, {"weak": state["weak"] + 1.0, "narrowed": state["narrowed"].astype(jnp.bfloat16)}
 
@@ -272,7 +277,7 @@ def test_the_state_keeps_its_dtypes_whatever_the_chain_returns(skip):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16"])
-def test_the_chain_is_shown_a_float32_view_of_narrow_parameters(dtype):
+def test_inner_optimizer_receives_half_precision_parameters_as_float32(dtype):
     shown = set()
 
     def update(updates, state, params):
@@ -296,7 +301,7 @@ def keeps_everything_twice():
     return optax.GradientTransformation(init, update)
 
 
-def test_a_fresh_state():
+def test_initial_state():
     state = jls.loss_scaled(optax.sgd(0.1), "auto").init(PARAMS)
     counters = (state.applied_steps, state.skipped_steps, state.consecutive_skips)
     assert (*counters, state.grads_finite, state.last_bad_step) == (0, 0, 0, True, None)
@@ -308,7 +313,7 @@ def test_a_fresh_state():
     [(optax.scale_by_lbfgs(), None), (optax.contrib.cocob(), SCALE), (keeps_everything_twice(), "auto")],
     ids=["L-BFGS", "COCOB", "everything twice"],
 )
-def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale):
+def test_initial_state_can_be_donated_for_any_inner_optimizer(inner, loss_scale):
     tx = jls.loss_scaled(inner, loss_scale)
     expected = jax.jit(tx.update_and_apply)(GRADS, tx.init(PARAMS), PARAMS)
     donating = jax.jit(tx.update_and_apply, donate_argnums=(1, 2))
@@ -318,22 +323,24 @@ def test_a_fresh_state_can_be_donated_whatever_the_chain_keeps(inner, loss_scale
     chex.assert_trees_all_equal(donating(GRADS, tx.init(params), params), expected)
 
 
-def test_a_donated_state_does_not_take_the_loss_scale_of_the_transformation_with_it():
-    loss_scale = SCALE.adjust(True)  # whose leaves are arrays; those of a fresh one are NumPy scalars
+def test_donating_a_state_does_not_delete_the_loss_scale_of_the_transformation():
+    # After `adjust`, the leaves are JAX arrays. The leaves of a new loss scale are NumPy scalars.
+    loss_scale = SCALE.adjust(True)
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     for _ in range(2):
         _, state = jax.jit(tx.update_and_apply, donate_argnums=1)(GRADS, tx.init(PARAMS), PARAMS)
         assert (state.loss_scale(), state.loss_scale.num_good_steps) == (8.0, 2)
 
 
-def test_no_leaf_of_a_fresh_state_is_weak():
-    """One that is would be strong after a step that meets a strong one, and the next step be traced anew."""
-    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)  # as a kind of the user's may have them
+def test_initial_state_has_no_weakly_typed_leaves():
+    """A weakly typed leaf could become strongly typed in the first step, and the second step would be traced again."""
+    # A user-defined loss scale may have weakly typed leaves.
+    weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)
     state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
     assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
 
 
-def test_parameters_are_optional_where_the_chain_does_not_need_them():
+def test_parameters_are_optional_if_the_inner_optimizer_does_not_need_them():
     tx = jls.loss_scaled(optax.sgd(0.5), SCALE)
     updates, _ = tx.update(GRADS, tx.init(PARAMS))
     chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -g / 16, GRADS))
@@ -344,7 +351,7 @@ def test_parameters_are_optional_where_the_chain_does_not_need_them():
 
 
 @pytest.mark.parametrize("grads", [GRADS, BAD_GRADS], ids=["good", "bad"])
-def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
+def test_other_leaves_are_hidden_from_the_inner_optimizer_and_unchanged(grads):
     others = {"step": jnp.int32(3), "key": jax.random.key(1), "frozen": None}
     float0s = {"step": np.zeros((), jax.dtypes.float0), "key": np.zeros((), jax.dtypes.float0), "frozen": None}
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
@@ -354,7 +361,7 @@ def test_leaves_that_are_not_inexact_are_not_shown_to_the_chain_and_stay(grads):
     assert params["frozen"] is None
     assert state.inner_state[0].mu["step"] is None
 
-    del others["key"], float0s["key"]  # which `optax.apply_updates` cannot add to
+    del others["key"], float0s["key"]  # `optax.apply_updates` does not support random keys.
     with_integer = {**PARAMS, **others}
     updates, _ = tx.update({**grads, **float0s}, tx.init(with_integer), with_integer)
     expected, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -368,7 +375,7 @@ def instructions(function, *arguments):
     return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
 
 
-def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
+def test_program_without_a_loss_scale_equals_that_of_the_inner_optimizer():
     for params, grads in (PARAMS, GRADS), (jax.tree.map(lambda x: x.astype(jnp.bfloat16), (PARAMS, GRADS))):
         inner = optax.adamw(0.1)
         tx = jls.loss_scaled(inner, None)
@@ -388,18 +395,18 @@ def test_without_a_loss_scale_the_program_is_that_of_the_bare_optimizer():
         )
 
 
-# Where it goes.
+# --- Use inside other transformations ---
 
 HOLDERS = {
     "alone": lambda tx: tx,
     "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
-    "masked, and nothing left out": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
+    "in a mask that includes all leaves": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
     "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
 }
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_it_goes_wherever_an_optax_transformation_goes(hold):
+def test_wrapper_works_inside_other_transformations(hold):
     tx = hold(jls.loss_scaled(optax.adam(0.1), SCALE))
     assert len(tx) == 2
     state = jax.jit(tx.init)(PARAMS)
@@ -415,7 +422,7 @@ def test_it_goes_wherever_an_optax_transformation_goes(hold):
     assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
 
 
-def test_scan_carries_the_state_and_vmap_decides_for_each_member():
+def test_scan_carries_the_state_and_vmap_skips_members_separately():
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
 
     def step(carry, grads):
@@ -435,7 +442,7 @@ def test_scan_carries_the_state_and_vmap_decides_for_each_member():
         assert (after["bias"] == members["bias"]).all(axis=-1).tolist() == [False, True, False]
 
 
-# Saving and restoring.
+# --- Saving and restoring ---
 
 
 def by_pickle(state, target):
@@ -456,7 +463,7 @@ KINDS = {
 
 @functools.cache
 def after_three_steps(kind):
-    """A transformation, and parameters and state after two steps that are applied and one that is skipped."""
+    """Return a transformation, and parameters and state after two applied steps and one skipped step."""
     tx = jls.loss_scaled(optax.adam(0.1), KINDS[kind])
     params, state = PARAMS, tx.init(PARAMS)
     for skip_if in False, True, False:
@@ -466,7 +473,7 @@ def after_three_steps(kind):
 
 @pytest.mark.parametrize("save_and_restore", [by_pickle, by_flax])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
+def test_restored_state_continues_bitwise_equal(save_and_restore, kind):
     tx, params, state = after_three_steps(kind)
     restored = save_and_restore(state, tx.init(PARAMS))
     assert type(restored) is type(state)
@@ -475,32 +482,32 @@ def test_a_restored_state_goes_on_bit_for_bit(save_and_restore, kind):
     chex.assert_trees_all_equal(tx.update_and_apply(GRADS, restored, params), tx.update_and_apply(GRADS, state, params))
 
 
-def test_flax_refuses_the_state_of_another_configuration():
+def test_flax_rejects_the_state_of_another_configuration():
     state = flax.serialization.to_state_dict(jls.DynamicLossScale(hysteresis=2))
     with pytest.raises(ValueError, match="same configuration"):
         flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
 
 
-def test_float16_parameters_are_warned_of_where_gradients_are_checked():
+def test_init_warns_of_float16_parameters_if_gradients_are_checked():
     params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
     with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
         jls.loss_scaled(optax.sgd(0.1)).init(params)
-    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # without a loss scale nothing is said
+    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # Without a loss scale, there is no warning.
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
 
-def test_a_step_without_gradients_is_a_good_step():
+def test_step_without_gradients_counts_as_finite():
     tx = jls.loss_scaled(optax.sgd(1.0), jls.DynamicLossScale(8.0, 1))
     params, state = tx.update_and_apply({"kernel": None}, tx.init({"kernel": None}), {"kernel": None})
     assert (params, state.loss_scale(), state.applied_steps) == ({"kernel": None}, 16.0, 1)
 
 
-def test_what_is_wrapped_twice_is_refused():
+def test_nested_loss_scaled_is_rejected():
     with pytest.raises(ValueError, match="twice"):
         jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS)
 
 
-# --- Masks ---
+# --- Masks around the wrapper ---
 
 MASK = {"kernel": True, "bias": False}
 AROUND = {
@@ -512,8 +519,8 @@ AROUND = {
 
 
 @pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
-def test_a_mask_around_the_wrapper_is_refused(wrap):
-    """What is outside of it would stay scaled."""
+def test_mask_around_the_wrapper_is_rejected(wrap):
+    """The gradients of masked-out leaves would stay scaled."""
     with pytest.raises(ValueError, match=r"init\(params=.*loss_scaled\(optax.masked\(inner, mask\)\)"):
         wrap(jls.loss_scaled(optax.sgd(0.1), SCALE)).init(PARAMS)
     unscaled = wrap(jls.loss_scaled(optax.sgd(1.0), None))
@@ -525,7 +532,7 @@ def test_a_mask_around_the_wrapper_is_refused(wrap):
         tx.update(masked, tx.init(PARAMS), PARAMS)
 
 
-def test_an_extra_argument_can_be_the_same_array_as_a_gradient():
+def test_extra_argument_may_be_the_same_array_as_a_gradient():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     _, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, batch=GRADS["kernel"])
     assert state.applied_steps == 1

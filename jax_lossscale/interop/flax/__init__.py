@@ -1,7 +1,7 @@
-"""flax: a `TrainState` for linen, an `Optimizer` for nnx, its serialization, and ``DynamicScale`` to and from.
+"""Integration with flax: `TrainState` (linen), `Optimizer` (nnx), serialization, and conversion of ``DynamicScale``.
 
-Flax's own serialization (``to_state_dict``, ``to_bytes``, msgpack) knows the types that were registered with it.
-Importing this module registers every kind of loss scale in this library, and `register` does it for a kind of your own.
+The serialization functions of flax (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. The import
+of this module registers all loss-scale classes of this library. To register your own class, use `register`.
 
 Examples:
   >>> import flax.serialization, jax_lossscale as jls, jax_lossscale.interop.flax
@@ -21,7 +21,7 @@ from jax_lossscale._loss_scale.registry import OWN_KINDS
 try:
     from flax import serialization
 except ImportError as error:
-    raise ImportError("`jax_lossscale.interop.flax` needs flax: `pip install flax`.") from error
+    raise ImportError("`jax_lossscale.interop.flax` needs flax. Run `pip install flax`.") from error
 
 from jax_lossscale.interop.flax._dynamic_scale import from_flax, to_flax
 from jax_lossscale.interop.flax._optimizer import Optimizer
@@ -31,22 +31,26 @@ __all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
 
 
 def register(kind: type[LossScale]) -> type[LossScale]:
-    """Register a kind of loss scale with flax: its leaves by name, its configuration from the target.
+    """Register a loss-scale class with the serialization of flax.
+
+    A serialized loss scale contains the leaves by attribute name. The configuration of the loss scale is not
+    serialized, but taken from the target onto which the state is restored.
 
     Args:
-      kind: a class whose children in the pytree are its attributes.
+      kind: a subclass of `LossScale` whose pytree children are its attributes.
 
     Returns:
-      The same class, so that this serves as a decorator.
+      ``kind``, so that `register` can be used as a decorator.
 
     Raises:
-      ValueError: if ``kind`` is anything else.
+      ValueError: if ``kind`` is not a subclass of `LossScale`.
     """
     if not (isinstance(kind, type) and issubclass(kind, LossScale)):
-        raise ValueError(f"`register(kind=...)` must be a class below `LossScale`, got {kind!r}.")
+        raise ValueError(f"`register(kind=...)` must be a subclass of `LossScale`, got {kind!r}.")
 
     def children(loss_scale: Any) -> tuple[list[Any], Any]:
-        def is_child(node: Any) -> bool:  # one level only, flax goes on from there; None is none
+        # The tree is flattened by one level only, because flax serializes each child. `None` is not a child.
+        def is_child(node: Any) -> bool:
             return node is not loss_scale and node is not None
 
         return jax.tree_util.tree_flatten_with_path(loss_scale, is_leaf=is_child)
@@ -60,8 +64,8 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         names = [path[0].name for path, _ in with_paths]
         if set(names) != set(state):
             raise ValueError(
-                f"The state of a `{kind.__name__}` has {sorted(state)}, but the target holds {sorted(names)}. Restore "
-                "onto a loss scale of the same configuration."
+                f"The saved state of a `{kind.__name__}` contains {sorted(state)}, but the target contains "
+                f"{sorted(names)}. Restore the state onto a loss scale with the same configuration."
             )
         leaves = [
             serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)

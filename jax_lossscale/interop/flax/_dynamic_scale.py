@@ -1,4 +1,4 @@
-"""flax's ``DynamicScale`` is read and written here."""
+"""Conversion of loss scales from and to ``DynamicScale`` of flax."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from jax_lossscale.interop._peers import LARGEST_SCALE, from_peer, to_peer
 
 
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
-    """Carry on where a ``flax.training.dynamic_scale.DynamicScale`` stopped.
+    """Convert a ``flax.training.dynamic_scale.DynamicScale`` to a `DynamicLossScale`.
 
-    Flax 0.12.8 grows on the finite step ``growth_interval + 1``, so that number becomes the `increment_period`, and the
-    scale continues as it would have in flax. If the installed flax grows on step ``growth_interval``, that number is
-    used. Which of the two it does is tried out.
+    In flax 0.12.8, the scale grows one step late, on the finite step ``growth_interval + 1``. Therefore, the
+    `increment_period` is ``growth_interval + 1``, and the scale grows on the same steps as in flax. If the scale of the
+    installed flax version grows on step ``growth_interval``, the `increment_period` is ``growth_interval``. The
+    behavior of the installed flax version is determined by running one step.
 
     Args:
-      dynamic_scale: flax's scale with its state.
+      dynamic_scale: a ``DynamicScale``, which includes its state.
 
     Returns:
-      A `DynamicLossScale` with flax's configuration and state. Like flax, which keeps only the current scale, it has
-      that as its `initial_loss_scale`.
+      A `DynamicLossScale` with the configuration and the state of the ``DynamicScale``. The
+      `initial_loss_scale` is the current scale, because flax does not save the initial scale.
 
     Raises:
-      ValueError: if it is no ``DynamicScale``, if the scale is 0, infinite or NaN, or if the configuration makes no
-        sense.
+      ValueError: if ``dynamic_scale`` is not a ``DynamicScale``, if the scale is 0, infinite or NaN, or if the
+        configuration is invalid.
 
     Examples:
       >>> import warnings
@@ -46,26 +47,29 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         interval = dynamic_scale.growth_interval
         fields = {**fields, "growth_interval": interval + 1}
         warn_user(
-            f"`from_flax`: flax grows on the finite step {interval} + 1, so `increment_period` becomes {interval + 1}; "
-            f"to have what was asked for, use {interval}."
+            f"`from_flax`: this version of flax grows the scale one step late, on the finite step {interval} + 1, so "
+            f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
+            f"`increment_period={interval}`."
         )
     floor = dynamic_scale.minimum_scale
-    return from_peer("flax", floor, {"dynamic_scale": fields}, max_loss_scale=LARGEST_SCALE)  # flax's ceiling
+    # In flax, the ceiling is always the largest float32.
+    return from_peer("flax", floor, {"dynamic_scale": fields}, max_loss_scale=LARGEST_SCALE)
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
-    """Return the same loss scale as flax's.
+    """Convert a `DynamicLossScale` to a ``DynamicScale`` of flax.
 
     Args:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      A ``DynamicScale``, its state ``float32[]`` and ``int32[]``, which grows when ``loss_scale`` would: its
-      ``growth_interval`` is one less than the `increment_period` if the installed flax grows one step late. In flax no
-      ceiling can be set, and there is no hysteresis; a warning names what is lost.
+      A ``DynamicScale`` with a state of ``float32[]`` and ``int32[]``, which grows on the same steps as ``loss_scale``.
+      If the scale of the installed flax version grows one step late, the ``growth_interval`` is `increment_period` - 1.
+      flax supports neither a configurable ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that
+      flax does not support.
 
     Raises:
-      ValueError: if ``loss_scale`` is of another kind, or a batch.
+      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
     fields = to_peer("flax", loss_scale)
     fields["growth_interval"] -= _steps_late()
@@ -75,6 +79,6 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
 
 @functools.cache
 def _steps_late() -> int:
-    """Return how many finite steps too late the installed flax grows: one in 0.12.8."""
+    """Return the number of steps by which the scale of the installed flax grows late: 1 in flax 0.12.8, otherwise 0."""
     after_one_step, *_ = DynamicScale(growth_interval=1, scale=1.0).value_and_grad(lambda x: x)(1.0)
     return int(after_one_step.scale == 1.0)

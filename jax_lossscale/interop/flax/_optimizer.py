@@ -1,4 +1,4 @@
-"""flax nnx's ``Optimizer``, for optimizers made with `loss_scaled`."""
+"""``Optimizer`` of flax nnx for optimizers that were created with `loss_scaled`."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from jax_lossscale._tree import select_tree
 
 
 def checked(tx: Any, name: str) -> LossScaledTransformation:
-    """Return ``tx``; raise a `ValueError` that names the argument if it was not made with `loss_scaled`."""
+    """Return ``tx``, or raise a `ValueError` that names the argument if it was not created with `loss_scaled`."""
     if isinstance(tx, LossScaledTransformation):
         return tx
     raise ValueError(
-        f"`{name}` must be an optimizer made with `jls.loss_scaled`, around the whole chain, got {tx!r}. For a run "
-        "without loss scaling, use `jls.loss_scaled(tx, None)`."
+        f"`{name}` must be an optimizer created with `jls.loss_scaled` around the whole inner optimizer, got {tx!r}. "
+        "For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
     )
 
 
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
-    ``nnx.Optimizer`` itself also takes an optimizer made with `loss_scaled`, and gives the same result, but it computes
-    the updates and adds them in two steps. Wherever this library takes an optimizer state, it takes ``opt.opt_state``.
+    ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`, and computes the same result.
+    However, ``nnx.Optimizer`` is slower, because it computes the updates and adds them to the parameters in two steps.
+    All functions of this library that accept an optimizer state also accept ``opt.opt_state``.
 
     Args:
-      model: as in flax, like ``wrt`` and all other arguments of flax.
-      tx: an optimizer made with `loss_scaled`. For a run without loss scaling, give that ``None``.
-      wrt: likewise.
+      model: the model, as in ``flax.nnx.Optimizer``.
+      tx: an optimizer created with `loss_scaled`. For a run without loss scaling, use ``loss_scaled(tx, None)``.
+      wrt: the variables to train, such as ``nnx.Param``, as in ``flax.nnx.Optimizer``.
+      **options: all other arguments of ``flax.nnx.Optimizer``.
 
     Raises:
-      ValueError: if ``tx`` was not made with `loss_scaled`.
+      ValueError: if ``tx`` was not created with `loss_scaled`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -65,21 +67,22 @@ class Optimizer(nnx.Optimizer):
     def value_and_scaled_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False
     ) -> Callable[..., tuple[Any, chex.ArrayTree]]:
-        """Like ``nnx.value_and_grad`` with respect to ``wrt``, with the gradients multiplied by this optimizer's scale.
+        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but multiply the gradients by the current loss scale.
 
         Args:
-          fun: a scalar-valued function of the model, and of any other arguments.
+          fun: a scalar-valued function whose first argument is the model.
           has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
         Returns:
-          A function of the arguments of ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
-          scaled_grads)`` with ``has_aux``. The value is the true loss. What ``fun`` changes in the model is changed.
+          A function with the same arguments as ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
+          scaled_grads)`` with ``has_aux``. The value is the unscaled loss. Changes that ``fun`` makes to the model take
+          effect.
 
         Raises:
-          ValueError: if ``fun`` is no function.
+          ValueError: if ``fun`` is not a function.
 
         Warns:
-          UserWarning: as `value_and_scaled_grad`.
+          UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.value_and_scaled_grad(fun=...)")
         return self._value_and_grad(with_scaled_gradient(fun, self._loss_scale(), has_aux), has_aux)
@@ -92,32 +95,33 @@ class Optimizer(nnx.Optimizer):
         batch_argnums: int | Sequence[int] = 1,
         has_aux: bool = False,
     ) -> Callable[..., AccumulatedGradients]:
-        """Like `jax_lossscale.accumulate_gradients`, for a function of an nnx model and with this optimizer's scale.
+        """Like `jax_lossscale.accumulate_gradients`, but for a function of an nnx model.
 
-        The micro-batches are processed one after another. Each one starts with the batch statistics and random counts
-        that the previous one has left, as in a loop that calls `value_and_scaled_grad`.
+        The gradients are multiplied by the current loss scale in the state of this optimizer. The micro-batches are
+        processed one after another. Each micro-batch starts with the batch statistics and random counters at the end of
+        the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
 
         Args:
-          fun: a scalar-valued function of the model, and of any other arguments. Its gradient is computed with respect
-            to ``wrt``.
+          fun: a scalar-valued function whose first argument is the model. The gradient of ``fun`` is computed with
+            respect to ``wrt``.
           num_microbatches: the number of micro-batches, as in `jax_lossscale.accumulate_gradients`.
           batch_argnums: the positional arguments of ``fun`` that are split into micro-batches.
           has_aux: whether ``fun`` returns a pair ``(value, aux)``.
 
         Returns:
-          A function of the arguments of ``fun`` that returns `AccumulatedGradients`. Changes that ``fun`` makes to the
-          model and to other modules among its arguments take effect.
+          A function with the same arguments as ``fun`` that returns `AccumulatedGradients`. Changes that ``fun`` makes
+          to the model and to other modules in its arguments take effect.
 
         Raises:
-          ValueError: if ``fun`` is no function, or ``num_microbatches`` is not an integer of at least 1. When called:
-            if the batch is missing, cannot be divided evenly, or is the model; or if ``fun`` adds or removes variables
-            of the model.
+          ValueError: if ``fun`` is not a function, or ``num_microbatches`` is not an integer of at least 1. The
+            returned function raises a `ValueError` if the batch is missing, cannot be divided evenly, or is the model,
+            or if ``fun`` adds or removes variables of the model.
 
         Warns:
-          UserWarning: as `value_and_scaled_grad`.
+          UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.accumulate_gradients(fun=...)")
-        whole = "With 1 the batch stays whole."
+        whole = "With 1, the batch is not split."
         num_microbatches = count(num_microbatches, "Optimizer.accumulate_gradients(num_microbatches=...)", 1, whole)
         batch_positions = as_tuple(as_argnums(batch_argnums, "Optimizer.accumulate_gradients(batch_argnums=...)"))
 
@@ -144,8 +148,9 @@ class Optimizer(nnx.Optimizer):
                 leaves, new_structure = jax.tree.flatten(nnx.state(objects))
                 if new_structure != structure:  # type: ignore[operator]
                     raise ValueError(
-                        "`Optimizer.accumulate_gradients(fun=...)` added variables to the model, or removed some. "
-                        "Create them before the training step, and remove intermediate values inside the function."
+                        "`Optimizer.accumulate_gradients(fun=...)` added variables to the model or removed variables "
+                        "from it. Create all variables before the training step, and remove intermediate values inside "
+                        "the function."
                     )
                 return leaves, result, grads
 
@@ -166,20 +171,20 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: chex.ArrayTree, /, *, restore_from: Any = None, **kwargs: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
 
-        ``step`` counts every call, as in flax; ``opt_state.applied_steps`` counts the applied ones.
+        As in flax, ``step`` counts all calls. ``opt_state.applied_steps`` counts only the applied steps.
 
         Args:
           model: the model.
-          grads: the gradients of the scaled loss, as `value_and_scaled_grad` of this optimizer gives them.
-          restore_from: a copy of the model, ``nnx.clone(model)``, made before the forward pass. If the step is skipped,
-            every variable that is not trained (batch statistics, random counts, ...) is restored from this copy.
-            Without it, such variables keep the values that the forward pass has assigned to them.
-          **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the true loss), ``skip_if``,
+          grads: the gradients of the scaled loss, as returned by `value_and_scaled_grad` of this optimizer.
+          restore_from: a copy of the model, ``nnx.clone(model)``, from before the forward pass. If the step is skipped,
+            every variable that is not trained (batch statistics, random counters, ...) is restored from this copy.
+            Without ``restore_from``, these variables keep the values that the forward pass assigned to them.
+          **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the unscaled loss), ``skip_if``,
             ``grads_finite``, and the extra arguments of the inner optimizer.
 
         Raises:
-          ValueError: if ``restore_from`` is the model itself, a copy that shares its variables, or a model of another
-            kind or size; as ``update`` of `loss_scaled`.
+          ValueError: if ``restore_from`` is the model itself, a copy that shares its variables, or a model whose type
+            or shapes differ; or under the same conditions as ``update`` of `loss_scaled`.
         """
         if restore_from is not None:
             self._check_is_a_copy(restore_from, model)
@@ -190,13 +195,14 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         if restore_from is not None:
             old, new = (_arrays(self._all_else(tree)) for tree in (restore_from, model))
-            kept = {path: leaf for path, leaf in new.items() if path in old}  # the forward pass may add variables
+            # The forward pass may have added variables, which cannot be restored.
+            kept = {path: leaf for path, leaf in new.items() if path in old}
             old = {path: old[path] for path in kept}
             kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
             nnx.update(model, nnx.from_flat_state(list(kept.items())))
 
     def _check_is_a_copy(self, copy: Any, model: Any) -> None:
-        """Raise a `ValueError` unless ``copy`` is a model of the same kind and shares no variable with ``model``."""
+        """Raise a `ValueError` unless ``copy`` has the same type as ``model`` and does not share variables with it."""
         if type(copy) is not type(model):
             what = repr(type(copy))
         elif copy is model:
@@ -205,8 +211,8 @@ class Optimizer(nnx.Optimizer):
             what = _difference(self._all_else(copy), self._all_else(model))
         if what:
             raise ValueError(
-                "`Optimizer.update(restore_from=...)` must be a copy of the model from before the forward pass, "
-                f"`nnx.clone(model)`, got {what}."
+                "`Optimizer.update(restore_from=...)` must be a copy of the model, made with `nnx.clone(model)` before "
+                f"the forward pass, got {what}."
             )
 
     def _all_else(self, model: Any) -> dict[Any, Any]:
@@ -215,18 +221,21 @@ class Optimizer(nnx.Optimizer):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Return flax's graph mode, of which 0.12.0 knows nothing."""
+        """Return the graph mode as a keyword argument for flax.
+
+        If the installed version of flax does not have a graph mode, such as flax 0.12.0, return no argument.
+        """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
 
 
 def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
-    """Say why no choice between these variables, by path, would set anything back; "" if one can be made."""
+    """Describe why the variables ``new`` cannot be restored from ``old``; return "" if they can be restored."""
     if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
-        return "a copy that shares its variables, and changes with it"
+        return "a copy that shares its variables with the model, and therefore changes with it"
     for path in old.keys() & new.keys():
         was, is_now = (jax.tree.map(_type_of, _arrays(variables[path])) for variables in (old, new))
         if was != is_now:
-            return f"a model whose {'.'.join(map(str, path))} is {was}, where this one has {is_now}"
+            return f"a model whose {'.'.join(map(str, path))} is {was} instead of {is_now}"
     return ""
 
 
@@ -235,7 +244,7 @@ def _type_of(array: jax.Array) -> str:
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Return the same tree with the value of each ``nnx.Variable`` in its place."""
+    """Replace each ``nnx.Variable`` in a tree by its value."""
 
     def is_variable(node: Any) -> bool:
         return isinstance(node, nnx.Variable)

@@ -1,4 +1,4 @@
-"""flax linen's ``TrainState``, for optimizers made with `loss_scaled`."""
+"""``TrainState`` of flax linen for optimizers that were created with `loss_scaled`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from jax_lossscale.interop.flax._optimizer import checked
 class TrainState(train_state.TrainState):
     """A ``flax.training.train_state.TrainState`` whose steps may be skipped.
 
-    In every other respect it is flax's: subclass it to add fields, replace, save and restore it as usual. Wherever this
-    library takes an optimizer state (`value_and_scaled_grad`, `metrics`, ...), it takes the whole train state.
+    In all other respects, this class behaves like flax's ``TrainState``: you can subclass it to add fields, and
+    replace, save and restore it. All functions of this library that accept an optimizer state (`value_and_scaled_grad`,
+    `metrics`, ...) also accept the train state.
 
     Attributes:
-      step: how many steps were taken, skipped ones among them, as in flax: it tells which batch comes next.
-        ``opt_state.applied_steps`` counts the applied ones; schedules inside ``tx`` follow this count.
-      apply_fn: as in flax.
-      params: the parameters, mostly float32.
-      tx: an optimizer made with `loss_scaled`. For a run without loss scaling, give that ``None``.
-      opt_state: its state.
+      step: the number of all steps, including skipped steps, so it can be used as the index of the next batch.
+        ``opt_state.applied_steps`` counts only the applied steps. Schedules inside ``tx`` use the number of applied
+        steps.
+      apply_fn: the forward pass of the model, as in flax.
+      params: the parameters, usually float32.
+      tx: an optimizer created with `loss_scaled`. For a run without loss scaling, use ``loss_scaled(tx, None)``.
+      opt_state: the state of ``tx``.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -51,26 +53,26 @@ class TrainState(train_state.TrainState):
         extra_args: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Self:
-        """Return the train state after this step, whether it is applied or skipped.
+        """Return the train state after a step, which is either applied or skipped.
 
         Args:
-          grads: the gradients of the scaled loss, of the structure of ``params``.
-          value: the true loss, as in `loss_scaled`, like the next two: a step whose loss is not finite is skipped.
-          skip_if: likewise.
-          grads_finite: likewise.
-          extra_args: what the chain takes by name beside these, such as ``{"value_fn": ...}`` for a line search.
-          **fields: further fields with their new values, such as ``batch_stats=new_batch_stats``. They are replaced if
-            the step is applied; if it is skipped, they stay as they were, too. To replace a field in any case, use
-            ``replace``.
+          grads: the gradients of the scaled loss, with the same tree structure as ``params``.
+          value: the unscaled loss. A step whose loss is not finite is skipped, as in `loss_scaled`.
+          skip_if: a condition under which the step is skipped, as in `loss_scaled`.
+          grads_finite: whether all gradients are finite, as in `loss_scaled`.
+          extra_args: further keyword arguments of the inner optimizer, such as ``{"value_fn": ...}`` for a line search.
+          **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. New values are assigned only
+            if the step is applied. If the step is skipped, all further fields keep their old values. To assign a field
+            in any case, use ``replace``.
 
         Returns:
           The new train state.
 
         Raises:
-          ValueError: if ``tx`` was not made with `loss_scaled`; if a further field has another structure, shape or
-            dtype than before.
+          ValueError: if ``tx`` was not created with `loss_scaled`, or if the tree structure, the shapes or the dtypes
+            of a further field change.
         """
-        has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # flax's float8: statistics, handed over as gradients
+        has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # For float8, flax passes new statistics as gradients.
         params, opt_state = checked(self.tx, "TrainState(tx=...)").update_and_apply(
             grads["params"] if has_overwritten else grads,
             self.opt_state,
@@ -89,19 +91,19 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any] | None, params: chex.ArrayTree, tx: Any, **fields: Any) -> Self:
-        """Make a train state before the first step.
+        """Create the train state for the first step.
 
         Args:
-          apply_fn: as in flax.
-          params: as in flax.
-          tx: an optimizer made with `loss_scaled`.
-          **fields: the fields that a subclass adds.
+          apply_fn: the forward pass of the model, as in flax.
+          params: the parameters.
+          tx: an optimizer created with `loss_scaled`.
+          **fields: the initial values of fields that a subclass adds.
 
         Returns:
-          The train state, with ``step=0`` and a fresh ``opt_state``.
+          The train state, with ``step=0`` and an initialized ``opt_state``.
 
         Raises:
-          ValueError: if ``tx`` was not made with `loss_scaled`.
+          ValueError: if ``tx`` was not created with `loss_scaled`.
         """
         tx = checked(tx, "TrainState(tx=...)")
         return super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)

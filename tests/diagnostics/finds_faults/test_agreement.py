@@ -20,13 +20,13 @@ QUICK = ("healthy", "tiny_loss", "square_too_large", "rounded_away", "layer_norm
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
 )
 @pytest.mark.usefixtures("in_the_checkout")
-def test_a_verdict_and_a_list_agree(name):
+def test_verdict_agrees_with_the_list_of_operations(name):
     fun, *args = PROGRAMS[name]
     verdict = compare_gradients(fun, *args, loss_scales=[2.0**8]).verdict
     report = range_report(fun, *args, loss_scale=2.0**8)
     harmful = [operation for operation in report.bad if operation.changes_result]
-    assert list(report[: len(harmful)]) == harmful  # they come first
-    if "will train" in verdict and "But the loss" not in verdict:
+    assert list(report[: len(harmful)]) == harmful  # Harmful operations are listed first.
+    if "will work" in verdict and "However, the loss" not in verdict:
         assert harmful == []
     named = re.search(r"`([\w-]+)`(?: in [^(]*)? \((tests/[^:]*:\d+)", verdict)
     if named:
@@ -34,5 +34,5 @@ def test_a_verdict_and_a_list_agree(name):
         assert (worst.derivative_of or worst.operation, worst.source) == named.groups()
     if "No loss scale" in verdict:
         assert not report[0].is_backward
-    if "underflow" in verdict and "Compare larger scales" in verdict:
-        assert "A larger loss scale" in next(operation.suggestion for operation in report if operation.is_backward)
+    if "underflow" in verdict and "Compare larger loss scales" in verdict:
+        assert "Use a larger loss scale" in next(operation.suggestion for operation in report if operation.is_backward)

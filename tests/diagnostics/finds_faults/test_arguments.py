@@ -1,4 +1,4 @@
-"""Every question about a function looks at its arguments first, and at its loss: not all faults are float16's."""
+"""Reports check the arguments and the loss of a function first, because not all faults are caused by float16."""
 
 import re
 
@@ -28,7 +28,7 @@ def warned(*args, **kwargs):
     return str(warnings[0].message)
 
 
-ASKED = {
+TEXTS = {
     "compare_gradients": lambda *args, **kwargs: compare_gradients(jls.autocast(loss_fn), *args, **kwargs).verdict,
     "range_report": lambda *args, **kwargs: repr(range_report(jls.autocast(loss_fn), *args, **kwargs)),
     "autocast_report": lambda *args, **kwargs: repr(autocast_report(loss_fn, *args, **kwargs)),
@@ -38,28 +38,28 @@ FAULTS = {
     "NaN in the batch": (
         (PARAMS, X.at[5, 5].set(NAN).at[7, 1].set(INF).at[9, 1].set(NAN)),
         {},
-        "`batch` holds 2 NaN, the first at [5, 5].",
+        "`batch` contains 2 NaNs, the first at [5, 5].",
     ),
-    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` holds 1 NaN, at [2, 3]."),
-    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` holds 1 NaN"),
-    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` holds 4 NaN, the first at [0]."),
+    "one NaN": ((PARAMS, X.at[2, 3].set(NAN)), {}, "`batch` contains 1 NaN, at [2, 3]."),
+    "a parameter": (({"kernel": PARAMS["kernel"].at[1, 0].set(NAN)}, X), {}, "`params['kernel']` contains 1 NaN"),
+    "a keyword": ((PARAMS, X), {"mask": jnp.full(4, NAN)}, "`mask` contains 4 NaNs, the first at [0]."),
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize(("args", "kwargs", "said"), FAULTS.values(), ids=FAULTS)
-def test_what_is_no_number_in_the_arguments_is_said_first(asked, args, kwargs, said):
-    text = ASKED[asked](*args, **kwargs)
+def test_nan_in_the_arguments_is_reported_first(kind, args, kwargs, said):
+    text = TEXTS[kind](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
 
 
 @pytest.mark.slow
-def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_be_meant():
+def test_infinite_argument_is_reported_only_if_the_result_is_not_finite():
     infinite = (PARAMS, X.at[5, 5].set(INF))
-    assert "`batch` holds 1 infinity, at [5, 5]." in ASKED["compare_gradients"](*infinite)
-    assert "`batch` holds 1 infinity" in ASKED["range_report"](*infinite)
-    assert "`batch` holds 1 infinity" in warned(*infinite)
+    assert "`batch` contains 1 infinity, at [5, 5]." in TEXTS["compare_gradients"](*infinite)
+    assert "`batch` contains 1 infinity" in TEXTS["range_report"](*infinite)
+    assert "`batch` contains 1 infinity" in warned(*infinite)
 
     def masked(params, batch, mask):
         return -jnp.mean(jax.nn.log_softmax(batch @ params["kernel"] + mask)[:, 0])
@@ -70,39 +70,44 @@ def test_infinities_are_told_where_the_result_is_not_finite_either_and_else_may_
 
 
 @pytest.mark.parametrize("size", [3e3, 1e5])
-def test_of_a_training_that_has_diverged_float16_is_not_accused(size):
+def test_float16_is_not_blamed_for_a_diverged_training(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    told = f"The loss is {loss:.2g} in float32, too. If training made it so large, it diverges"
-    assert told in verdict
-    assert verdict.startswith(told) == (size > 65504)  # first where it cannot train as it is
-    assert "look at the learning rate" in verdict
-    assert ("`params['kernel']` reaches 1e+05, and float16 ends at 65504." in verdict) == (size > 65504)
+    sentence = f"The loss is {loss:.2g} in float32 as well. If it became so large during training, training diverges"
+    assert sentence in verdict
+    assert verdict.startswith(sentence) == (size > 65504)  # This sentence comes first if training is impossible.
+    assert "Check the learning rate" in verdict
+    assert ("`params['kernel']` reaches 1e+05, but the largest finite float16 number is 65504." in verdict) == (
+        size > 65504
+    )
 
 
-def test_a_loss_that_only_float16_makes_large_is_accused():
+def test_float16_is_blamed_for_an_overflow_with_a_small_float32_loss():
     def fun(params, x):
         y = 1000 * (x.astype(jnp.float16) @ params["kernel"].astype(jnp.float16))
         return 1e-6 * jnp.mean(jnp.square(y).astype(jnp.float32))
 
     verdict = compare_gradients(fun, PARAMS, X).verdict
     assert "learning rate" not in verdict
-    assert ", and float16 ends at 65504." in verdict
+    assert ", but the largest finite float16 number is 65504." in verdict
 
 
-def test_an_argument_that_is_not_cast_is_not_accused():
+def test_large_argument_that_is_not_cast_is_not_reported():
     def loss(params, batch):
         far = jnp.mean((1e5 * batch["x"] @ params["kernel"]) ** 2)
         return 1e-10 * far + 1e-6 * jnp.sum(batch["time"])
 
     params, batch = {**PARAMS, "unused": jnp.full(3, 1e5)}, {"x": X, "time": jnp.full(4, 1.7e9)}
-    assert "and float16 ends at 65504." in compare_gradients(jls.autocast(loss), params, batch).verdict
+    assert (
+        "but the largest finite float16 number is 65504."
+        in compare_gradients(jls.autocast(loss), params, batch).verdict
+    )
     for name in "time", "unused":
         assert name not in compare_gradients(jls.autocast(loss), params, batch).verdict
 
 
-# No number that is none is printed as a share.
+# An infinite error is not printed as a percentage.
 
 
 def infinite_at_every_scale(params, x):
@@ -111,17 +116,17 @@ def infinite_at_every_scale(params, x):
 
 
 @pytest.mark.parametrize("fun", [infinite_at_every_scale, jls.autocast(lambda p, x: 1e20 * loss_fn(p, x))])
-def test_no_error_is_off_by_infinitely_many_percent(fun):
+def test_infinite_error_is_not_printed_as_a_percentage(fun):
     for scales in (None, [2.0**100]):
         report = compare_gradients(fun, PARAMS, X, loss_scales=scales)
         assert "inf%" not in repr(report)
 
 
-# The scales.
+# Loss scales.
 
 
 def attention(params, x):
-    """Causal, and sound."""
+    """Return a loss with causal attention and without faults."""
     half = jnp.float16
     q, k = (x.astype(half) @ params[name].astype(half) for name in ("q", "k"))
     scores = jnp.where(jnp.tril(jnp.ones((32, 32), bool)), (q @ k.T).astype(jnp.float32) / 4, -jnp.inf)
@@ -132,7 +137,7 @@ ATTENTION = attention, {"q": draw(8, 8, seed=2), "k": draw(8, 8, seed=3)}, X
 
 
 @pytest.mark.slow
-def test_ranges_are_judged_at_the_scale_to_start_from():
+def test_range_report_uses_the_recommended_scale_by_default():
     comparison, report = compare_gradients(*ATTENTION), range_report(*ATTENTION)
     assert comparison.will_train
     assert report.loss_scale == comparison.loss_scale
@@ -140,11 +145,11 @@ def test_ranges_are_judged_at_the_scale_to_start_from():
     assert range_report(*ATTENTION, loss_scale=2.0**15).bad != ()
 
 
-def test_the_range_of_scales_that_work_is_told():
+def test_range_of_working_scales_is_reported():
     report = compare_gradients(*ATTENTION)
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"those from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f} work." in repr(report)
+    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
     for scale in report.loss_scales:
         loss_scale = jls.DynamicLossScale(current_loss_scale=jnp.float32(scale))
         grads = jls.scaled_grad(attention, loss_scale)(*ATTENTION[1:])
@@ -152,7 +157,7 @@ def test_the_range_of_scales_that_work_is_told():
     assert compare_gradients(*ATTENTION, loss_scales=[2.0**100]).working_scales == ()
 
 
-# A loss that is off while its gradients are right.
+# A loss that is inaccurate although its gradients are accurate.
 
 
 def summed_by_hand(weight, x):
@@ -162,7 +167,7 @@ def summed_by_hand(weight, x):
 
 
 @pytest.mark.slow
-def test_a_sum_by_hand_has_a_sentence_and_a_place():
+def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
     args = jnp.float32(1.0), jnp.abs(draw(2000, 8, seed=4))
     report = compare_gradients(summed_by_hand, *args)
     off = report.value / report.reference_value - 1
@@ -176,12 +181,12 @@ def test_a_sum_by_hand_has_a_sentence_and_a_place():
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
 
 
-# What is refused, at once, naming argument, value and suggestion.
+# Invalid arguments. The error contains the argument, the value and a suggestion.
 
 REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
 REPORTS["range_report"] = range_report
 FLOATING = "must be a real floating dtype, got int32"
-NUMBERS = "must be positive finite numbers, got"
+NUMBERS = "must be a sequence of positive finite numbers, got"
 REFUSED = [
     ("autocast_report", {"policy": "float32"}, "policy=...)` must be"),
     ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),
@@ -189,7 +194,8 @@ REFUSED = [
     ("compare_gradients", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("compare_gradients", {"loss_scales": []}, f"loss_scales=...)` {NUMBERS} []"),
     ("compare_gradients", {"loss_scales": [INF]}, f"loss_scales=...)` {NUMBERS} [inf]"),
-    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),  # none of float32's
+    # The value 1e39 is infinite in float32.
+    ("compare_gradients", {"loss_scales": [1e39]}, f"loss_scales=...)` {NUMBERS} [1e+39]"),
     *(
         (
             report,
@@ -201,14 +207,14 @@ REFUSED = [
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
     ("find_precision", {"progress": 1}, "progress=...)` must be"),
-    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must hold values like the last argument"),
+    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must contain values with the structure"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
 ]
 
 
 @pytest.mark.parametrize(("report", "options", "words"), REFUSED)
-def test_what_is_refused(report, options, words):
+def test_invalid_arguments_raise_an_error(report, options, words):
     fun, batch = options.get("fun", loss_fn), {} if "fun" in options else X
     options = {name: value for name, value in options.items() if name != "fun"}
     with pytest.raises(ValueError, match=re.escape(f"`{report}({words}")):
@@ -216,6 +222,6 @@ def test_what_is_refused(report, options, words):
 
 
 @pytest.mark.parametrize("report", sorted({*REPORTS} - {"autocast_report"}))
-def test_inside_jit_it_is_refused(report):
+def test_report_inside_jit_raises_an_error(report):
     with pytest.raises(ValueError, match=rf"`{report}.*outside of `jax\.jit`"):
         jax.jit(lambda params: REPORTS[report](loss_fn, params, X) and params)(PARAMS)

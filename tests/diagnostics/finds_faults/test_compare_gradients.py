@@ -1,4 +1,4 @@
-"""Whether a model trains in float16, asked before the run: the cause is named, the numbers are those of NumPy."""
+"""`compare_gradients` reports whether a model will train in float16, and why not. Its numbers equal those of NumPy."""
 
 import functools
 import math
@@ -16,25 +16,25 @@ from jax_lossscale.diagnostics import compare_gradients
 
 pytestmark = pytest.mark.ci
 
-# What each workload is known to get wrong: the cause, whether it trains, and words of the verdict.
+# The known problem of each workload: the cause, whether the workload trains, and words of the verdict.
 KNOWN = {
-    "healthy": ("none", True, "It will train; start from 2^15."),
-    "normalized": ("none", True, "It will train; start from 2^12."),
-    "mask_of_minus_infinity": ("none", True, "It will train; start from 2^"),
-    "tiny_loss": ("underflow", True, "It will train; start from 2^39. Without a loss scale 100% of the gradients"),
+    "healthy": ("none", True, "Training in float16 will work. Start with a loss scale of 2^15."),
+    "normalized": ("none", True, "Training in float16 will work. Start with a loss scale of 2^12."),
+    "mask_of_minus_infinity": ("none", True, "Training in float16 will work. Start with a loss scale of 2^"),
+    "tiny_loss": ("underflow", True, "Start with a loss scale of 2^39. Without a loss scale, 100% of the gradients"),
     "tiny_loss_in_float16": (
         "underflow",
         False,
-        "The loss is 5.6e-10, too small for float16. The loss is float16, which",
+        "The loss is 5.6e-10, which is too small for float16. The loss is in float16, which",
     ),
     "two_branches": ("branch underflow", False, "`jls.scale_gradient(..., 2.0**"),
     "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
     "matmul_too_large": ("forward overflow", False, "`dot_general` in logits (tests/diagnostics/workloads.py:"),
     "mask_of_minus_a_billion": ("forward overflow", False, "`convert_element_type` in attention"),
     "mean_over_a_million": ("forward overflow", False, "`reduce_sum` in mean"),
-    "rounded_away": ("forward rounding", False, "No loss scale helps, since the error is made in the forward pass."),
+    "rounded_away": ("forward rounding", False, "No loss scale helps, because the error occurs in the forward pass."),
     "layer_norm": ("backward overflow", False, "The derivative of `rsqrt` in norm"),
-    "sum_for_a_mean": ("backward overflow", True, "It will train; start from 2^-10, which is below 1"),
+    "sum_for_a_mean": ("backward overflow", True, "Start with a loss scale of 2^-10, because the gradients overflow"),
 }
 
 
@@ -49,7 +49,7 @@ SLOW = ("layer_norm", "mask_of_minus_a_billion")
 
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
-def test_the_cause_is_named(name):
+def test_verdict_names_the_cause(name):
     cause, will_train, words = KNOWN[name]
     report = compared(name)
     assert (report.cause, report.will_train) == (cause, will_train)
@@ -57,14 +57,14 @@ def test_the_cause_is_named(name):
     assert report.verdict in repr(report)
 
 
-def test_every_workload_is_here():
+def test_every_workload_is_tested():
     names = [name for name, thing in vars(workloads).items() if getattr(thing, "__code__", None)]
     takes_nothing = [name for name in names if getattr(workloads, name).__code__.co_argcount == 0]
     assert set(takes_nothing) - {"draw", "layers"} == set(KNOWN)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, will_train, _) in KNOWN.items() if will_train])
-def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
+def test_gradients_are_accurate_at_the_recommended_scale(name):
     fun, *args = getattr(workloads, name)()
     report = compared(name)
     loss_scale = jnp.float32(report.loss_scale)
@@ -72,28 +72,29 @@ def test_where_it_will_train_the_scale_gives_the_right_gradients(name):
     exact = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     for leaf, path in zip(jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(exact), strict=True):
         reference = path[1]
-        if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":  # the bias that has no true gradient
+        # The bias without a true gradient is skipped.
+        if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":
             assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
 
 
-def test_a_scale_below_one_is_one_that_the_verdict_s_own_code_makes():
-    code = compared("sum_for_a_mean").verdict.split("`")[1]
+def test_code_in_the_verdict_creates_a_scale_below_1():
+    code = compared("sum_for_a_mean").verdict.split("use `")[1].split("`")[0]
     loss_scale = eval(code, {"jls": jls})
     assert loss_scale() == compared("sum_for_a_mean").loss_scale
     assert loss_scale.min_loss_scale < loss_scale()
 
 
-def test_the_suggested_scale_of_its_own_fixes_the_branch_that_underflows():
+def test_suggested_separate_scale_fixes_the_branch_that_underflows():
     report = compared("two_branches")
     assert report.inaccurate_leaves == ("['side']['layer0']['kernel']", "['side']['layer0']['bias']")
     factor = 2.0 ** float(report.verdict.split("`jls.scale_gradient(..., 2.0**")[1].split(")")[0])
     cured = compare_gradients(*workloads.two_branches_cured(factor))
-    # The gradients are right then; float32 carries the factor, as the true ones of that branch are so small.
+    # The gradients are accurate with this factor, which is applied in float32.
     assert cured.cause == "none"
     assert cured.will_train
 
 
-def test_a_leaf_without_a_true_gradient_does_not_count():
+def test_leaf_with_a_zero_true_gradient_is_ignored():
     report = compared("normalized")
     (bias,) = [leaf for leaf in report if leaf.path == "['layer0']['bias']"]
     (kernel,) = [leaf for leaf in report if leaf.path == "['layer0']['kernel']"]
@@ -104,16 +105,16 @@ def test_a_leaf_without_a_true_gradient_does_not_count():
     assert "['layer0']['bias'] *" in repr(report)
 
 
-# The numbers.
+# Numbers.
 
 
 def polynomial(w, x):
-    """In float16: the gradient with respect to ``w`` is ``x``, rounded and scaled, and with respect to ``x``, ``w``."""
+    """Compute ``sum(w * x)`` in float16. The gradient with respect to ``w`` is the rounded and scaled ``x``."""
     return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
 
 
 def in_numpy(x, scale):
-    """The gradient of `polynomial`, in float16 and divided by the scale."""
+    """Return the gradient of `polynomial`, computed in float16 and divided by the loss scale."""
     with np.errstate(over="ignore", under="ignore"):
         return (np.float16(scale) * np.asarray(x).astype(np.float16)).astype(np.float32) / np.float32(scale)
 
@@ -122,7 +123,7 @@ VALUES = np.array([0.0, 1e-9, 3e-8, 1e-6, 1.0, 1000.0], np.float32)
 SCALES = [1.0, 2.0**4, 2.0**8]
 
 
-def test_errors_shares_and_magnitudes_are_those_of_numpy():
+def test_errors_shares_and_magnitudes_equal_those_of_numpy():
     report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES)
     (leaf,) = report
     assert report.loss_scales == tuple(SCALES)
@@ -142,7 +143,7 @@ def test_errors_shares_and_magnitudes_are_those_of_numpy():
     assert [math.isinf(error) for error in leaf.relative_error] == [False, False, True]
 
 
-def test_the_total_is_that_of_all_leaves_as_one():
+def test_total_treats_all_leaves_as_one_leaf():
     args = jnp.asarray(VALUES[1:4]), jnp.asarray(VALUES[3:6])
     both = compare_gradients(polynomial, *args, argnums=(0, 1), loss_scales=[1.0])
     assert {leaf.path for leaf in both} == {"[0]", "[1]"}
@@ -155,14 +156,14 @@ def test_the_total_is_that_of_all_leaves_as_one():
     assert both.total.shape == (6,)
 
 
-def test_tiny_gradients_have_norms_all_the_same():
-    """Their squares are zero in float32."""
+def test_norm_of_tiny_gradients_does_not_underflow():
+    """The squares of these gradients are zero in float32."""
     report = compare_gradients(lambda w, x: 1e-25 * polynomial(w, x), jnp.ones(2), jnp.ones(2), loss_scales=[2.0**90])
     assert report[0].norm == pytest.approx(math.sqrt(2) * 1e-25)
     assert report[0].relative_error[0] < 1e-3
 
 
-def test_a_reference_of_ones_own():
+def test_custom_reference_is_used():
     def reference(w, x):
         return jnp.sum(2 * w * x)
 
@@ -172,7 +173,7 @@ def test_a_reference_of_ones_own():
     assert report.value == 2
 
 
-def test_options_and_keyword_arguments_reach_the_function():
+def test_options_and_keyword_arguments_are_passed_on():
     def fun(x, w, *, power, name):
         assert name == "a"
         assert isinstance(power, int)
@@ -181,11 +182,11 @@ def test_options_and_keyword_arguments_reach_the_function():
     report = compare_gradients(
         fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
     )
-    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python's own numbers stay
+    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python numbers are not parameters.
     assert report.value == 3
 
 
-def test_progress_goes_through_the_scales():
+def test_progress_iterates_over_the_scales():
     seen = []
 
     def progress(scales):
@@ -197,7 +198,7 @@ def test_progress_goes_through_the_scales():
     assert seen == [1.0, 4.0]
 
 
-def test_the_function_is_compiled_once_for_all_scales(compilations):
+def test_function_is_compiled_once_for_all_scales(compilations):
     few = compile_count(compilations, [1.0, 2.0])
     many = compile_count(compilations, [2.0**k for k in range(8)])
     assert many == few
@@ -205,28 +206,31 @@ def test_the_function_is_compiled_once_for_all_scales(compilations):
 
 def compile_count(compilations, scales):
     args = jnp.ones(3), jnp.ones(3)
-    compare_gradients(polynomial, *args, loss_scales=scales)  # what is compiled once for all
+    compare_gradients(polynomial, *args, loss_scales=scales)  # Later calls reuse functions that this call compiles.
     before = len(compilations)
     compare_gradients(polynomial, *args, loss_scales=scales)
     return len(compilations) - before
 
 
-def test_narrow_parameters():
+def test_float16_parameters_are_supported():
     report = compare_gradients(polynomial, jnp.ones(3, jnp.float16), jnp.ones(3), loss_scales=[1.0])
     assert report.cause == "none"
 
 
-def test_bfloat16():
+def test_bfloat16_is_supported():
     def fun(w, x):
         return jnp.sum((w.astype(jnp.bfloat16) * x.astype(jnp.bfloat16)).astype(jnp.float32))
 
     report = compare_gradients(fun, jnp.ones(3), jnp.array([1.0, 1e-30, 3.0]), dtype=jnp.bfloat16)
     assert (report.cause, report.dtype) == ("none", "bfloat16")
-    assert (report.verdict, report.loss_scale) == ("It will train, without a loss scale.", 1)  # its range is float32's
+    assert (report.verdict, report.loss_scale) == (
+        "Training in bfloat16 will work. No loss scale is needed.",
+        1,
+    )  # bfloat16 has the range of float32.
 
 
 @pytest.mark.slow
-def test_what_lies_on_a_mesh_is_compared_and_measured_there():
+def test_sharded_arguments_are_supported():
     fun, params, x = workloads.healthy()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, copies = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
@@ -237,41 +241,41 @@ def test_what_lies_on_a_mesh_is_compared_and_measured_there():
     assert jls.diagnostics.range_report(fun, *args).bad == ()
 
 
-# What cannot be compared is said.
+# Functions that cannot be compared.
 
 
-def test_nothing_narrow():
+def test_function_without_half_precision_is_reported():
     report = compare_gradients(lambda w: jnp.sum(w**2), jnp.ones(3))
     assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
     assert report.verdict.startswith("`fun` computes nothing in float16")
 
 
-def test_where_nothing_is_narrow_a_loss_that_is_not_finite_is_told():
+def test_non_finite_float32_loss_is_reported_without_half_precision():
     report = compare_gradients(lambda w: jnp.log(-jnp.sum(w * w)), jnp.ones(3))
     assert report.cause == "no half precision"
-    assert report.verdict.endswith("with `jls.cast_floating`. In float32 the loss is not finite either.")
+    assert report.verdict.endswith("with `jls.cast_floating`. The loss is not finite in float32 either.")
 
 
-def test_another_dtype_than_was_asked_for():
+def test_different_half_precision_dtype_is_reported():
     report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
     assert report.cause == "no half precision"
-    assert "`fun` computes in bfloat16, and nothing in float16" in report.verdict
+    assert "`fun` computes in bfloat16, but not in float16" in report.verdict
     assert "dtype='bfloat16'" in report.verdict
 
 
-def test_a_reference_that_is_not_finite_either():
+def test_non_finite_reference_is_reported():
     report = compare_gradients(lambda w: jnp.sum(jnp.sqrt(w.astype(jnp.float16))).astype(jnp.float32), jnp.zeros(3))
     assert (report.cause, report.inaccurate_leaves) == ("reference not finite", ("",))
-    assert "In float32 the gradients of the only leaf are not finite either" in report.verdict
+    assert "The gradients of the only leaf are not finite in float32 either" in report.verdict
 
 
-def test_gradients_that_are_zero_in_float32_too():
+def test_gradients_that_are_zero_in_float32_are_reported():
     report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
     assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
-    assert report.verdict.startswith("All gradients are zero in float32, too")
+    assert report.verdict.startswith("All gradients are zero in float32 as well")
 
 
-def test_what_is_not_followed_is_listed():
+def test_opaque_operations_are_listed():
     def fun(w):
         in_half = w.astype(jnp.float16)
         factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
@@ -279,16 +283,16 @@ def test_what_is_not_followed_is_listed():
 
     report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
     assert report.opaque_operations == ("pure_callback",)
-    assert "Not followed, and in half precision in the reference, too: pure_callback." in repr(report)
+    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
 
 
-# Print and notebook.
+# Printed reports.
 
 
-def test_the_report_prints_as_a_table_the_worst_leaf_first():
+def test_report_is_printed_as_a_table_with_the_worst_leaf_first():
     report = compared("two_branches")
     matmuls, verdict, loss, explanation, headings, total, lost, first, *_ = repr(report).splitlines()
-    assert matmuls == "Matrix products and convolutions: 7 of 7 in float16."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): 7 of 7 in float16."
     assert verdict == report.verdict
     assert loss.startswith("Loss: 5.5707")
     assert explanation.startswith("Relative error")
@@ -303,13 +307,13 @@ def test_the_report_prints_as_a_table_the_worst_leaf_first():
     assert first.split()[5] == "100%"
 
 
-def test_many_leaves_are_cut_in_print_only():
+def test_printed_table_is_truncated():
     report = compare_gradients(lambda ws: sum(polynomial(w, w) for w in ws), [jnp.ones(1)] * 15, loss_scales=[1.0])
     assert len(report) == 15
     assert repr(report).splitlines()[-1].startswith("... 3 more")
 
 
-def test_it_is_a_sequence():
+def test_report_is_a_sequence_of_leaves():
     report = compared("two_branches")
     assert len(report) == len(list(report)) == 6
     assert report[:2] == report.leaves[:2]

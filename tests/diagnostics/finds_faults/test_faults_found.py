@@ -1,4 +1,4 @@
-"""Faults that people make, each led to its cause by one call that docs/troubleshooting.md names for what is seen."""
+"""Typical mistakes of users. For each one, the report that docs/troubleshooting.md recommends finds the cause."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def worst(fun, *args, cast=jls.autocast):
 
 
 def run(fun, batches, learning_rate=0.01, steps=40, loss_scale="auto"):
-    """What `explain` says after some steps, of the parameters, too; and these parameters."""
+    """Return the text of `explain` after some training steps, and the trained parameters."""
     tx = jls.loss_scaled(optax.sgd(learning_rate), loss_scale, record_bad_steps=True)
 
     @jax.jit
@@ -54,7 +54,7 @@ def as_it_is(fun):
     return fun
 
 
-# The faults.
+# Faults.
 
 
 def norm(params, batch):
@@ -113,63 +113,66 @@ def wrong_sign(params, batch):
 EMPTY_ROW = X.at[3].set(0.0)
 HOLE = X.at[5, 2].set(jnp.nan)
 FOUND = {
-    # what is asked; what the answer names
-    "NaN in the data": (lambda: verdict(square_error, PARAMS, HOLE), ["`batch` holds 1 NaN, at [5, 2].", "in float32"]),
+    # Each entry contains a report and the phrases that it must contain.
+    "NaN in the data": (
+        lambda: verdict(square_error, PARAMS, HOLE),
+        ["`batch` contains 1 NaN, at [5, 2].", "in float32"],
+    ),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
-        ["so it was that batch, and not the scale", "look in that batch for NaN"],
+        ["the cause was that batch, not the scale", "check the batch for NaN"],
     ),
     "a learning rate that diverges": (
         lambda: run(square_error, [X], learning_rate=1e4)[0],
-        ["A parameter is as large as", "Take a smaller learning rate"],
+        ["The largest parameter is", "with a smaller learning rate"],
     ),
-    "the same, asked of the loss": (
+    "the loss after a learning rate that diverges": (
         lambda: verdict(square_error, run(square_error, [X], learning_rate=1e4)[1], X),
-        ["in float32, too.", "the learning rate"],
+        ["in float32 as well.", "the learning rate"],
     ),
-    "the norm of zero": (lambda: worst(norm, PARAMS, EMPTY_ROW), ["not a number in float32 either", "a norm"]),
+    "the norm of zero": (lambda: worst(norm, PARAMS, EMPTY_ROW), ["NaN in float32 as well", "norm"]),
     "an empty selection": (
         lambda: verdict(mean_of_the_chosen, PARAMS, X),
-        ["In float32 the loss is not finite either", "`div`", line(mean_of_the_chosen)],
+        ["The loss is not finite in float32 either", "`div`", line(mean_of_the_chosen)],
     ),
     "a wrong sign": (
         lambda: verdict(wrong_sign, run(wrong_sign, [X], learning_rate=0.3, steps=400)[1], X),
-        ["in float32, too.", "the sign of the loss"],
+        ["in float32 as well.", "the sign of the loss"],
     ),
     "exponentials without a maximum": (
         lambda: verdict(softmax_by_hand, PARAMS, X),
-        ["`exp`", line(softmax_by_hand), "Subtract the maximum before"],
+        ["`exp`", line(softmax_by_hand), "Subtract the maximum first"],
     ),
     "the logarithm of a probability": (
         lambda: verdict(log_of_a_probability, PARAMS, X),
-        ["In float32", "not finite either", line(log_of_a_probability)],
+        ["not finite in float32 either", line(log_of_a_probability)],
     ),
-    "labels that begin at one": (
+    "labels that start at 1": (
         lambda: verdict(labels_from_one, PARAMS, X),
-        ["In float32 the loss is not finite either", "an index that is out of range"],
+        ["The loss is not finite in float32 either", "an index that is out of range"],
     ),
-    "a gradient that is stopped": (lambda: verdict(stopped, PARAMS, X), ["zero in float32, too", "stop_gradient"]),
-    "an epsilon that float16 does not hold": (
+    "a stopped gradient": (lambda: verdict(stopped, PARAMS, X), ["zero in float32 as well", "stop_gradient"]),
+    "an epsilon that float16 cannot represent": (
         lambda: verdict(epsilon_of_a_norm, PARAMS, EMPTY_ROW, cast=as_it_is),
-        ["epsilon", line(epsilon_of_a_norm), "is 0 in 16 bits"],
+        ["epsilon", line(epsilon_of_a_norm), "rounds to 0 in half precision"],
     ),
     "sums of pixels": (
         lambda: verdict(sum_of_pixels, PARAMS, X),
-        ["below 1", "means for sums"],
+        ["below 1", "means instead of sums"],
     ),
     "a mask of a billion": (
         lambda: worst(mask_of_a_billion, PARAMS, X, cast=as_it_is),
-        [line(mask_of_a_billion), "If it is a mask, choose by it"],
+        [line(mask_of_a_billion), "If this is the fill value of a mask, use"],
     ),
     "a batch that is not cast": (
         lambda: verdict(batch_forgotten_in_float32, PARAMS, X, cast=as_it_is),
-        ["nothing is gained", "`batch`"],
+        ["half precision has no benefit", "`batch`"],
     ),
 }
 
 
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize(("ask", "named"), FOUND.values(), ids=FOUND)
-def test_a_fault_is_led_to_its_cause(ask, named):
+def test_report_names_the_cause_of_a_fault(ask, named):
     text = ask()
     assert not [phrase for phrase in named if phrase not in text], text

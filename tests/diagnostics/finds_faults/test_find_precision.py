@@ -1,4 +1,4 @@
-"""Finds the matmuls that must not be in half precision in each planted fault, and none in healthy networks."""
+"""`find_precision` finds the matmuls that need float32 in each program with a fault, and none in healthy networks."""
 
 import functools
 import importlib.util
@@ -20,8 +20,8 @@ from jax_lossscale.diagnostics._precision_search import Search
 pytestmark = pytest.mark.ci
 
 EXACT = {"xla_allow_excess_precision": False}
-UNUSED = pytest.mark.filterwarnings("ignore:.*zero in float32")  # which is told by a test of its own, too
-# A separate test checks this warning.
+# Separate tests check these warnings.
+UNUSED = pytest.mark.filterwarnings("ignore:.*zero even in float32")
 FEW_IN_HALF = pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 ERROR = re.compile(r"([\d.]+)%")
 
@@ -29,46 +29,50 @@ ERROR = re.compile(r"([\d.]+)%")
 # differ from processor to processor in the last digit that is shown.
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
-    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, much of it too small for float16"),
+    "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
     "large_logits": (1, 0, "an operand reaches 1.1e+05"),
     "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
     "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
     "second_differences": (3, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "in half precision, the gradient of [0] is off by 55%"),
-    "outer_product_of_positions": (0, 0, ""),  # no sum, no product
+    "outer_product_of_positions": (0, 0, ""),  # The outer product has no sum, so it is not a matmul.
     "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
     "large_vdot": (0, 1, "its result reaches 1e+06"),
-    "small_unit": (0, 0, ""),  # a matter of the loss scale
-    "two_branches": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
-    "two_branches_of_the_same_lines": (3, 0, "give its part a scale of its own: `jls.scale_gradient(result, 2.0**"),
+    "small_unit": (0, 0, ""),  # The loss scale solves this problem.
+    "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
+    "two_branches_of_the_same_lines": (
+        3,
+        0,
+        "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**",
+    ),
     "a_loop": (3, 0, ""),
-    # That with the values shares its function, and that it takes no parameter, with that of the scores.
+    # The matmuls with the scores and with the values have the same rule: both are in one function and use no parameter.
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
 
 
-def products(jaxpr):
-    """Of the products of a jaxpr and of all inside it, the primitive, the dtype of the operands and of the result."""
+def matmuls_of(jaxpr):
+    """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
             found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += products(inner) if hasattr(inner, "eqns") else []
+            found += matmuls_of(inner) if hasattr(inner, "eqns") else []
     return found
 
 
 def contracts(eqn):
-    """Whether anything is summed up: an outer product is none."""
+    """Return whether a matmul contains a sum, unlike an outer product."""
     return eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"][0] != ((), ())
 
 
 def error(loss, args, policy, dtype=jnp.float16):
-    """The worst error of value and gradients, in total and by leaf, at the loss scale of the policy."""
+    """Return the largest relative error of the value and the gradient leaves at the loss scale of the policy."""
     exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
     step = jls.value_and_scaled_grad(jls.autocast(loss, dtype, policy=policy), policy.loss_scale)
     value, grads = jax.jit(step, compiler_options=EXACT)(*args)
@@ -78,7 +82,7 @@ def error(loss, args, policy, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
-# A matmul in float32, and a loss scale; the others take longer.
+# Two quick faults: one needs a matmul in float32, and one needs a loss scale. All others take longer.
 QUICK = ("small_epsilon", "small_unit")
 
 
@@ -87,20 +91,20 @@ QUICK = ("small_epsilon", "small_unit")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 )
-def test_each_fault_is_found_and_cured(name, capsys):
+def test_policy_fixes_each_fault(name, capsys):
     loss, args = FAULTS[name]
-    num_wide, num_wide_result, reason = FOUND[name]
+    num_float32, num_float32_result, reason = FOUND[name]
     policy = find_precision(loss, *args, progress=True)
     assert error(loss, args, policy) < 0.01
-    found = products(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
-    assert found.count(("dot_general", "float32")) == num_wide
-    assert found.count(("float32_result_matmul", "float16")) == num_wide_result
+    found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
+    assert found.count(("dot_general", "float32")) == num_float32
+    assert found.count(("float32_result_matmul", "float16")) == num_float32_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
-    assert bool(policy.rules) == bool(num_wide or num_wide_result)
-    if policy.rules:  # without it, it is wrong
+    assert bool(policy.rules) == bool(num_float32 or num_float32_result)
+    if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, jls.PrecisionPolicy(loss_scale=policy.loss_scale)) < 0.01
     assert max(int(spent) for spent in re.findall(r"(\d+) of at most 30", capsys.readouterr().err)) <= 30
 
@@ -110,12 +114,12 @@ def test_each_fault_is_found_and_cured(name, capsys):
     [pytest.param(name, marks=() if name == "a_perceptron" else pytest.mark.slow) for name in HEALTHY],
 )
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_in_healthy_networks_every_product_is_narrow(name, dtype, capsys):
+def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys):
     loss, args = HEALTHY[name]
     policy = find_precision(loss, *args, dtype=dtype)
     assert policy.rules == ()
     assert error(loss, args, policy, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
-    assert {dtype for _, dtype in products(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
+    assert {dtype for _, dtype in matmuls_of(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
         jnp.dtype(dtype).name
     }
     assert capsys.readouterr().err == ""
@@ -128,28 +132,28 @@ def energies(weights, x):
         return jnp.log(jnp.vdot(9000 * y, y))
 
 
-def test_a_policy_is_a_table_that_is_kept_and_says_at_which_scale():
+def test_policy_is_printed_with_its_loss_scale_and_serializable():
     policy = find_precision(energies, WEIGHTS, X)
     assert str(policy) == (
-        f"Error against float32: wrong altogether -> {100 * policy.errors[1]:.2g}%.\n"
+        f"Error compared with float32: over 100% -> {100 * policy.errors[1]:.2g}%.\n"
         "half-precision operands, float32 result: layer 'energy', operation 'dot_general' "
         "(its result reaches 4.5e+05)\n"
-        f"Found to be right at a loss scale of 2^{np.log2(policy.loss_scale):g}."
+        f"Tested at a loss scale of 2^{np.log2(policy.loss_scale):g}."
     )
-    kept = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
-    assert (kept, kept.loss_scale) == (policy, policy.loss_scale)
-    assert hash(kept) == hash(policy)
+    restored = jls.PrecisionPolicy.from_config(json.loads(json.dumps(policy.get_config())))
+    assert (restored, restored.loss_scale) == (policy, policy.loss_scale)
+    assert hash(restored) == hash(policy)
 
 
-def test_of_a_loss_scale_below_1_it_says_which_kinds_go_there():
+def test_policy_with_a_loss_scale_below_1_names_suitable_loss_scales():
     assert str(jls.PrecisionPolicy(loss_scale=2.0**-13)).splitlines()[1:] == [
-        "Found to be right at a loss scale of 2^-13.",
-        'That is below 1: the loss scale `"auto"` goes there, `DynamicLossScale` with a `min_loss_scale`.',
+        "Tested at a loss scale of 2^-13.",
+        'This is below 1. Use the loss scale `"auto"`, or pass `min_loss_scale` to `DynamicLossScale`.',
     ]
     assert len(str(jls.PrecisionPolicy(loss_scale=1.0)).splitlines()) == 2
 
 
-def test_a_policy_holds_for_another_batch_size_other_values_and_jit():
+def test_policy_remains_valid_for_other_batches_and_under_jit():
     policy = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
     assert error(energies, (weights, x), policy) < 0.01
@@ -170,7 +174,7 @@ EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").repl
 
 
 @pytest.mark.slow
-def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
+def test_policy_remains_valid_after_edits_elsewhere_in_the_file(tmp_path):
     def loaded(text, name):
         (tmp_path / f"{name}.py").write_text(text)
         spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
@@ -184,7 +188,7 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
     (rule,) = policy.rules
     assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
     edited = loaded(EDITED, "edited")
-    assert error(edited, args, policy) < 0.01  # and no rule is without a match, which would be a warning
+    assert error(edited, args, policy) < 0.01  # A rule without a match would cause a warning.
     without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
     with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
         jls.autocast(without, policy=policy)(*args)
@@ -192,20 +196,20 @@ def test_a_policy_survives_edits_elsewhere_in_the_file(tmp_path):
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_products_that_no_name_tells_apart_share_a_rule():
+def test_rules_distinguish_matmuls_by_parameter():
     policy = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
     assert {rule.parameter for rule in policy.rules} == {"[0]", "[1]", "[2]"}
 
 
 @pytest.mark.slow
-def test_several_batches():
+def test_policy_covers_several_batches():
     policy = find_precision(energies, WEIGHTS, X / 1000)
     assert policy.rules == ()
     policy = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
     assert [rule.precision for rule in policy.rules] == ["float32_result"]
 
 
-def test_aux_several_arguments_keywords_and_what_is_no_array():
+def test_find_precision_supports_aux_argnums_and_keywords():
     def loss(weights, head, x, *, activation, shift):
         y = activation(x @ weights + shift)
         return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
@@ -216,11 +220,11 @@ def test_aux_several_arguments_keywords_and_what_is_no_array():
     assert "reaches" in policy.rules[0].reason
 
 
-def test_without_products_there_is_nothing_to_find():
+def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 
 
-def test_a_wish_of_the_author_stays():
+def test_keep_float32_in_the_function_is_respected():
     def loss(weights, x):
         with jls.keep_float32():
             y = x @ weights[0]
@@ -237,13 +241,13 @@ def with_a_kernel(weights, x, large=1.0):
 
 
 @pytest.mark.slow
-def test_a_function_in_half_stays_where_it_is_right():
+def test_accurate_in_half_function_has_no_rule():
     policy = find_precision(with_a_kernel, WEIGHTS, X)
     assert policy.rules == ()
     assert error(with_a_kernel, (WEIGHTS, X), policy) < 0.01
 
 
-def test_a_function_in_half_is_told_where_it_is_wrong():
+def test_inaccurate_in_half_function_has_a_rule():
     loss = functools.partial(with_a_kernel, large=300.0)
     policy = find_precision(loss, WEIGHTS, X)
     assert [(rule.operation, rule.layer) for rule in policy.rules] == [("in_half", "energy")]
@@ -253,8 +257,8 @@ def test_a_function_in_half_is_told_where_it_is_wrong():
 
 @pytest.mark.slow
 @FEW_IN_HALF
-def test_gradients_that_cannot_be_differentiated_again():
-    """The body of a loop of unknown length, differentiated forward: what does the damage is found by trial."""
+def test_matmuls_in_a_loop_without_a_backward_pass_are_found_by_trial():
+    """A while loop that is differentiated in forward mode has no backward pass, so the matmuls are found by trial."""
 
     def loss(weights, x):
         def solved(w):
@@ -270,7 +274,7 @@ def test_gradients_that_cannot_be_differentiated_again():
 
 
 def with_a_bias(share):
-    """Of whose gradient next to nothing is left when its terms are added up, 23 % off in float16."""
+    """Return a loss with a bias. The terms of its gradient almost cancel, so its error in float16 is 23%."""
 
     def loss(params, x):
         y = jnp.tanh(x @ params["kernel"]) @ params["out"]
@@ -283,24 +287,24 @@ def with_a_bias(share):
 
 
 @FEW_IN_HALF
-def test_errors_are_told_as_they_are():
-    """Those of a leaf that may be further off, too."""
+def test_reported_errors_equal_those_of_compare_gradients():
+    """The reported errors include the error of a leaf with a larger tolerance."""
     policy = find_precision(*with_a_bias(10.0))
     compared = jls.diagnostics.compare_gradients(jls.autocast(with_a_bias(10.0)[0]), *with_a_bias(10.0)[1:])
     (bias,) = [leaf for leaf in compared if leaf.path == "['bias']"]
-    told = float(ERROR.search(policy.rules[0].reason)[1]) / 100
+    reported = float(ERROR.search(policy.rules[0].reason)[1]) / 100
     assert "in half precision, the gradient of ['bias'] is off by" in policy.rules[0].reason
-    assert told == pytest.approx(min(bias.relative_error), rel=0.1)
-    assert policy.errors[0] == pytest.approx(told, rel=0.1)
+    assert reported == pytest.approx(min(bias.relative_error), rel=0.1)
+    assert policy.errors[0] == pytest.approx(reported, rel=0.1)
 
 
-def test_a_leaf_below_a_thousandth_of_the_gradient_makes_no_product_wide():
+def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
 
 @pytest.mark.slow
-def test_of_such_a_leaf_what_is_lost_counts():
-    """The gradient of the quiet branch, a trillionth of all, is zero at the scale of the loud one."""
+def test_underflow_of_a_negligible_leaf_is_not_ignored():
+    """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
     loss, args = FAULTS["two_branches"]
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -310,16 +314,16 @@ def test_of_such_a_leaf_what_is_lost_counts():
     assert error(loss, args, policy) < 0.01
 
 
-def test_where_most_gradients_are_zero_in_float32_it_is_said():
+def test_warning_if_most_gradients_are_zero_in_float32():
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
 
     params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
-    with pytest.warns(UserWarning, match=r"1 of 2 leaves, 88.9% of all gradients, are zero in float32, too"):
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
         assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
 
 
-def test_parts_of_a_split_are_narrow_each_by_itself():
+def test_parts_of_a_split_have_separate_dtypes():
     def parts(w, x):
         summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
         return summed, multiplied @ w
@@ -328,15 +332,15 @@ def test_parts_of_a_split_are_narrow_each_by_itself():
     np.testing.assert_array_equal(found, exact)
 
 
-def test_nothing_to_compare_with_is_said():
+def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         policy = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
     assert policy == jls.PrecisionPolicy()
 
 
 @FEW_IN_HALF
-def test_what_no_policy_cures_is_said(monkeypatch):
-    """If the function itself does worse than every trial, more and more matmuls are in float32, until all are."""
+def test_warning_if_no_policy_is_accurate(monkeypatch):
+    """If the policy is less accurate than every trial, more matmuls are moved to float32, until all of them are."""
     errors = []
 
     def wrong(search, policy):
@@ -345,9 +349,9 @@ def test_what_no_policy_cures_is_said(monkeypatch):
         return 20.0, 0.2, "the value"
 
     monkeypatch.setattr(Search, "verified", wrong)
-    with pytest.warns(UserWarning, match="with every product in float32, the value is off by 20%"):
+    with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         policy = find_precision(energies, WEIGHTS, X)
-    matmuls = products(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
+    matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=policy))(WEIGHTS, X).jaxpr)
     assert {dtype for _, dtype in matmuls} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

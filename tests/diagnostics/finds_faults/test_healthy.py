@@ -1,4 +1,4 @@
-"""Thirty-five sound networks, each a body and a loss: nothing in them is accused."""
+"""Reports find no faults in 35 sound networks, each of which consists of a body and a loss."""
 
 import jax
 import jax.numpy as jnp
@@ -99,12 +99,12 @@ QUICK = ((checkpointed, "huber"),)
         for loss in LOSSES
     ],
 )
-def test_what_is_sound_is_not_accused(body, loss):
+def test_no_faults_are_reported_in_sound_networks(body, loss):
     def fun(params, x):
         return LOSSES[loss](body(params, x))
 
     report = compare_gradients(jls.autocast(fun), PARAMS, X)
     assert report.will_train
     assert report.inaccurate_leaves == ()
-    assert "But" not in report.verdict
+    assert "However" not in report.verdict
     assert range_report(jls.autocast(fun), PARAMS, X, loss_scale=report.loss_scale).bad == ()

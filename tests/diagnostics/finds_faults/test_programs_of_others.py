@@ -1,4 +1,4 @@
-"""Programs as other people write them go through every diagnostic, and nothing that is sound in them is accused."""
+"""Every report accepts typical user programs, and reports no faults in their sound parts."""
 
 import itertools
 
@@ -21,8 +21,8 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
-HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # these are sound in half precision
-ASKED = {
+HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # These are accurate in half precision.
+REPORTS = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
     "autocast_report": lambda fun, *args: repr(autocast_report(fun, *args)),
@@ -32,31 +32,31 @@ ASKED = {
 }
 
 
-# Each question of these takes seconds; the others are asked every time.
+# Each report on these programs takes seconds, so only the slow tests create it.
 SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
 
 
 @pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
 @pytest.mark.parametrize(
-    ("name", "asked"),
-    [pytest.param(name, asked, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for asked in ASKED],
+    ("name", "kind"),
+    [pytest.param(name, kind, marks=pytest.mark.slow if name in SLOW else ()) for name in PROGRAMS for kind in REPORTS],
 )
-def test_every_question_has_an_answer(name, asked):
-    answer = ASKED[asked](*PROGRAMS[name]())
-    assert "cast_floating" not in answer  # they are under `autocast` already
+def test_every_report_accepts_every_program(name, kind):
+    answer = REPORTS[kind](*PROGRAMS[name]())
+    assert "cast_floating" not in answer  # The programs already use `autocast`.
     if name in HALF:
         sound = {
-            "compare_gradients": f"It will train; start from 2^{jnp.log2(SCALE):.0f}",
+            "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
             "find_precision": "No exceptions from the rule of `autocast`.",
         }
-        assert sound.get(asked, "") in answer
+        assert sound.get(kind, "") in answer
 
 
 @pytest.mark.slow
-def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
+def test_gram_matrix_has_the_reason_of_the_plan_in_every_report():
     fun, *args = PROGRAMS["gaussian_process"]()
-    reason = "a factorization is made of its result"
+    reason = "its result is factorized"
     for text in (
         compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
         repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
@@ -66,15 +66,15 @@ def test_a_gram_matrix_has_the_reason_of_the_plan_wherever_it_is_asked():
         assert "where it is cast" not in text
 
 
-def test_a_function_without_products_is_not_told_to_cast_by_hand():
+def test_manual_cast_is_not_suggested_for_a_function_without_matmuls():
     verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
     assert verdict == (
-        "`fun` has no matrix products or convolutions, so `autocast` computes nothing in float16. So the gradients are "
-        "those of float32, and nothing is gained."
+        "`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in float16. "
+        "Therefore, the gradients are the same as in float32, and half precision has no benefit."
     )
 
 
-def test_the_share_of_work_stands_beside_the_number_of_products():
+def test_summary_contains_the_share_of_work():
     def fun(weights, x):
         with jls.keep_float32():
             y = x @ weights["large"]
@@ -85,10 +85,12 @@ def test_the_share_of_work_stands_beside_the_number_of_products():
     report = autocast_report(fun, *args)
     assert (summary.half_matmuls, summary.matmuls) == (3, 5)
     assert summary.half_share == report.half_share
-    assert "3 of 5 in float16, 16% of their work. The first that is not:" in str(summary)
+    assert "3 of 5 in float16, with 16% of the floating-point operations. The first matmul that is not in" in str(
+        summary
+    )
 
 
-def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
+def test_matmuls_marked_with_a_precision_stay_float32_in_the_backward_pass():
     def fun(weights, x):
         return jnp.mean(jnp.matmul(x, weights, precision="highest") ** 2)
 
@@ -102,22 +104,22 @@ def test_a_product_that_is_exact_by_wish_of_its_author_is_so_backwards_too():
     square.defvjp(lambda x: (square(x), x), backward)
     args = draw(8, 4, seed=1), draw(4, 8, seed=2)
     for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        in_float32 = [product for product in autocast_report(each, *args).matmuls if product.dtype == "float32"]
+        in_float32 = [operation for operation in autocast_report(each, *args).matmuls if operation.dtype == "float32"]
         assert in_float32
-        assert all(product.reason.startswith("marked") for product in in_float32)
+        assert all(operation.reason.startswith("marked") for operation in in_float32)
 
 
-def test_a_cast_that_autocast_makes_has_the_place_of_its_product_and_a_cure_that_fits():
+def test_cast_by_autocast_has_the_location_of_its_matmul():
     def fun(weights, x):
         return jnp.mean((x @ (1e6 * weights)) ** 2) * 1e-12  # here
 
     verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(4, 8, seed=2)).verdict
     assert f"test_programs_of_others.py:{fun.__code__.co_firstlineno + 1}) reaches " in verdict
-    assert "Keep that product in float32, with `jls.keep_float32`" in verdict
-    assert "Do not cast it" not in verdict
+    assert "Keep the matmul in float32 with `jls.keep_float32`" in verdict
+    assert "Do not cast this value" not in verdict
 
 
-def test_where_numbers_lie_is_never_at_fault():
+def test_sharding_constraint_is_never_reported():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
@@ -130,11 +132,11 @@ def test_where_numbers_lie_is_never_at_fault():
     assert "sharding_constraint" not in {operation.operation for operation in report}
 
 
-# What `find_precision` makes of layers in a loop.
+# Rules that `find_precision` returns for layers in a loop.
 
 
 def layers(weights, x):
-    """The last of eight is out of range, and shares its line with the others."""
+    """Apply layers that share a source line. With the weights `DEEP`, the last of eight layers is out of range."""
     for kernel in weights:
         x = jnp.log1p(jnp.square(x @ kernel))
     return jnp.mean(x)
@@ -144,19 +146,19 @@ DEEP = [draw(8, 8, seed=n, scale=0.4) for n in range(7)] + [3e5 * jnp.ones((8, 8
 
 
 @pytest.mark.slow
-def test_one_bad_layer_of_eight_is_named_by_its_parameter():
+def test_one_layer_of_eight_is_identified_by_its_parameter():
     args = DEEP, draw(16, 8, seed=20)
     policy = find_precision(layers, *args)
     assert {rule.parameter for rule in policy.rules} == {"[7]"}
     report = autocast_report(layers, *args, policy=policy)
     assert sum(each.count for each in report.matmuls) == 23
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
-    assert str(policy).startswith("Error against float32: wrong altogether -> ")
-    kept = jls.PrecisionPolicy.from_config(policy.get_config())
-    assert (kept, kept.errors) == (policy, policy.errors)
+    assert str(policy).startswith("Error compared with float32: over 100% -> ")
+    restored = jls.PrecisionPolicy.from_config(policy.get_config())
+    assert (restored, restored.errors) == (policy, policy.errors)
 
 
-def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
+def test_parameter_rule_matches_code_without_a_source_file():
     namespace = {"jnp": jnp}
     exec(
         "def layers(ws, x):\n    for w in ws:\n        x = jnp.log1p(jnp.square(x @ w))\n    return jnp.mean(x)",
@@ -169,7 +171,7 @@ def test_a_rule_that_names_a_parameter_holds_where_the_source_cannot_be_read():
 
 
 @pytest.mark.parametrize("inside", ["jit", "scan", "checkpoint"])
-def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
+def test_parameter_rule_matches_inside_calls_and_loops(inside):
     def layer(x, kernel):
         return jnp.tanh(x @ kernel), None
 
@@ -190,7 +192,7 @@ def test_a_parameter_is_known_inside_of_calls_and_loops(inside):
 
 
 @pytest.mark.slow
-def test_kinks_of_a_healthy_classifier_are_not_float16_s():
+def test_relu_kinks_of_a_healthy_classifier_need_no_rule():
     key = jax.random.key(0)
     sizes = [16, *[32] * 7, 10]
     weights = [draw(a, b, seed=n, scale=(2 / a) ** 0.5) for n, (a, b) in enumerate(itertools.pairwise(sizes))]
@@ -204,18 +206,18 @@ def test_kinks_of_a_healthy_classifier_are_not_float16_s():
     assert find_precision(loss, weights, x).rules == ()
 
 
-def test_of_a_policy_that_leaves_little_narrow_it_warns():
+def test_warning_if_few_matmuls_stay_in_half_precision():
     def fun(weights, x):
         for kernel in weights:
             x = jnp.log1p(jnp.square(x @ (3e5 * kernel)))
         return jnp.mean(x)
 
-    with pytest.warns(UserWarning, match=r"only 0 of 3 matmuls stay in half precision"):
+    with pytest.warns(UserWarning, match=r"Only 0 of 3 matmuls stay in half precision"):
         policy = find_precision(fun, [draw(8, 8, seed=n) + 1 for n in range(3)], draw(4, 8, seed=9))
     assert policy.rules
 
 
-def test_of_two_rules_the_one_that_is_contained_goes():
+def test_rule_that_is_contained_in_another_is_detected():
     from jax_lossscale.diagnostics._precision_rules import _contains
 
     rule = jls.PrecisionRule

@@ -1,4 +1,4 @@
-"""Operations that leave the range of a dtype: found, named, placed, measured, and cured as the report says."""
+"""`range_report` names, locates and measures operations that leave the range of a dtype, and suggests a fix."""
 
 import functools
 import math
@@ -23,22 +23,23 @@ def reported(name, loss_scale=1.0):
     return range_report(fun, *args, loss_scale=loss_scale)
 
 
-# What each workload is known to get wrong: the operation, whose derivative, the layer, and words of the suggestion.
+# The known worst operation of each workload: its name, the operation of which it is the derivative, its layer, whether
+# it is in the backward pass, and words of the suggestion.
 KNOWN = {
-    "square_too_large": ("integer_pow", "", "energy", False, "Compute it in float32."),
+    "square_too_large": ("integer_pow", "", "energy", False, "Compute `integer_pow` in float32."),
     "matmul_too_large": ("dot_general", "", "logits", False, "Make the operands smaller"),
     "layer_norm": ("div", "rsqrt", "norm", False, "The derivative of `rsqrt`"),
-    "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If it is a mask"),
-    "mean_over_a_million": ("reduce_sum", "", "mean", False, "Take sums in float32"),
-    "sum_for_a_mean": ("convert_element_type", "", "", True, "A smaller loss scale"),
+    "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If this is the fill value of a mask"),
+    "mean_over_a_million": ("reduce_sum", "", "mean", False, "Compute the sum and the subsequent division in float32"),
+    "sum_for_a_mean": ("convert_element_type", "", "", True, "Use a smaller loss scale"),
     "two_branches": (
         "convert_element_type",
         "",
         "params['side']['layer0']['bias']",
         True,
-        "give this branch a scale of its own",
+        "give this branch a separate loss scale",
     ),
-    "tiny_loss": ("convert_element_type", "", "", True, "A larger loss scale"),
+    "tiny_loss": ("convert_element_type", "", "", True, "Use a larger loss scale"),
 }
 
 
@@ -46,7 +47,7 @@ SLOW = ("mask_of_minus_a_billion", "matmul_too_large", "square_too_large", "sum_
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
-def test_the_worst_operation_is_the_one_that_is_known(name):
+def test_known_worst_operation_is_reported_first(name):
     operation, derivative_of, layer, is_backward, suggestion = KNOWN[name]
     worst = reported(name)[0]
     assert (worst.operation, worst.derivative_of, worst.layer or worst.instance) == (operation, derivative_of, layer)
@@ -56,25 +57,25 @@ def test_the_worst_operation_is_the_one_that_is_known(name):
 
 
 @pytest.mark.parametrize(("name", "loss_scale"), [("healthy", 2.0**12), ("tiny_loss", 2.0**39)])
-def test_what_stays_in_range_is_said_to(name, loss_scale):
+def test_summary_if_all_operations_stay_in_range(name, loss_scale):
     report = reported(name, loss_scale)
     assert report.bad == ()
     matmuls, summary = repr(report).splitlines()
-    assert matmuls == "Matrix products and convolutions: 5 of 5 in float16."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): 5 of 5 in float16."
     assert summary.startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
 
 
-def test_the_line_is_that_of_the_operation():
+def test_reported_line_is_the_line_of_the_operation():
     line = int(reported("square_too_large")[0].source.removeprefix(SOURCE))
     with open(workloads.__file__) as file:
         assert "squares = (1000 *" in file.read().splitlines()[line - 1]
 
 
-def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
+def test_reported_line_in_a_notebook_is_the_line_in_the_cell(monkeypatch, tmp_path):
     shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
     from traitlets.config import Config
 
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # where it keeps things
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # IPython stores its files in this directory.
     shell = shell_class.instance(config=Config({"HistoryManager": {"hist_file": ":memory:"}}))
     try:
         shell.run_cell(
@@ -90,22 +91,23 @@ def test_in_a_notebook_the_line_is_that_of_the_cell(monkeypatch, tmp_path):
         shell_class.clear_instance()
 
 
-def test_only_operations_of_the_small_branch_underflow():
+def test_only_operations_of_the_side_branch_underflow():
     underflowing = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
-    assert [operation.shape for operation in underflowing] == [(4, 8)]  # the kernel of the side branch, transposed
+    # The only such operation computes the gradient of the transposed kernel of the side branch.
+    assert [operation.shape for operation in underflowing] == [(4, 8)]
 
 
 @pytest.mark.slow
-def test_what_overflows_first_comes_first():
+def test_first_overflow_is_listed_first():
     operations = [operation.operation for operation in reported("mask_of_minus_a_billion").bad]
     assert operations == ["convert_element_type", "add", "sub"]
 
 
-# Measured.
+# Measured values.
 
 
 def measured(fun, *args, **options):
-    """The statistics of the forward pass, in the order of the program."""
+    """Return the statistics of the operations of the forward pass, by name of the operation."""
     report = range_report(fun, *args, **{"loss_scale": 1.0, **options})
     return {operation.operation: operation for operation in report if not operation.is_backward}
 
@@ -114,7 +116,7 @@ NUMBERS = np.array([0.0, 1e-9, 2.0**-25, 3e-8, 1e-6, 1.0, 300.0, 70000.0, -65519
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_shares_are_those_of_a_cast_in_numpy(dtype):
+def test_shares_equal_those_of_a_numpy_cast(dtype):
     with np.errstate(over="ignore"):
         cast = NUMBERS.astype(dtype).astype(np.float32)
     nonzero = NUMBERS != 0
@@ -131,26 +133,27 @@ def test_shares_are_those_of_a_cast_in_numpy(dtype):
     assert (of.shape, of.dtype) == ((10,), jnp.dtype(dtype).name)
 
 
-def test_how_far_above_and_below():
+def test_number_of_bits_above_and_below_the_range():
     def fun(x, power):
         return jnp.sum((x.astype(jnp.float16) * jnp.float16(power)).astype(jnp.float32))
 
     above = measured(functools.partial(fun, power=2.0**10), jnp.float32(2.0**9))["mul"]
     below = measured(functools.partial(fun, power=2.0**-10), jnp.float32(2.0**-9))["mul"]
     inside = measured(functools.partial(fun, power=2.0**-5), jnp.float32(2.0**-9))["mul"]
-    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)  # 2**15 is the largest power
-    assert (below.log2_overflow, below.log2_underflow) == (0, 5)  # 2**-14 is the smallest that is normal
+    # The powers of two that are normal numbers in float16 range from 2**-14 to 2**15.
+    assert (above.log2_overflow, above.log2_underflow, above.largest) == (4, 0, 2.0**19)
+    assert (below.log2_overflow, below.log2_underflow) == (0, 5)
     assert (inside.log2_overflow, inside.log2_underflow, inside.suggestion) == (0, 0, "")
 
 
-def test_only_the_backward_pass_moves_with_the_loss_scale():
+def test_loss_scale_affects_only_the_backward_pass():
     one, many = reported("healthy"), reported("healthy", 2.0**12)
     key = lambda of: (of.is_backward, of.operation, of.source, of.layer, of.shape, of.largest)  # noqa: E731
     for a, b in zip(sorted(one, key=key), sorted(many, key=key), strict=True):
         assert b.largest == pytest.approx(a.largest * (2.0**12 if a.is_backward else 1))
 
 
-def test_one_overflow_does_not_hide_the_next():
+def test_overflow_does_not_hide_the_next_overflow():
     def fun(x):
         x = x.astype(jnp.float16)
         return jnp.sum(jnp.exp(-(x * x) * x).astype(jnp.float32))
@@ -159,13 +162,13 @@ def test_one_overflow_does_not_hide_the_next():
     assert [(o.operation, o.largest) for o in report.forward_overflows()] == [("mul", 90000), ("mul", 27e6)]
 
 
-def test_what_is_not_finite_in_float32_either_is_told():
+def test_value_that_is_infinite_in_float32_is_measured():
     of = measured(lambda x: jnp.sum(jnp.log(x.astype(jnp.float16))).astype(jnp.float32), jnp.array([-1.0, 0.0, 1.0]))
-    assert of["log"].overflow == pytest.approx(1 / 3)  # -inf is what it is in float32, too
+    assert of["log"].overflow == pytest.approx(1 / 3)  # The value -inf is also the float32 result.
     assert math.isnan(of["log"].largest)
 
 
-def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
+def test_smaller_scale_is_not_suggested_for_a_nan_at_every_scale():
     def fun(x):
         return jnp.linalg.norm((0 * x.astype(jnp.float16)).astype(jnp.float32))
 
@@ -174,11 +177,11 @@ def test_what_is_no_number_at_any_scale_is_not_cured_by_a_smaller_one():
     assert "no loss scale helps" in worst.suggestion
 
 
-# Through control flow.
+# Control flow.
 
 
 def grows(x, steps):
-    """Squares each time: 16, 256, 65536."""
+    """Square a value in each step of a scan. The value 4 becomes 16, 256 and 65536."""
     return jax.lax.scan(lambda carry, _: (carry * carry, None), x, None, length=steps)[0]
 
 
@@ -207,7 +210,7 @@ CONTROL_FLOW = {
 
 
 @pytest.mark.parametrize("flow", CONTROL_FLOW)
-def test_it_looks_into(flow):
+def test_operations_in_control_flow_are_measured(flow):
     def fun(x):
         with jax.named_scope("inside"):
             y = CONTROL_FLOW[flow](x.astype(jnp.float16))
@@ -237,13 +240,13 @@ def in_a_while(x, factors):
 
 
 @pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
-def test_the_worst_may_be_any_iteration(loop):
+def test_worst_iteration_of_a_loop_is_reported(loop):
     factors = jnp.array([1, 30000, 2], jnp.float16)
     report = range_report(lambda x: loop(x.astype(jnp.float16), factors).astype(jnp.float32), jnp.float32(4.0))
     assert report.forward_overflows()[0].largest == 120000
 
 
-def test_a_recomputed_forward_pass_is_no_backward_pass():
+def test_recomputed_forward_pass_is_not_backward():
     def fun(x):
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x.astype(jnp.float16))))(x).astype(jnp.float32)
 
@@ -252,8 +255,8 @@ def test_a_recomputed_forward_pass_is_no_backward_pass():
     assert {o.is_backward for o in report if o.largest > 2} == {True}
 
 
-def test_what_it_computes_is_what_in_precision_does():
-    """The measured program gives the same numbers."""
+def test_measured_gradients_equal_those_of_in_precision():
+    """The largest gradients that are measured equal those of `in_precision`."""
     fun, *args = workloads.healthy()
     grads = jax.jit(jax.grad(jls.diagnostics.in_precision(fun)))(*args)
     largest = {o.shape: o.largest for o in reported("healthy") if o.is_backward and o.operation == "dot_general"}
@@ -261,19 +264,19 @@ def test_what_it_computes_is_what_in_precision_does():
         assert largest[kernel.shape[::-1]] == pytest.approx(float(jnp.max(jnp.abs(kernel))), rel=1e-6)
 
 
-# Arguments, and what cannot be done.
+# Arguments, and functions that cannot be measured completely.
 
 
 @pytest.mark.parametrize(
     "loss_scale", [jls.FixedLossScale(8.0), jls.DynamicLossScale(8.0), 8, jnp.float32(8), np.float32(8)]
 )
-def test_a_loss_scale_of_any_kind(loss_scale):
+def test_loss_scale_may_be_a_number_or_a_loss_scale(loss_scale):
     report = range_report(lambda x: jnp.sin(x.astype(jnp.float16)).astype(jnp.float32), 1.0, loss_scale=loss_scale)
     assert report.loss_scale == 8
     assert {operation.largest for operation in report if operation.is_backward} >= {8.0}
 
 
-def test_options_and_keyword_arguments_reach_the_function():
+def test_options_and_keyword_arguments_are_passed_on():
     def fun(x, w, *, power, scale):
         assert scale == "a"
         return jnp.sum((w.astype(jnp.float16) ** power).astype(jnp.float32)), x
@@ -282,35 +285,33 @@ def test_options_and_keyword_arguments_reach_the_function():
     assert report[0].operation == "integer_pow"
 
 
-def test_nothing_narrow():
+def test_function_without_half_precision_is_reported():
     report = range_report(lambda w: jnp.sum(w**2), jnp.ones(3))
     assert len(report) == 0
     assert repr(report).splitlines()[1].startswith("`fun` computes nothing in float16.")
 
 
-def test_what_is_not_followed_is_listed():
+def test_opaque_operations_are_listed():
     def fun(w):
         factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
         return jnp.sum((w.astype(jnp.float16) * factor).astype(jnp.float32))
 
     report = range_report(fun, jnp.full(2, 60000.0))
     assert report.opaque_operations == ("pure_callback",)
-    assert repr(report).endswith("Not followed: pure_callback.")
+    assert repr(report).endswith("Not evaluated in float32: pure_callback.")
 
 
-# Print and notebook.
+# Printed reports.
 
 
-def test_the_report_prints_as_a_table_with_cures_below():
+def test_report_is_printed_as_a_table_with_suggestions_below():
     matmuls, summary, headings, first, second, *notes = repr(reported("layer_norm")).splitlines()
-    assert matmuls == "Matrix products and convolutions: none."
-    assert (
-        summary == "2 of 25 float16 operations overflow at a loss scale of 2^0, and more than half becomes zero in 0."
+    assert matmuls == "Matrix multiplications and convolutions (matmuls): none."
+    assert summary == "At a loss scale of 2^0, 2 of 25 float16 operations overflow."
+    names = (
+        "operation layer line pass shape largest out of range by overflow zero subnormal input error error suggestion"
     )
-    assert (
-        headings.split()
-        == "operation layer line pass shape largest off by overflow zero subnormal input error error suggestion".split()
-    )
+    assert headings.split() == names.split()
     assert first.startswith("div (derivative of rsqrt)  norm   tests/diagnostics/workloads.py:")
     assert first.split()[-6:] == ["3.2e+07", "2^9", "3.1%", "0.035%", "inf", "[1]"]
     assert second.startswith("mul (derivative of rsqrt)")

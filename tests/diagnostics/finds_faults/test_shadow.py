@@ -1,4 +1,4 @@
-"""Where an error begins is found by evaluating a program as it is and in float32, side by side: operation and line."""
+"""The operation at which an error begins is found by a simultaneous evaluation in half precision and in float32."""
 
 import functools
 
@@ -16,14 +16,14 @@ from jax_lossscale.diagnostics import compare_gradients, range_report
 half = jnp.float16
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 
-# Of each planted fault, the operation that it is called by, and words of the suggestion.
+# The operation that is reported for each fault, and words of the suggestion.
 KNOWN = {
-    "second_differences": ("add", "It makes the rounding errors of its operands larger"),
-    "difference_of_squares": ("sub", "It makes the rounding errors of its operands larger"),
-    "positions": ("sin", "It makes the rounding errors of its operands larger"),
-    "counts": ("scatter-add", "add up in float32"),
-    "cosines_of_small_vectors": ("mul", "make it larger before"),
-    "loss_in_a_carry": ("add", "add up in float32"),
+    "second_differences": ("add", "amplifies the rounding errors of its operands"),
+    "difference_of_squares": ("sub", "amplifies the rounding errors of its operands"),
+    "positions": ("sin", "amplifies the rounding errors of its operands"),
+    "counts": ("scatter-add", "Compute the sum in float32"),
+    "cosines_of_small_vectors": ("mul", "make its operands larger"),
+    "loss_in_a_carry": ("add", "Compute the sum in float32"),
 }
 
 
@@ -33,7 +33,7 @@ def reported(name):
     return range_report(fun, *args, loss_scale=2.0**4)
 
 
-def test_every_fault_is_here():
+def test_every_fault_is_tested():
     assert set(KNOWN) == set(faults.FAULTS)
 
 
@@ -41,7 +41,7 @@ SLOW = ("counts", "difference_of_squares", "positions", "second_differences")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
-def test_a_fault_is_called_by_its_name_and_line(name):
+def test_fault_is_reported_with_operation_and_line(name):
     operation, suggestion = KNOWN[name]
     worst = reported(name).forward_error_sources()[0]
     assert (worst.operation, worst.source, worst.changes_result) == (operation, line(faults.FAULTS[name][0]), True)
@@ -56,13 +56,13 @@ SLOW_SOUND = ("a_bias_of_the_keys", "recurrent", "transmittances")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOUND else ()) for name in faults.SOUND]
 )
-def test_of_a_sound_function_nothing_is_told(name):
+def test_nothing_is_reported_for_a_sound_function(name):
     report = reported(name)
     assert report.bad == ()
     assert any(operation.error > 0 for operation in report)
 
 
-def test_what_vanishes_without_harm_is_measured_and_not_told():
+def test_harmless_underflow_is_measured_without_a_suggestion():
     vanishing = [operation for operation in reported("transmittances") if operation.zero > 0.5]
     assert vanishing
     assert {operation.suggestion for operation in vanishing} == {""}
@@ -70,7 +70,7 @@ def test_what_vanishes_without_harm_is_measured_and_not_told():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["second_differences", "counts", "cosines_of_small_vectors"])
-def test_the_verdict_has_the_place(name):
+def test_verdict_contains_the_line_of_the_fault(name):
     fun, *args = faults.FAULTS[name]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
     assert not report.will_train
@@ -78,12 +78,15 @@ def test_the_verdict_has_the_place(name):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_wrong_while_its_gradients_are_right_is_said():
+def test_inaccurate_loss_with_accurate_gradients_is_reported():
     fun, *args = faults.FAULTS["loss_in_a_carry"]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
     assert report.will_train
-    assert f"But the loss is {report.value:.4g}, and {report.reference_value:.4g} in float32 (-" in report.verdict
-    assert f"The error grows to {range_of_loss(report):.0f}% over the " in report.verdict
+    assert (
+        f"However, the loss is {report.value:.4g} instead of {report.reference_value:.4g} in float32 (-"
+        in report.verdict
+    )
+    assert f"Over the iterations of a loop, the error grows to {range_of_loss(report):.0f}% at " in report.verdict
     assert f"({line(faults.FAULTS['loss_in_a_carry'][0])})" in report.verdict
 
 
@@ -91,14 +94,14 @@ def range_of_loss(report):
     return 100 * abs(report.value / report.reference_value - 1)
 
 
-# The numbers.
+# Numbers.
 
 
 def measured(fun, *args):
     return {of.operation: of for of in range_report(fun, *args, loss_scale=1.0) if not of.is_backward}
 
 
-def test_errors_are_those_of_numpy():
+def test_errors_equal_those_of_numpy():
     x = np.float32([1.0, 2.0, 3.3, -0.7])
 
     def fun(x):
@@ -115,8 +118,8 @@ def test_errors_are_those_of_numpy():
     assert of["square"].amplification == pytest.approx(error / max(input_error, 2.0**-11), rel=1e-4)
 
 
-def test_in_a_loop_every_operation_rounds():
-    """Compiled by itself, a loop would keep more digits between its operations than float16 has."""
+def test_every_operation_in_a_loop_is_rounded():
+    """A compiled loop would keep more digits between its operations than float16 has."""
 
     def fun(x, small, large):
         def step(carry, _):
@@ -129,8 +132,8 @@ def test_in_a_loop_every_operation_rounds():
     assert (first.operation, first.error) == ("mul", 1)
 
 
-def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
-    """A bias before a normalization has no gradient: what float32 gives is rounding, too."""
+def test_sum_whose_true_value_is_zero_is_not_reported():
+    """The true gradient of a bias before a normalization is zero. The float32 gradient is only a rounding error."""
 
     def fun(bias, x):
         y = x.astype(jnp.float16) + bias.astype(jnp.float16)
@@ -139,8 +142,8 @@ def test_what_is_left_of_a_sum_by_rounding_alone_is_not_held_against_it():
     assert range_report(fun, jnp.ones((1, 4)), faults.X[:, 4:], loss_scale=2.0**4).bad == ()
 
 
-def test_nor_against_a_sum_at_places():
-    """The same of an embedding of which one word is read: the transpose of a gather adds up."""
+def test_scatter_add_whose_true_value_is_zero_is_not_reported():
+    """The transpose of a gather is a scatter-add. Its true result is zero here, because all rows use the same index."""
 
     def fun(table, x):
         y = x.astype(half) + table.astype(half)[jnp.zeros(len(x), int)]
@@ -150,8 +153,8 @@ def test_nor_against_a_sum_at_places():
     assert [each.error for each in report.operations if each.operation.startswith("scatter")] == [0]
 
 
-def test_what_is_left_of_a_sum_in_float32_and_lost_in_float16_is():
-    """Of large numbers that cancel, a fifty thousandth is left: more than float32 rounds, and less than float16."""
+def test_sum_that_is_accurate_only_in_float32_is_reported():
+    """The terms cancel to 1/50,000, which exceeds the rounding error of float32 but not that of float16."""
     factors = jnp.tile(jnp.float32([1000.26, -1000.24]), 16)
 
     def fun(bias):
@@ -203,21 +206,21 @@ def places(report):
 @pytest.mark.parametrize("is_added", [False, True], ids=["where", "added"])
 @pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
-def test_the_fill_value_of_a_mask_does_not_change_the_reported_operations(fill, mask, is_added):
+def test_fill_value_of_a_mask_does_not_change_the_reported_operations(fill, mask, is_added):
     report = range_report(attention(fill, mask, is_added), ATTENTION, faults.X, loss_scale=1.0)
     assert places(report)[0] in {("cos", line(rotated)), ("sin", line(rotated))}
     assert {operation for operation, _ in places(report)} == {"cos", "sin", "convert_element_type"}
 
 
 @pytest.mark.parametrize("fill", [-jnp.inf, -1e9, SINGLE])
-def test_the_verdict_names_the_operation_whatever_the_fill_value(fill):
+def test_verdict_names_the_operation_for_every_fill_value(fill):
     verdict = compare_gradients(attention(fill), ATTENTION, faults.X, loss_scales=[1.0, 2.0**8]).verdict
     assert f"({line(rotated)}" in verdict
     assert "`exp`" not in verdict
 
 
 @pytest.mark.parametrize("sentinel", [0.0, 1e6])
-def test_a_sentinel_does_not_change_the_reported_operation(sentinel):
+def test_sentinel_does_not_change_the_reported_operation(sentinel):
     def fun(x):
         large = x.astype(half) + 1000
         distances = (large - 1000).astype(jnp.float32)  # here
@@ -232,15 +235,15 @@ def test_a_sentinel_does_not_change_the_reported_operation(sentinel):
     ("numbers", "counted"),
     [([1.0003, 2.0006, 3.3, 1e4], 3), ([1.0003, 30.01, -1e4, 4e4], 2), ([1.0003, 300.3, 2049.7], 3), ([0.0, 1.3], 2)],
 )
-def test_the_error_excludes_elements_that_are_far_larger_than_all_others(numbers, counted):
+def test_error_excludes_elements_that_are_far_larger_than_all_others(numbers, counted):
     of = measured(lambda x: jnp.sum(x.astype(half).astype(jnp.float32)), jnp.float32(numbers))
     exact = np.float32(numbers)[:counted]
     error = np.linalg.norm(exact.astype(np.float16).astype(np.float32) - exact) / np.linalg.norm(exact)
     assert of["convert_element_type"].error == pytest.approx(error, rel=1e-4)
 
 
-def test_a_gradient_is_right_if_its_norm_is_right():
-    """The small elements of this gradient underflow, but they do not matter beside the large one."""
+def test_underflow_of_negligible_elements_of_a_gradient_is_not_reported():
+    """The small elements of this gradient underflow, but they are negligible compared with the large element."""
     factors = jnp.float32([100, 1e-8, 2e-8])
     report = range_report(lambda x: jnp.sum(x.astype(half) * factors.astype(half)).astype(jnp.float32), jnp.ones(3))
     assert max(each.error for each in report) == 1
@@ -269,24 +272,25 @@ def times_in_half_precision(params, x):
         (times_in_half_precision, lambda fun: fun, ("sin", "convert_element_type")),
     ],
 )
-def test_the_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
+def test_rounded_angle_is_reported_with_its_sine(fun, cast, operations):
     report = range_report(cast(fun), FOURIER, faults.X, loss_scale=1.0)
     expected = list(zip(operations, (line(fun), line(fun, "operand")), strict=True))
     assert [(each.operation, each.source) for each in report.bad] == expected
     assert all(each.changes_result for each in report.bad)
     assert f"`{operations[0]}` ({line(fun)}" in report.bad[1].suggestion
-    assert "makes its rounding error larger. Compute both in float32" in report.bad[1].suggestion
+    assert "amplifies the rounding error of this operation. Compute both in float32" in report.bad[1].suggestion
 
 
-def test_the_suggestion_for_a_rounded_angle_makes_the_report_empty():
+def test_suggestion_for_a_rounded_angle_makes_the_report_empty():
     rule = jls.PrecisionRule("float32", source=line(fourier_features, "operand"))
     fun = jls.autocast(fourier_features, policy=jls.PrecisionPolicy([rule]))
     assert range_report(fun, FOURIER, faults.X, loss_scale=1.0).bad == ()
 
 
-def test_an_operation_that_underflows_by_itself_is_reported_without_its_operands():
+def test_operation_that_underflows_is_reported_without_its_operands():
     of_line = {each.operation for each in reported("cosines_of_small_vectors").bad if not each.is_backward}
     assert of_line == {"mul", "reduce_sum"}
     assert not any(
-        "makes its rounding error larger" in each.suggestion for each in reported("cosines_of_small_vectors")
+        "amplifies the rounding error of this operation" in each.suggestion
+        for each in reported("cosines_of_small_vectors")
     )

@@ -1,4 +1,4 @@
-"""`autocast_report`: what it says of programs whose products can be counted by hand."""
+"""Reports by `autocast_report` on programs whose matmuls can be counted by hand."""
 
 import functools
 import re
@@ -32,20 +32,23 @@ def plain(w, x):
     return jnp.mean(jnp.tanh(x @ w) @ w)
 
 
-def test_a_program_without_layers_gets_none_of_this_library():
+def test_program_without_layers_has_no_layers_of_this_library():
     assert {operation.layer for operation in autocast_report(plain, W, X).operations} == {""}
 
 
-def test_first_it_says_how_many_products_are_narrow_and_where_the_first_is_that_is_not():
-    counts = "Matrix products and convolutions: {} of 5 in {}"
+def test_summary_counts_matmuls_and_locates_the_first_in_float32():
+    counts = "Matrix multiplications and convolutions (matmuls): {} of 5 in {}"
     assert str(autocast_report(plain, W, X)).splitlines()[0] == counts.format(5, "float16") + "."
     assert str(autocast_report(plain, W, X, dtype=jnp.bfloat16).summary) == counts.format(5, "bfloat16") + "."
     summary = str(autocast_report(network, W, X).summary)
-    assert summary.startswith(f"{counts.format(2, 'float16')}, 40% of their work. The first that is not: `head` (")
+    assert summary.startswith(
+        f"{counts.format(2, 'float16')}, with 40% of the floating-point operations. "
+        "The first matmul that is not in float16: `head` ("
+    )
     assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
 
 
-def test_printed_it_is_a_table_of_the_products():
+def test_report_is_printed_as_a_table_of_matmuls():
     text = str(autocast_report(network, W, X))
     rows = [line.split() for line in text.splitlines()[4:]]
     assert [(row[0], row[1], row[3], row[4], row[5]) for row in rows] == [
@@ -56,14 +59,14 @@ def test_printed_it_is_a_table_of_the_products():
     ]
 
 
-def test_reasons_stand_on_the_left_also_where_there_are_none():
+def test_column_of_reasons_is_left_aligned_without_reasons():
     report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
     heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
-    assert heading.endswith("flops  why")
-    assert '<th style="text-align: left">why</th>' in report._repr_html_()
+    assert heading.endswith("flops  reason")
+    assert '<th style="text-align: left">reason</th>' in report._repr_html_()
 
 
-def test_long_tables_are_cut():
+def test_long_table_is_truncated():
     def many(w, x):
         for n in range(20):
             with jax.named_scope(f"layer{n}"):
@@ -72,10 +75,10 @@ def test_long_tables_are_cut():
 
     report = autocast_report(many, W, X)
     assert len(report.matmuls) == 40
-    assert "... and 24 more: `report.matmuls`." in str(report)
+    assert "... and 24 more (see `report.matmuls`)." in str(report)
 
 
-def test_work_is_counted_in_floating_point_operations():
+def test_number_of_flops_is_correct():
     def loss(w, x):
         image, kernel = x.reshape(1, 4, 8), jnp.broadcast_to(w[:3, :, None], (3, 8, 5))
         y = jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -87,7 +90,7 @@ def test_work_is_counted_in_floating_point_operations():
     assert forward["dot_general"].count == 1
 
 
-def test_the_share_of_the_narrow_work():
+def test_half_share_is_the_share_of_flops_in_half_precision():
     def loss(w, x):
         y = jnp.sum(x @ w)
         with jls.keep_float32():
@@ -96,7 +99,7 @@ def test_the_share_of_the_narrow_work():
     assert autocast_report(loss, W, X).half_share == 0.25
 
 
-def test_arithmetic_is_in_it_too():
+def test_arithmetic_is_included():
     def tanh(policy):
         return next(each for each in autocast_report(plain, W, X, policy=policy) if each.operation == "tanh")
 
@@ -104,21 +107,21 @@ def test_arithmetic_is_in_it_too():
     assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("half", operation="tanh")])).dtype == "float16"
 
 
-def test_bytes_kept_are_what_vjp_keeps_beside_arguments():
+def test_saved_bytes_equal_the_residuals_of_vjp():
     def loss(w, x):
         return jnp.sum(jnp.tanh(jnp.exp(x @ w)))
 
     report = autocast_report(loss, W, X)
-    # Before: exp(y), tanh's result and 1 minus it, in float32; after: y, and x cast, in float16.
+    # Before: exp(y), the result of tanh, and 1 minus this result, in float32. After: y and the cast of x, in float16.
     assert report.bytes_before == 3 * 4 * 32
     assert report.bytes_after == 2 * 2 * 32
-    kept = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
-    assert kept.bytes_after > report.bytes_after
+    residuals = autocast_report(loss, W, X, policy=jls.PrecisionPolicy(recompute=False))
+    assert residuals.bytes_after > report.bytes_after
     nothing = autocast_report(lambda w, x: jnp.sum(x @ w) + jnp.sum(x), W, X, dtype=jnp.float32)
     assert (nothing.bytes_before, nothing.bytes_after) == (0, 0)
 
 
-def test_a_kernel_for_16_bits_keeps_bytes_under_autocast_only():
+def test_saved_bytes_of_a_16_bit_kernel_are_known_only_under_autocast():
     def kernel(x, w):
         assert x.dtype != jnp.float32
         return x @ w
@@ -129,9 +132,9 @@ def test_a_kernel_for_16_bits_keeps_bytes_under_autocast_only():
     assert re.search(r"backward pass: \d+ bytes\. Casts", str(report))
 
 
-def test_casts_are_counted():
+def test_number_of_casts_is_correct():
     assert autocast_report(plain, W, X, dtype=jnp.float32).casts == 0
-    # x and w, down; the result, up for the sum; its cotangent down; both gradients, of which one is asked for, up.
+    # x, w and the cotangent are cast to half precision. The result and the gradient of w are cast to float32.
     assert autocast_report(lambda w, x: jnp.sum(x @ w), W, X).casts == 5
 
 
@@ -140,8 +143,8 @@ def by_rule(w, x):
     def function(w, x):
         return x @ w
 
-    def backward(kept, cotangent):
-        w, x = kept
+    def backward(residuals, cotangent):
+        w, x = residuals
         with jls.keep_float32():
             of_w = x.T @ cotangent
         return of_w, cotangent @ w.T
@@ -150,7 +153,7 @@ def by_rule(w, x):
     return jnp.sum(jnp.sin(function(w, x)))
 
 
-def test_the_products_of_a_rule_of_its_own_are_counted():
+def test_matmuls_of_a_custom_vjp_are_listed():
     report = autocast_report(by_rule, W, X, argnums=(0, 1))
     assert [(each.dtype, each.is_backward, each.reason) for each in report.matmuls] == [
         ("float32", True, "inside `keep_float32`"),
@@ -181,11 +184,11 @@ def placed(w, x):
     return jax.jit(jnp.matmul, in_shardings=(here, here))(x, w)
 
 
-# Each by what the reason begins with, and what is told to be not followed.
+# Each entry contains a function, the start of the reason, and the opaque operation that is reported.
 NOT_FOLLOWED = {
-    "pallas": (by_pallas, "inside `pallas_call`, which is computed as it was", "pallas_call"),
+    "pallas": (by_pallas, "inside `pallas_call`, which `autocast` does not rewrite", "pallas_call"),
     "callback": (in_a_callback, None, "pure_callback"),
-    "jit with shardings is": (placed, None, None),
+    "jit with shardings": (placed, None, None),
     "a solver": (
         lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])[0],
         "inside `custom_linear_solve`",
@@ -195,16 +198,16 @@ NOT_FOLLOWED = {
 
 
 @pytest.mark.parametrize(("function", "reason", "opaque"), NOT_FOLLOWED.values(), ids=NOT_FOLLOWED)
-def test_what_is_not_followed_is_told(function, reason, opaque):
+def test_opaque_operations_are_reported(function, reason, opaque):
     report = autocast_report(lambda w, x: jnp.sum(function(w, x)) + jnp.sum(x), W, X, argnums=1)
     in_float32 = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
     assert bool(in_float32) == (reason is not None)
     assert all(each.reason.startswith(reason) for each in in_float32 if "differentiating" not in each.reason)
     assert [each.partition(" ")[0] for each in report.opaque_operations] == ([opaque] if opaque else [])
-    assert ("Not followed" in str(report)) == (opaque is not None)
+    assert ("Computed as written" in str(report)) == (opaque is not None)
 
 
-def test_a_policy_is_followed_and_named():
+def test_rule_of_a_policy_is_applied_and_given_as_reason():
     rules = [jls.PrecisionRule("float32", layer="encoder"), jls.PrecisionRule("float32_result", layer="head")]
     report = autocast_report(network, W, X, policy=jls.PrecisionPolicy(rules))
     forward = {each.layer: each for each in report.matmuls if not each.is_backward}
@@ -215,7 +218,7 @@ def test_a_policy_is_followed_and_named():
     assert "float16, result float32" in str(report)
 
 
-def test_arguments_of_value_and_grad():
+def test_arguments_of_value_and_grad_are_supported():
     def loss(params, x, *, scale):
         return scale * plain(params["w"], x), {"aux": x}
 
@@ -226,20 +229,23 @@ def test_arguments_of_value_and_grad():
     assert str(both.summary).endswith("6 of 6 in float16.")
 
 
-def test_a_function_cast_by_hand():
+def test_function_with_manual_casts_is_supported():
     def by_hand(w, x):
         y = x.astype(jnp.float16) @ w.astype(jnp.float16)
         return jnp.sum(y.astype(jnp.float32))
 
-    assert str(autocast_report(by_hand, W, X).summary) == "Matrix products and convolutions: 2 of 2 in float16."
+    assert (
+        str(autocast_report(by_hand, W, X).summary)
+        == "Matrix multiplications and convolutions (matmuls): 2 of 2 in float16."
+    )
     other = autocast_report(by_hand, W, X, dtype=jnp.bfloat16)
     assert "0 of 2 in bfloat16" in str(other.summary)
     assert str(other.summary).endswith("float16 in the source.")
 
 
-def test_a_function_without_products():
+def test_function_without_matmuls_is_supported():
     report = autocast_report(lambda x: jnp.sum(jnp.sin(x)), X)
-    assert str(report.summary) == "Matrix products and convolutions: none."
+    assert str(report.summary) == "Matrix multiplications and convolutions (matmuls): none."
     assert report.matmuls == ()
     assert "dot_general" not in str(report)
 
@@ -247,7 +253,7 @@ def test_a_function_without_products():
 dense = jax.jit(jnp.matmul)
 
 
-def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
+def test_jitted_function_in_two_layers_has_separate_reasons():
     def loss_fn(w, x):
         with jls.keep_float32():
             x = dense(x, w)
@@ -256,7 +262,7 @@ def test_a_jitted_function_in_two_layers_has_the_reason_of_each():
 
     rule = jls.PrecisionRule("float32", layer="head")
     report = autocast_report(loss_fn, W, X, policy=jls.PrecisionPolicy([rule]))
-    assert {(product.layer, product.reason) for product in report.matmuls} == {
+    assert {(operation.layer, operation.reason) for operation in report.matmuls} == {
         ("keep_float32", "inside `keep_float32`"),
         ("head", f"a rule of the policy: {rule!r}"),
     }
@@ -270,21 +276,21 @@ def second(w, x):
     return dense(x, w)
 
 
-def test_a_jitted_function_on_two_lines_has_the_reason_of_each():
+def test_jitted_function_on_two_lines_has_separate_reasons():
     rules = [jls.PrecisionRule("float32", function=name, reason=f"why {name}") for name in ("first", "second")]
     report = autocast_report(lambda w, x: jnp.sum(second(w, first(w, x))), W, X, policy=jls.PrecisionPolicy(rules))
     lines = [function.__code__.co_firstlineno + 1 for function in (first, second)]
-    assert {(int(product.source.rpartition(":")[2]), product.reason) for product in report.matmuls} == {
+    assert {(int(operation.source.rpartition(":")[2]), operation.reason) for operation in report.matmuls} == {
         (line, f"a rule of the policy: {rule!r}") for line, rule in zip(lines, rules, strict=True)
     }
 
 
-def test_a_jitted_function_in_the_layer_of_a_class_keeps_its_reason():
+def test_jitted_function_in_a_class_layer_has_its_own_reason():
     class Block:
         def __call__(self, w, x):
             return dense(x, w)
 
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="Block")])
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
-    reasons = {product.dtype: product.reason for product in report.matmuls}
+    reasons = {operation.dtype: operation.reason for operation in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}

@@ -1,11 +1,11 @@
-"""The state of a run in plain sentences."""
+"""`explain` describes the state of a run in plain sentences."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from samples import GOOD, INF, NAN, PARAMS, recorded
-from sentences import told_in
+from sentences import statements_of
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import explain, nonfinite_report
@@ -28,7 +28,7 @@ def every_fifth(step):
 
 
 EXPLAINED = {
-    # loss scale, recorded, steps: what is told after scale and steps, in this order
+    # Each entry contains the loss scale, whether bad steps are recorded, the steps, and the names of the printed lines.
     "a healthy run": ("dynamic", True, [GOOD] * 3, "question"),
     "before the first step": ("auto", True, [], ""),
     "no loss scale": (None, False, [GOOD], ""),
@@ -44,16 +44,16 @@ EXPLAINED = {
     "a fixed scale, with a skipped step": (SKIPPING, False, [INF_GRADS, GOOD], ""),
     "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | scale was lower"),
     "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], ""),
-    "what no lower scale can have mended": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago"),
+    "a NaN that no lower scale can fix": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago"),
     "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale was lower"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow"),
     "a NaN at every scale": (jls.DynamicLossScale(2.0**30), True, [NAN_GRADS] * 17, "skipped in a row | a NaN stays"),
-    "it started too high": (jls.DynamicLossScale(2.0**60), True, [INF_GRADS] * 17, "skipped in a row | an overflow"),
+    "started too high": (jls.DynamicLossScale(2.0**60), True, [INF_GRADS] * 17, "skipped in a row | an overflow"),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
     "often": (SHORT, True, TENTH, "bad step ago | often | rarer"),
-    "often, not recorded": (SHORT, False, TENTH, "often | have it kept | rarer"),
+    "often, not recorded": (SHORT, False, TENTH, "often | not recorded | rarer"),
     "often, after the automatic scale has given up": (
         GIVEN_UP,
         False,
@@ -72,10 +72,10 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.parametrize(("loss_scale", "record", "steps", "told"), EXPLAINED.values(), ids=EXPLAINED)
-def test_what_is_told(loss_scale, record, steps, told):
+@pytest.mark.parametrize(("loss_scale", "record", "steps", "expected"), EXPLAINED.values(), ids=EXPLAINED)
+def test_lines_of_the_text(loss_scale, record, steps, expected):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=record), PARAMS, steps)
-    assert told_in(explain(state, PARAMS)) == told
+    assert statements_of(explain(state, PARAMS)) == expected
 
 
 @pytest.mark.parametrize(
@@ -87,19 +87,19 @@ def test_what_is_told(loss_scale, record, steps, told):
         ("auto", INF_GRADS, 5, 2000, True),
         ("auto", CONDITION, 5, 2000, False),
         ("auto", NAN_LOSS, 5, 2000, False),
-        (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # this batch is examined already
+        (jls.FixedLossScale(8.0, skip_nonfinite=True), NAN_GRADS, 5, 2000, False),  # This batch is already examined.
         ("dynamic", None, 5, 1900, True),
-        ("dynamic", None, 5, 2100, False),  # the growth of the scale costs 1 step in 2,000
-        ("dynamic", INF_GRADS, 5, 1900, False),  # one of the steps lowered the initial scale
+        ("dynamic", None, 5, 2100, False),  # The growth of the scale costs 1 step in 2,000.
+        ("dynamic", INF_GRADS, 5, 1900, False),  # One of the steps lowered the initial scale.
         ("dynamic", INF_GRADS, 6, 1900, True),
         (8.0, None, 50, 2000, False),
     ],
 )
-def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad, skipped, steps, recommends):
+def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_bad, skipped, steps, recommends):
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=last_bad is not None)
     state = recorded(tx, PARAMS, ([last_bad] if last_bad else []) + [GOOD] * 20)
     state = state._replace(applied_steps=jnp.int32(steps - skipped), skipped_steps=jnp.int32(skipped))
-    assert ("log the batches" in told_in(explain(state))) == recommends
+    assert ("log the batches" in statements_of(explain(state))) == recommends
     if recommends:
         assert f"{skipped / steps:.1%} of all steps were skipped." in explain(state)
 
@@ -107,14 +107,14 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
 @pytest.mark.parametrize(
     ("loss_scale", "steps", "said"),
     [
-        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 were applied and 0 skipped."]),
+        (10.0, [GOOD], ["The loss scale is 10 (FixedLossScale).", "Of 1 step, 1 was applied and 0 were skipped."]),
         (None, [GOOD], ["There is no loss scale, and the gradients are not checked (NoOpLossScale)."]),
         (
             jls.AutoLossScale(2.0),
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The scale is 2^8 below what that would allow in float16.",
+                "The loss scale could be 2^8 times larger without an overflow of this gradient in float16.",
             ],
         ),
         (
@@ -122,13 +122,17 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             [NAN_GRADS, GOOD, GOOD],
             [
                 "The loss scale is 2^14 = 16384 (DynamicLossScale).",
-                "The last bad step was 2 steps ago: there was a NaN in the gradients, first in ['kernel'].",
+                "The last non-finite or skipped step was 2 steps ago: there was a NaN in the gradients, first in "
+                "['kernel'].",
             ],
         ),
         (
             jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10),
             [([1.0, 1e38], 1.0, False), GOOD],
-            ["The last bad step was 1 step ago: there was an infinity in the gradients, first in ['kernel']."],
+            [
+                "The last non-finite or skipped step was 1 step ago: there was an infinity in the gradients, first in "
+                "['kernel']."
+            ],
         ),
         (
             "dynamic",
@@ -142,19 +146,19 @@ def test_many_skipped_steps_can_belong_to_one_kind_of_batch(loss_scale, last_bad
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The scale is again as high as on that step (2^0 now, 2^0 then), and steps are finite: so it was that "
-                "batch, and not the scale.",
+                "The loss scale is again as high as in that step (2^0 now, 2^0 then), and steps are finite.",
+                "Therefore, the cause was that batch, not the scale.",
                 "20% of all steps were skipped.",
             ],
         ),
     ],
 )
-def test_lines_with_their_numbers(loss_scale, steps, said):
+def test_numbers_in_the_lines(loss_scale, steps, said):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True), PARAMS, steps)
     assert [line for line in explain(state, PARAMS).splitlines() if line in said] == said
 
 
-# Every kind of loss scale, with and without a record, after one step of every cause.
+# All kinds of loss scales, with and without a record, after one step with each cause.
 
 KINDS = {
     "dynamic": "dynamic",
@@ -173,8 +177,8 @@ CAUSES = {
 }
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
 UNKNOWN = "there was a NaN or an infinity in its gradients"
-TOLD = {
-    # what is told, and why the step was bad
+EXPECTED = {
+    # Each entry contains the names of the printed lines, and the reason for the non-finite or skipped step.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT),
     "a NaN, at the floor": ("skipped | no lower | a NaN stays", NAN_AT),
     "an infinity": ("skipped | an overflow", INF_AT),
@@ -217,77 +221,77 @@ def cells(table):
 
 
 def after(tx, kernel=1.0, value=1.0, skip_if=False):
-    """Parameters and state after one step."""
+    """Return the parameters and the state after one step."""
     grads = {"bias": jnp.float32(1.0), "kernel": jnp.float32(kernel)}
-    told = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
-    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **told)
+    expected = {"value": jnp.float32(value), "skip_if": jnp.array(skip_if)}
+    return tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, **expected)
 
 
 @pytest.mark.parametrize(("table", "record"), [(RECORDED, True), (UNRECORDED, False)], ids=["recorded", "unrecorded"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cause_is_told(kind, table, record):
+def test_every_cause_is_explained(kind, table, record):
     tx = jls.loss_scaled(optax.sgd(0.1), KINDS[kind], record_bad_steps=record)
     causes = {cause: cell for column, cause, cell in cells(table) if column == kind}
     assert causes.keys() == CAUSES.keys()
     for cause, cell in causes.items():
         params, state = after(tx, **CAUSES[cause])
-        told, why = TOLD[cell]
+        expected, why = EXPECTED[cell]
         text = explain(state, params)
-        assert told_in(text) == told, cause
-        of_step = f"The last step was skipped: {why}.", f"In the last step {why}, and the step was applied."
+        assert statements_of(text) == expected, cause
+        of_step = f"The last step was skipped because {why}.", f"The last step was applied although {why}."
         assert why is None or text.splitlines()[2] in of_step, cause
 
 
-def test_another_kind_put_into_the_state_of_one_that_measures_is_not_taken_for_it():
+def test_replaced_loss_scale_is_not_assumed_to_measure():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     state = recorded(tx, PARAMS, [GOOD])._replace(loss_scale=jls.DynamicLossScale())
     _, state = tx.update_and_apply(PARAMS, state, PARAMS)
     assert not [word for word in ("largest", "zero") if word in explain(state)]
 
 
-def test_after_a_wrong_grads_finite_gradients_are_not_said_to_be_zero():
+def test_wrong_grads_finite_is_reported_instead_of_zero_gradients():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
-    assert told_in(explain(state)) == "not measured"
-    assert "`grads_finite=True`, that was wrong" in explain(state)
+    assert statements_of(explain(state)) == "not measured"
+    assert "`grads_finite=True` to `update`, this was wrong" in explain(state)
 
 
-def test_of_parameters_that_are_not_finite_no_gradients_are_compared():
+def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     lost = {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}
     assert "compare_gradients" not in explain(recorded(tx, PARAMS, [GOOD]), lost)
 
 
-def test_whether_the_parameters_are_lost_is_not_known_without_them():
+def test_parameters_are_assumed_lost_if_they_are_not_passed():
     for record in True, False:
         _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=record), kernel=NAN)
-        assert "\nThe parameters are lost." in explain(state)
-        assert "\nThe parameters are lost." in explain(state, jax.eval_shape(lambda: PARAMS))
+        assert "\nThe parameters are probably no longer finite." in explain(state)
+        assert "\nThe parameters are probably no longer finite." in explain(state, jax.eval_shape(lambda: PARAMS))
 
 
-def test_parameters_that_are_not_finite_explain_everything():
-    """The forward pass of such parameters is not to blame."""
+def test_non_finite_parameters_are_the_only_explanation():
+    """The parameters cause the non-finite loss, so the text does not blame the forward pass."""
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
-    assert told_in(text) == "skipped | parameters, skipping"
-    assert "are not finite, first in ['kernel'], and so no loss can be." in text
+    assert statements_of(text) == "skipped | parameters, skipping"
+    assert "are not finite, first in ['kernel'], so the loss cannot be finite either." in text
     assert "first in the only leaf" in explain(tx.init(PARAMS), jnp.array([NAN]))
 
 
-def test_a_parameter_that_is_too_large_is_named_where_steps_are_skipped():
+def test_large_parameter_is_reported_if_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
-    assert told_in(text).endswith(" | large")
-    assert "\nA parameter is as large as 3e+02, in ['kernel']." in text
+    assert statements_of(text).endswith(" | large")
+    assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
 
 
-def test_a_step_that_was_applied_without_harm():
+def test_harmless_applied_step_is_reported():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0), kernel=NAN)
-    assert told_in(explain(state, PARAMS)) == "applied, finite"
+    assert statements_of(explain(state, PARAMS)) == "applied | finite"
 
 
-def test_a_record_of_an_earlier_step_is_not_taken_for_the_last_one():
+def test_record_of_an_earlier_step_is_not_used_for_the_last_step():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN)
     record = state.last_bad_step
@@ -303,39 +307,39 @@ def after_one_bad_step(grads):
     return tx.update_and_apply(grads, tx.init(params), params)[1]
 
 
-def test_a_frozen_parameter_has_no_gradient_and_keeps_its_place():
+def test_frozen_parameter_does_not_change_the_path_of_a_leaf():
     state = after_one_bad_step({"a": None, "b": jnp.array([NAN])})
     assert "first in ['b']" in explain(state, {"a": jnp.ones(3), "b": jnp.ones(1)})
 
 
-def test_the_only_leaf_has_no_path():
+def test_only_leaf_is_reported_without_a_path():
     state = after_one_bad_step(jnp.array([NAN]))
     assert "first in the only leaf." in explain(state, jnp.ones(1))
     assert str(nonfinite_report(jnp.ones(1))).endswith("is in the only leaf.")
 
 
-def test_a_tree_of_another_structure_is_refused():
+def test_tree_with_a_different_structure_raises_an_error():
     with pytest.raises(ValueError, match="has 1 leaves, but the gradients had more than 1"):
         explain(after_one_bad_step({"a": jnp.ones(1), "b": jnp.array([NAN])}), {"a": 1})
 
 
-def test_a_batch_of_runs_is_refused():
+def test_batch_of_runs_raises_an_error():
     with pytest.raises(ValueError, match="batch of runs"):
         explain(jax.vmap(jls.loss_scaled(optax.sgd(0.1)).init)(jnp.ones(2)))
 
 
-def test_a_traced_state_is_refused():
+def test_traced_state_raises_an_error():
     state = jls.loss_scaled(optax.sgd(0.1)).init(PARAMS)
     with pytest.raises(ValueError, match="values that are traced"):
         jax.jit(lambda state: explain(state) and state)(state)
 
 
-def test_what_the_caller_said_of_finite_gradients_is_told():
+def test_grads_finite_argument_is_reported_as_the_cause():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     params = jnp.ones(3)
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
-    assert "`grads_finite` said that the gradients were not finite, though every leaf was" in explain(state, params)
+    assert "`grads_finite` was false, although all gradients were finite" in explain(state, params)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +348,11 @@ def test_what_the_caller_said_of_finite_gradients_is_told():
         (optax.adam(0.1), PARAMS, "['kernel']"),
         (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), PARAMS, "['kernel']"),
         (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
-        (optax.sgd(0.1), PARAMS, "leaf 1"),  # which keeps nothing
-        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # which has no name
+        (optax.sgd(0.1), PARAMS, "leaf 1"),  # SGD has no moments.
+        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # The only leaf has no path.
     ],
 )
-def test_without_parameters_a_moment_of_the_optimizer_names_the_leaf(inner, params, where):
+def test_moments_of_the_optimizer_give_the_path_without_parameters(inner, params, where):
     tx = jls.loss_scaled(inner, record_bad_steps=True)
     grads = jax.tree.map_with_path(lambda path, leaf: leaf * (NAN if "bias" not in str(path) else 1), params)
     _, state = tx.update(grads, tx.init(params), params)

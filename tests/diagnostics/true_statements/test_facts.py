@@ -1,4 +1,4 @@
-"""What is computed in half precision at all is counted; of the first product that is not, the cause is named."""
+"""Reports count the matmuls in half precision, and name the reason for the first matmul in float32."""
 
 import re
 
@@ -31,7 +31,7 @@ def cast(params, x):
     return jnp.mean((x @ params["c_attn"]["kernel"]) ** 2)  # product
 
 
-def met_in_a_product(params, x):
+def met_in_a_matmul(params, x):
     return jnp.mean((x.astype(jnp.float16) @ params["c_attn"]["kernel"]) ** 2)  # product
 
 
@@ -57,55 +57,60 @@ def in_a_jitted_branch(params, x):
     [
         (
             met,
-            "`c_attn` ({product}); its input is float32 since float16 met float32 `params['ln_1']['scale']` at `ln_1` "
-            "({norm})",
+            "`c_attn` ({product}); its operand is float32 because `params['ln_1']['scale']` promotes float16 to "
+            "float32 at `ln_1` ({norm})",
         ),
-        (cast, "{product}; its input becomes float32 at {cast}"),
+        (cast, "{product}; its operand is converted to float32 at {cast}"),
         (
-            met_in_a_product,
-            "{product}; its input is float32 since float16 met float32 `params['c_attn']['kernel']` at {product}",
+            met_in_a_matmul,
+            "{product}; its operand is float32 because `params['c_attn']['kernel']` promotes float16 to float32 at "
+            "{product}",
         ),
-        (never_cast, "{product}; its input is float32 from the beginning (`x`)"),
+        (never_cast, "{product}; its operand comes from `x`, which is float32"),
         (
             in_a_loop,
-            "{product}; its input is float32 since float16 met float32 `params['ln_1']['scale']` at {product}",
+            "{product}; its operand is float32 because `params['ln_1']['scale']` promotes float16 to float32 at "
+            "{product}",
         ),
-        (in_a_jitted_branch, "{product}; its input becomes float32 at {cast}"),
+        (in_a_jitted_branch, "{product}; its operand is converted to float32 at {cast}"),
     ],
 )
-def test_a_network_that_is_not_in_float16_is_told_so_and_where_it_ceases_to_be(fun, sentence):
+def test_reason_of_the_first_float32_matmul_is_reported(fun, sentence):
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
     assert report.summary.first_float32 == re.sub(r"\{(\w+)\}", lambda mark: line(fun, mark[1]), sentence)
-    counts = f"Matrix products and convolutions: 0 of {report.summary.matmuls} in float16. The first that is not: "
+    counts = (
+        f"Matrix multiplications and convolutions (matmuls): 0 of {report.summary.matmuls} in float16. "
+        "The first matmul that is not in float16: "
+    )
     assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
-    assert "It will train" not in report.verdict
+    assert "will work" not in report.verdict
     assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 
 
-def test_of_a_program_that_is_partly_narrow_it_is_said_which_part():
+def test_share_of_half_precision_matmuls_is_reported():
     def fun(params, x):
         y = x.astype(jnp.float16) @ params["c_attn"]["kernel"].astype(jnp.float16)
         return jnp.mean((y.astype(jnp.float32) @ jnp.ones((4, 4))) ** 2)
 
     report = compare_gradients(fun, PARAMS, X, loss_scales=[1.0])
     assert (report.summary.matmuls, report.summary.half_matmuls) == (4, 2)
-    assert report.verdict.startswith("It will train, with 2 of 4 products in float16, without a loss scale.")
+    assert report.verdict.startswith("Training with 2 of 4 matmuls in float16 will work. No loss scale is needed.")
 
 
-def test_of_a_program_that_is_narrow_nothing_is_held_against_it():
+def test_program_in_half_precision_has_no_further_remarks():
     report = compare_gradients(*workloads.healthy(), loss_scales=[1.0])
-    assert repr(report).splitlines()[0] == "Matrix products and convolutions: 5 of 5 in float16."
-    assert report.verdict == "It will train, without a loss scale."
+    assert repr(report).splitlines()[0] == "Matrix multiplications and convolutions (matmuls): 5 of 5 in float16."
+    assert report.verdict == "Training in float16 will work. No loss scale is needed."
 
 
-def test_arguments_without_names():
+def test_variadic_arguments_are_named_args():
     report = range_report(lambda *args, **kwargs: met(args[0], kwargs["x"]), PARAMS, x=X)
-    assert "float32 `args" in report.summary.first_float32
+    assert "because `args" in report.summary.first_float32
 
 
-def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_told_so():
-    """Without a sum an einsum is a multiplication, which `autocast` leaves in float32; one of its derivatives sums."""
+def test_derivative_of_float32_arithmetic_is_given_as_reason():
+    """An einsum without a sum stays in float32, but one of its derivatives contains a sum and is a matmul."""
 
     def decay(rates, weights, x):
         rates = jnp.exp(rates)
@@ -114,17 +119,18 @@ def test_a_product_that_is_wide_since_autocast_computes_its_input_in_float32_is_
     line = decay.__code__.co_firstlineno + 2
     report = compare_gradients(jls.autocast(decay), jnp.ones((8, 4)), jnp.ones((8, 8)) / 8, X, loss_scales=[1.0])
     assert str(report.summary) == (
-        "Matrix products and convolutions: 1 of 2 in float16, 67% of their work. The first that is not: "
-        f"tests/diagnostics/true_statements/test_facts.py:{line}; made by differentiating what is computed in float32."
+        "Matrix multiplications and convolutions (matmuls): 1 of 2 in float16, with 67% of the "
+        "floating-point operations. The first matmul that is not in float16: "
+        f"tests/diagnostics/true_statements/test_facts.py:{line}; the derivative of an operation in float32."
     )
 
 
 @pytest.mark.parametrize("precision", [None, "highest"])
-def test_a_product_outside_of_what_autocast_computes_is_told_to_be_there(precision):
+def test_matmul_outside_autocast_is_reported_as_outside(precision):
     def partly(weights, x):
         logits = jnp.matmul(x, weights, precision=precision)  # outside
         return jnp.mean(logits**2) + jls.autocast(lambda x: jnp.mean(x @ weights))(x)
 
     summary = str(compare_gradients(partly, jnp.eye(8), X, loss_scales=[1.0]).summary)
-    why = "outside of `autocast`, or made by differentiating"
-    assert summary.endswith(f"The first that is not: {line(partly, 'outside')}; {why}.")
+    why = "outside of `autocast`, or part of a derivative"
+    assert summary.endswith(f"The first matmul that is not in float16: {line(partly, 'outside')}; {why}.")

@@ -1,4 +1,4 @@
-"""Which of several layers of one class, or passes through one line, an operation belongs to."""
+"""Reports distinguish layers of the same class, and repeated operations on the same line."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ci
 
 half = jnp.float16
 X = workloads.draw(6, 4)
-SCALES = (1.0, 1.0, 3000.0, 1.0)  # of the kernels: the squares of the third overflow
+SCALES = (1.0, 1.0, 3000.0, 1.0)  # The squares of the third layer overflow.
 
 
 def mean_square(y):
@@ -94,7 +94,7 @@ def nnx_modules():
 
 
 def linen_modules():
-    """Which have names of their own."""
+    """Return Linen modules, which have unique names."""
     from flax import linen as nn
 
     class Block(nn.Module):
@@ -114,7 +114,7 @@ def passes_through_a_line():
     def loss(w, x):
         y = w.astype(half) * x.astype(half) + 2
         for _ in range(5):
-            y = y * y  # 4, 16, 256, 65536
+            y = y * y  # The values are 4, 16, 256, 65536.
         return jnp.mean(jnp.log(y.astype(jnp.float32)))
 
     return loss, jnp.zeros((1, 4)), ("", "run 4 of 5")
@@ -148,7 +148,7 @@ def called_from_two_lines():
         called_from_two_lines,
     ],
 )
-def test_the_layer_is_told_from_others_of_its_class(program):
+def test_reports_distinguish_layers_of_the_same_class(program):
     loss, params, (layer, instance) = program()
     report = range_report(loss, params, X, loss_scale=1.0)
     assert (report[0].operation, report[0].layer, report[0].instance) == ("mul", layer, instance)
@@ -158,24 +158,24 @@ def test_the_layer_is_told_from_others_of_its_class(program):
 
 
 @pytest.mark.slow
-def test_products_of_the_backward_pass_belong_to_their_own_layer():
-    sizes = (4, 5, 6, 7, 8)  # no two products are of one shape
+def test_backward_matmuls_belong_to_their_own_layer():
+    sizes = (4, 5, 6, 7, 8)  # All matmuls have different shapes.
     loss, *_ = functions_in_a_loop()
     report = range_report(loss, kernels(sizes), X, loss_scale=1.0)
-    products = [o for o in report if o.operation == "dot_general" and o.is_backward]
+    backward_matmuls = [o for o in report if o.operation == "dot_general" and o.is_backward]
     of_kernels = {(b, a): f"weights[{n}]" for n, (a, b) in enumerate(itertools.pairwise(sizes))}
     of_inputs = {(6, a): f"weights[{n}]" for n, a in enumerate(sizes[:-1]) if n}
-    assert {o.shape: o.instance for o in products} == of_kernels | of_inputs
+    assert {o.shape: o.instance for o in backward_matmuls} == of_kernels | of_inputs
 
 
-def test_where_names_tell_layers_apart_nothing_is_added():
+def test_layers_with_unique_names_have_no_instance():
     fun, *args = workloads.healthy()
     report = range_report(fun, *args)
     assert {each.layer for each in report if each.layer} == {"layer0", "layer1"}
     assert {each.instance for each in report if each.layer} == {""}
 
 
-def test_what_a_line_of_jax_makes_of_one_pass_has_no_numbers():
+def test_operations_of_one_jax_function_have_no_run_numbers():
     report = range_report(lambda w: jnp.sum(jax.nn.gelu(w.astype(half)).astype(jnp.float32)), X)
     assert not any(re.search(r"run \d+ of \d", operation.instance) for operation in report)
 
@@ -249,7 +249,7 @@ def printed_places(loss, *args):
 @pytest.mark.filterwarnings("ignore:`find_precision`")
 @pytest.mark.usefixtures("in_the_checkout")
 @pytest.mark.parametrize("body", [of_one_class, in_scopes, in_a_scan, with_rules])
-def test_every_printed_place_matches_as_a_rule(body):
+def test_every_printed_location_matches_as_a_rule(body):
     def loss(ws, x):
         with jls.keep_float32():
             x = x @ ws[0]
@@ -262,10 +262,10 @@ def test_every_printed_place_matches_as_a_rule(body):
     assert {name for name, _ in places} >= {"layer", "source"}
     for name, place in places:
         policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", **{name: place})])
-        jax.grad(autocast(loss, policy=policy))(*args)  # warns if the rule matches no operation
+        jax.grad(autocast(loss, policy=policy))(*args)  # A rule without a match would warn.
 
 
-def test_the_cast_of_a_carry_has_the_place_of_its_matmul():
+def test_cast_of_a_carry_has_the_location_of_its_matmul():
     def loss(ws, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (1e6 * Layer()(w, x), None), x, jnp.stack(ws))[0])
 

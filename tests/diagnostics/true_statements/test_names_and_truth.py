@@ -1,4 +1,4 @@
-"""What reports call things: operations by the name that a reader knows, infinities and constants for what they are."""
+"""Reports use familiar names for operations, and describe infinities and constants correctly."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 # Names.
 
 
-def test_the_derivative_of_a_division_is_one():
+def test_derivative_of_a_division_is_named_division():
     def fun(a, b):
         return jnp.sum((a.astype(half) / b.astype(half)).astype(jnp.float32))
 
@@ -26,17 +26,17 @@ def test_the_derivative_of_a_division_is_one():
 
 
 @pytest.mark.parametrize("keepdims", [False, True])
-def test_a_sum_is_called_a_sum(keepdims):
+def test_sum_is_named_reduce_sum(keepdims):
     def fun(x):
         return jnp.mean(jnp.tanh(jnp.sum(x.astype(half), -1, keepdims=keepdims)).astype(jnp.float32))
 
     worst = range_report(fun, jnp.full((2, 80000), 1.0), loss_scale=1.0)[0]
     assert (worst.operation, worst.largest) == ("reduce_sum", 80000)
-    assert "Take sums in float32" in worst.suggestion
+    assert "Compute the sum and the subsequent division in float32" in worst.suggestion
 
 
 @pytest.mark.slow
-def test_so_is_the_denominator_of_a_softmax_over_many_words():
+def test_denominator_of_a_large_softmax_is_named_reduce_sum():
     def fun(x):
         return jnp.mean(jax.nn.softmax(x.astype(half), -1)[:, :2].astype(jnp.float32) * 1e5)
 
@@ -57,22 +57,22 @@ def softmax_of_an_empty_row(x):
 
 
 @pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
-def test_a_nan_is_told_where_it_is_made_in_float32_too(fun):
+def test_operation_that_creates_a_nan_in_float32_is_reported(fun):
     worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.suggestion)
     assert (worst.source, worst.dtype) == (line(fun), "float32")
-    assert "not a number" in worst.suggestion
+    assert "NaN in float32 as well" in worst.suggestion
 
 
 @pytest.mark.parametrize(
     ("fun", "operation"), [(log_times_zero, "The derivative of `log`"), (softmax_of_an_empty_row, "`sub`")]
 )
-def test_the_verdict_names_the_line_of_a_nan_too(fun, operation):
+def test_verdict_names_the_line_of_a_nan(fun, operation):
     report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
     assert report.cause == "reference not finite"
-    assert f" not finite either. {operation} ({line(fun)}) gives NaN." in report.verdict
+    assert f" not finite in float32 either. {operation} ({line(fun)}) returns NaN." in report.verdict
 
 
-def test_what_handles_effects_is_no_layer():
+def test_effect_handlers_are_not_layers():
     class Messenger:
         def __init__(self, function):
             self.function = function
@@ -88,7 +88,7 @@ def test_what_handles_effects_is_no_layer():
     assert report[0].layer == "Head"
 
 
-def test_no_row_stands_at_a_line_of_this_library():
+def test_no_row_has_a_source_in_this_library():
     def fun(x):
         return jnp.mean(x.astype(half)) * half(1e-4) * half(1e-4)
 
@@ -96,18 +96,18 @@ def test_no_row_stands_at_a_line_of_this_library():
     assert not any("jax_lossscale" in operation.source for operation in report)
 
 
-# Truth.
+# Correct statements.
 
 
 @pytest.mark.slow
-def test_an_infinity_that_float32_has_is_no_overflow():
+def test_infinity_that_float32_also_has_is_not_an_overflow():
     assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
 
 
 @pytest.mark.slow
-def test_a_mask_that_is_added_is_not_cured_by_the_least_number():
+def test_suggestion_for_an_added_mask_leaves_room():
     suggestion = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].suggestion
-    assert "One that is added must leave room" in suggestion
+    assert "If the mask is added to the scores" in suggestion
 
 
 def epsilon(w, x):
@@ -144,39 +144,46 @@ def factor_used_in_float32(w, x):
     return jnp.mean((w * x).astype(half).astype(jnp.float32) * jnp.full((1, 1), jnp.inf, half))  # here
 
 
-def test_an_epsilon_that_is_gone_is_told_though_all_is_well():
+def test_lost_epsilon_is_reported_even_if_the_model_trains():
     args = jnp.ones((1, 8)), workloads.draw(4, 8)
     report = compare_gradients(epsilon, *args, loss_scales=[1.0])
     assert report.will_train
     assert report.verdict == (
-        f"It will train, without a loss scale. The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, also in the "
-        "float32 reference. Compute it in float32."
+        "Training in float16 will work. No loss scale is needed. "
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the "
+        "float32 reference. Keep this constant in float32."
     )
-    assert f"The epsilon in `add` ({line(epsilon)}) is 0 in 16 bits, in float32, too." in repr(
-        range_report(epsilon, *args, loss_scale=1.0)
+    assert (
+        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision, also in the float32 reference."
+        in repr(range_report(epsilon, *args, loss_scale=1.0))
     )
 
 
 @pytest.mark.parametrize(
     ("fun", "x", "cause", "words"),
     [
-        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add` ({}) is 0 in 16 bits"),
-        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) is inf in 16 bits"),
-        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) is 0 in 16 bits"),
-        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) is -inf in 16 bits"),
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
+        (
+            epsilon_used_in_float32,
+            0.0,
+            "reference not finite",
+            "The epsilon in `add` ({}) rounds to 0 in half precision",
+        ),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) rounds to inf in half"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) rounds to 0 in half precision"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) rounds to -inf in half precision"),
     ],
 )
-def test_a_constant_that_float32_never_saw_is_named_first(fun, x, cause, words):
+def test_lost_constant_is_named_first(fun, x, cause, words):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
     assert report.verdict.startswith(words.format(line(fun)))
-    assert report.verdict.count("in 16 bits") == 1
+    assert report.verdict.count("in half precision") == 1
 
 
 def with_a_zero(w, x):
-    """The zero is shared with a choice, which is computed in half precision, and so is stored in it."""
+    """Use a zero in float32 and in a selection in half precision, so that the zero is stored in half precision."""
     zero = jnp.zeros((1, 1))
     hidden = jnp.maximum(x @ w, zero) @ w
     return jnp.mean(hidden) + jnp.mean(jnp.sqrt(zero + x**2 + 1))
@@ -186,56 +193,58 @@ def with_a_zero_and_a_root_of_zero(w, x):
     return with_a_zero(w, x) + jnp.sum(jnp.zeros((1, 1)) * (x @ w)) + jnp.sum(jnp.sqrt(jnp.abs(w - w)))
 
 
-def test_a_zero_that_is_used_in_float32_is_not_called_lost():
+def test_zero_constant_is_not_reported_as_lost():
     args = jnp.eye(8), jnp.ones((16, 8))
-    assert "in 16 bits" not in compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
-    assert "in 16 bits" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
+    verdict = compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
+    assert "rounds to" not in verdict
+    assert "rounds to" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
     verdict = compare_gradients(autocast(with_a_zero_and_a_root_of_zero), *args, loss_scales=[1.0]).verdict
-    assert "in 16 bits" not in verdict
-    assert "a root" in verdict
+    assert "rounds to" not in verdict
+    assert "a square root" in verdict
 
 
-def test_leaves_that_stay_worse_than_the_rest_are_named():
+def test_less_accurate_leaves_are_named():
     def fun(params, x):
         rough, fine = (params[name].astype(half).astype(jnp.float32) for name in ("rough", "fine"))
-        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)  # gradients of 2e-7, in units of 6e-8
+        # The gradients of `rough` are about 2e-7, and the spacing of float16 is 6e-8.
+        return jnp.mean((fine * x) ** 2) + 1e-7 * jnp.sum(rough**2)
 
     params = {"fine": jnp.ones((1, 4)), "rough": workloads.draw(1, 64)}
     report = compare_gradients(fun, params, workloads.draw(4, 4), loss_scales=[1.0])
     assert report.will_train
-    assert "The gradients of ['rough'] stay off by " in report.verdict
+    assert "The gradients of ['rough'] are still off by " in report.verdict
 
 
-def test_gradients_that_are_subnormal_are_not_called_zero():
+def test_subnormal_gradients_are_not_called_zero():
     def fun(w, x):
         return 1e-7 * jnp.sum((w.astype(half) * x.astype(half)).astype(jnp.float32))
 
     verdict = compare_gradients(fun, jnp.ones(64), 1.3 + jnp.abs(workloads.draw(64))).verdict
-    assert "Without a loss scale the gradients would be off by " in verdict
+    assert "Without a loss scale, the gradients would be off by " in verdict
     assert "zero" not in verdict
 
 
-def test_an_overflow_without_harm_is_counted_as_such():
+def test_harmless_overflow_is_counted_separately():
     def fun(w, x):
         return jnp.mean(jnp.tanh((w * x).astype(half) * half(30000)).astype(jnp.float32))
 
     args = jnp.full(3, 30.0), jnp.ones(3)
     report = range_report(fun, *args, loss_scale=1.0)
     assert not report[0].changes_result
-    words = "1 of 9 float16 operations overflow (1 without changing the result) at a loss scale of 2^0"
+    words = "At a loss scale of 2^0, 1 of 9 float16 operations overflows (1 without changing the result)."
     assert words in repr(report)
     assert "changing the result" not in repr(range_report(log_times_zero, jnp.zeros((2, 3)), loss_scale=1.0))
 
 
 @pytest.mark.slow
-def test_one_scale_that_is_too_low_is_not_called_rounding():
-    """Most of the gradients are subnormal there: a larger scale brings them back."""
+def test_low_scale_is_reported_as_underflow():
+    """Most gradients are subnormal at this scale. They are accurate at a larger scale."""
     report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
     assert (report.cause, report.will_train) == ("underflow", False)
-    assert "Compare larger scales" in report.verdict
+    assert "Compare larger loss scales" in report.verdict
 
 
-# The advice about queries is given for the scores of an attention.
+# The suggestion about queries is only given for attention scores.
 
 
 def attention(params, x):
@@ -269,9 +278,9 @@ OTHERS = (head_by_parameter, gram_then_classified)
 
 
 @pytest.mark.parametrize("fun", SCORES + OTHERS)
-def test_the_advice_about_queries_is_for_attention_only(fun):
+def test_suggestion_about_queries_is_only_for_attention_scores(fun):
     report = range_report(autocast(fun), PARAMS, workloads.draw(8, 4, seed=6), loss_scale=1.0)
     suggestions = {each.suggestion for each in report.forward_overflows() if each.operation == "dot_general"}
     (suggestion,) = suggestions
     assert ("ueries" in suggestion) == (fun in SCORES)
-    assert "give it a float32 result" in suggestion
+    assert "make the matmul return float32" in suggestion

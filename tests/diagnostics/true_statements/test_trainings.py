@@ -1,11 +1,11 @@
-"""What is said of a run, held against a small training that shows it; and what is not said of others."""
+"""Statements of `explain` about small training runs are true, and only appear if they apply."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import workloads
-from sentences import told_in
+from sentences import statements_of
 from workloads import draw
 
 import jax_lossscale as jls
@@ -24,7 +24,7 @@ def regression(params, batch):
 
 
 def norms(params, batch):
-    """Rows of zeros have a norm with no derivative."""
+    """Compute the norms of rows. A row of zeros has a norm without a derivative."""
     x, _, empty = batch
     return jnp.mean((jnp.linalg.norm(jnp.where(empty, 0, x) @ params["kernel"], axis=-1) - 1) ** 2)
 
@@ -38,7 +38,7 @@ def tiny(params, batch):
 
 
 def in_float16(params, batch):
-    """Without a bound, on what comes out of a product."""
+    """Compute an unbounded exponential of a float16 matmul, so that the loss overflows."""
     energy = (3e3 * batch[0]).astype(jnp.float16) @ params["kernel"].astype(jnp.float16)
     return jnp.mean(jnp.exp(energy).astype(jnp.float32))
 
@@ -48,7 +48,7 @@ def linear(params, batch):
 
 
 def trained(loss_fn, loss_scale, steps, every, learning_rate=0.01, record=True, grad=jls.value_and_scaled_grad):
-    """Parameters and state; in every so many-th step, and in the last but so many, the batch is an empty one."""
+    """Return the parameters and the state after training. The last of every `every` batches is empty."""
     tx = jls.loss_scaled(optax.sgd(learning_rate), loss_scale, record_bad_steps=record)
 
     def step(carry, number):
@@ -70,9 +70,10 @@ DYNAMIC = jls.DynamicLossScale(2.0**10, 10)
 OFTEN = jls.DynamicLossScale(2.0**20, 20)
 LOST = "bad step ago | scale is back | often"
 TRAININGS = {
-    # loss, loss scale, steps, every so many-th is empty, options: what is told
+    # Each entry contains the loss, the loss scale, the number of steps, the period of empty batches, the options, and
+    # the names of the printed lines.
     "sound": (regression, "auto", 50, NEVER, {}, "largest"),
-    "a scale that began too high": (
+    "a scale that started too high": (
         regression,
         jls.DynamicLossScale(2.0**40),
         120,
@@ -80,7 +81,7 @@ TRAININGS = {
         {},
         "bad step ago | scale was lower",
     ),
-    "overflows now and then": (
+    "occasional overflows": (
         regression,
         OFTEN,
         410,
@@ -94,9 +95,9 @@ TRAININGS = {
         410,
         NEVER,
         {"record": False},
-        "often | have it kept | rarer",
+        "often | not recorded | rarer",
     ),
-    "the norm of a zero vector now and then": (norms, DYNAMIC, 190, 15, {}, f"{LOST}"),
+    "an occasional norm of a zero vector": (norms, DYNAMIC, 190, 15, {}, f"{LOST}"),
     "the same, under the default": (norms, "auto", 2010, 20, {}, f"{LOST} | largest | room"),
     "the same, down at the floor": (
         norms,
@@ -104,11 +105,11 @@ TRAININGS = {
         410,
         20,
         {"record": False},
-        "at the floor | have it kept | often | rarer | log the batches",
+        "at the floor | not recorded | often | rarer | log the batches",
     ),
     "a loss that is masked out": (masked, "auto", 50, 2, {}, "all zero"),
     "a loss that is not finite": (in_float16, "auto", 5, NEVER, {}, "skipped in a row | loss"),
-    "a run that is frozen": (linear, "auto", 60, NEVER, {"learning_rate": 1e5}, "skipped in a row | loss | large"),
+    "a frozen run": (linear, "auto", 60, NEVER, {"learning_rate": 1e5}, "skipped in a row | loss | large"),
     "a tiny loss": (tiny, "auto", 300, NEVER, {}, "largest"),
     "a tiny loss that is not scaled": (
         regression,
@@ -122,14 +123,14 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "loss_scale", "steps", "every", "options", "told"), TRAININGS.values(), ids=TRAININGS
+    ("loss_fn", "loss_scale", "steps", "every", "options", "expected"), TRAININGS.values(), ids=TRAININGS
 )
-def test_what_is_said_is_what_the_training_shows(loss_fn, loss_scale, steps, every, options, told):
+def test_explain_describes_the_training(loss_fn, loss_scale, steps, every, options, expected):
     params, state = trained(loss_fn, loss_scale, steps, every, **options)
-    assert told_in(explain(state, params)) == told
+    assert statements_of(explain(state, params)) == expected
 
 
-# --- Gradients that are not scaled: mistakes of the user, each as one step of training ---
+# Gradients that are not scaled. Each function is a training step with a mistake of the user.
 
 
 def scaled_correctly(tx, params, state, loss_fn):
@@ -177,13 +178,13 @@ def trained_with(step, loss_scale="auto", steps=100, factor=2.0**-7):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
+def test_unscaled_gradients_are_reported_from_step_20_on(mistake):
     states = trained_with(mistake)
     for state in states[0], states[18]:
         jls.raise_if_stuck(state)
-        assert "not scaled" not in told_in(explain(state))
+        assert "not scaled" not in statements_of(explain(state))
     for state in states[19], states[20], states[49], states[99]:
-        assert told_in(explain(state)).endswith("largest | not scaled")
+        assert statements_of(explain(state)).endswith("largest | not scaled")
         with pytest.raises(RuntimeError, match="the gradients are not scaled") as caught:
             jls.raise_if_stuck([state])
         for text in explain(state), str(caught.value):
@@ -191,34 +192,34 @@ def test_gradients_that_are_not_scaled_are_reported_from_step_20_on(mistake):
             assert "docs/guide/libraries.md" in text
 
 
-def test_gradients_that_are_scaled_are_not_reported():
+def test_scaled_gradients_are_not_reported():
     for factor in 2.0**-20, 2.0**-7, 1.0, 2.0**10:
         for state in trained_with(scaled_correctly, factor=factor):
             jls.raise_if_stuck(state)
-            assert "scaled" not in told_in(explain(state))
+            assert "scaled" not in statements_of(explain(state))
 
 
-def test_clipped_gradients_are_reported_after_an_overflow_too():
+def test_clipped_gradients_are_reported_after_an_overflow():
     *_, state = trained_with(clipped_outside, steps=400)
     assert state.skipped_steps > 0
-    assert told_in(explain(state)).endswith("largest | not scaled")
+    assert statements_of(explain(state)).endswith("largest | not scaled")
 
 
-def test_clipped_gradients_that_overflow_early_are_a_question():
-    """The scale grows too little for a report."""
+def test_clipped_gradients_that_overflow_early_cause_a_question():
+    """The scale does not grow enough to prove the mistake, so the text ends with a question."""
     state = trained_with(clipped_outside, factor=1.0)[-1]
     jls.raise_if_stuck(state)
-    assert told_in(explain(state)) == "largest | room | question"
+    assert statements_of(explain(state)) == "largest | room | question"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10])
-def test_loss_scales_that_do_not_measure_end_with_a_question(mistake, loss_scale):
+def test_question_for_loss_scales_that_do_not_measure(mistake, loss_scale):
     state = trained_with(mistake, loss_scale)[-1]
-    assert told_in(explain(state)) == "question"
+    assert statements_of(explain(state)) == "question"
 
 
-def test_a_batch_of_runs_with_one_that_is_not_scaled():
+def test_unscaled_gradients_in_one_of_several_runs_raise_an_error():
     batch = jax.tree.map(
         lambda *leaves: jnp.stack(leaves), *(trained_with(step)[-1] for step in (scaled_correctly, MISTAKES[0]))
     )
@@ -227,7 +228,7 @@ def test_a_batch_of_runs_with_one_that_is_not_scaled():
 
 
 @pytest.mark.slow
-def test_no_workload_that_trains_is_accused():
+def test_no_problem_is_reported_for_workloads_that_train():
     for name in ("healthy", "normalized", "tiny_loss"):
         fun, params, batch = getattr(workloads, name)()
         tx = jls.loss_scaled(optax.sgd(1e-3), record_bad_steps=True)

@@ -1,4 +1,4 @@
-"""Numbers that pages take from ``benchmarks/results`` are those that stand there."""
+"""Numbers on pages and in the README equal the numbers in ``benchmarks/results``."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def rows(path, heading):
-    """The cells of the first table below a heading."""
+    """Return the cells of the first table below a heading."""
     lines = re.search(r"(?:^\|.*\n)+", path.read_text().partition(heading)[2], re.MULTILINE)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -21,23 +21,23 @@ def number(cell):
     return float(re.match(r"[\d.]+", cell)[0])
 
 
-def test_what_is_predicted_for_an_h100():
+def test_predictions_for_an_h100():
     predicted = {
         (model, loss): (number(time), number(temporaries))
         for model, loss, time, _, temporaries, *_ in rows(RESULTS / "autocast.md", "### Training steps for an H100")
     }
-    told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    assert [model for model, *_ in told] == [model for model, loss in predicted if loss == "autocast"]
-    for model, *cells in told:
+    stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
+    assert [model for model, *_ in stated] == [model for model, loss in predicted if loss == "autocast"]
+    for model, *cells in stated:
         ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "by hand"))
         ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
 
 
-def test_what_the_readme_begins_with():
+def test_numbers_at_the_start_of_the_readme():
     start = " ".join((ROOT / "README.md").read_text().partition("```python")[0].split())
-    told = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    time, temporaries = [sorted(float(row[column]) for row in told) for column in (1, 3)]
+    stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
+    time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
     assert f"uses {temporaries[0]} to {temporaries[-1]} times the temporary memory of float32" in start
     assert f"{time[0]} to {time[-1]} times its run time" in start
     ours = rows(ROOT / "README.md", "## What it costs")[0]
@@ -45,7 +45,7 @@ def test_what_the_readme_begins_with():
     assert f"[{number(ours[1])} times as long]" in start
 
 
-# The row of README: that of the benchmark.
+# The keys are rows of the README, and the values are rows of the benchmark.
 CONTENDERS = {
     '`update_and_apply`, `"auto"`': "ours, update_and_apply, 'auto'",
     '`update_and_apply`, `"dynamic"`': "ours, update_and_apply",
@@ -55,28 +55,28 @@ CONTENDERS = {
 }
 
 
-def test_what_the_step_costs():
-    told = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
-    assert told.keys() == CONTENDERS.keys()
+def test_cost_of_an_optimizer_step():
+    stated = {row[0]: row[1:] for row in rows(ROOT / "README.md", "## What it costs")}
+    assert stated.keys() == CONTENDERS.keys()
     for place, gradients in enumerate(["float32 gradients", "float16 gradients"]):
         measured = {
             row[0]: (row[3], *row[4].split(" to ")) for row in rows(RESULTS / "optimizer.md", f"leaves, {gradients}")
         }
         for name, contender in CONTENDERS.items():
             median, first, third = measured[contender]
-            assert told[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
+            assert stated[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
 
 
-def test_what_moves_between_devices():
+def test_data_movement_between_devices():
     moved = {(layout, way): number(cells[5]) for layout, way, *cells in rows(RESULTS / "collectives.md", "### Coll")}
-    told = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
+    stated = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
     ways = ("by hand", "autocast", "autocast, recompute=False", "autocast, table cast")
-    assert len(told) == 4
-    for layout, *cells in told:
+    assert len(stated) == 4
+    for layout, *cells in stated:
         assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout
 
 
-# The row of the page: the rows of the benchmark.
+# Each list contains the rows of the benchmark that a row of the page combines.
 MIXED = [
     ["2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4"],
     ["2^16, noise 4"],
@@ -93,34 +93,34 @@ MIXED = [
 
 
 def least_to_most(values):
-    """Rounded, as the page has it."""
+    """Return the rounded range of the values in the notation of the page."""
     least, most = f"{min(values):.0f}", f"{max(values):.0f}"
     return least if least == most else f"{least} to {most}"
 
 
-def test_the_limits_of_the_automatic_scale():
+def test_limits_of_the_automatic_scale():
     page = ROOT / "docs" / "choosing.md"
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
-    told = rows(page, "**Rare kinds of batches.**")
-    assert len(told) == 5
-    for one_in, auto, dynamic in told:
+    stated = rows(page, "**Rare kinds of batches.**")
+    assert len(stated) == 5
+    for one_in, auto, dynamic in stated:
         assert [auto, dynamic] == [least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"], one_in
     mixed = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Large values inside")}
-    told = rows(page, "**Noise, growth and NaNs.**")
-    for (kind, *cells), names in zip(told, MIXED, strict=True):
+    stated = rows(page, "**Noise, growth and NaNs.**")
+    for (kind, *cells), names in zip(stated, MIXED, strict=True):
         assert cells == [least_to_most([mixed[name][column] for name in names]) for column in (0, 2)], kind
     unused = [[mixed[name][column] for names in MIXED[-3:] for name in names] for column in (3, 1)]
     text = '`"dynamic"` leaves {} bits unused, and the automatic scale {}'
     assert text.format(*map(least_to_most, unused)) in " ".join(page.read_text().split())
 
 
-def test_the_automatic_scale_compared_with_version_0_5():
+def test_comparison_of_the_automatic_scale_with_version_0_5():
     """The column of version 0.5 is not checked, because its results are not in this version of the file."""
     inside = {row[0]: (row[3], row[4]) for row in rows(RESULTS / "policies.md", "### Synthetic traces of 20,000 steps")}
     random = {row[0]: (row[2], row[6]) for row in rows(RESULTS / "policies.md", "### Random traces of several lengths")}
-    told = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
-    assert len(told) == 8
-    for trace, measured, auto, _, dynamic in told:
+    stated = rows(ROOT / "docs" / "choosing.md", "**Compared with version 0.5.**")
+    assert len(stated) == 8
+    for trace, measured, auto, _, dynamic in stated:
         if trace in inside:
             place = 1 if measured == "unused bits" else 0
             expected = tuple(cell.split(" / ")[place] for cell in inside[trace])
@@ -129,11 +129,11 @@ def test_the_automatic_scale_compared_with_version_0_5():
         assert (auto, dynamic) == expected, trace
 
 
-def test_the_index_is_that_of_the_files():
+def test_index_of_the_results_is_current():
     assert {path.stem for path in RESULTS.iterdir()} <= {*BENCHMARKS, *ON_REQUEST}
     assert (ROOT / "benchmarks" / "RESULTS.md").read_text() == index(RESULTS)
 
 
-def test_every_benchmark_has_a_module():
+def test_every_benchmark_has_an_existing_module():
     modules = [benchmark.module for benchmark in (BENCHMARKS | ON_REQUEST).values()]
     assert [module for module in modules if importlib.util.find_spec(f"benchmarks.{module}") is None] == []

@@ -1,4 +1,4 @@
-"""What `update` is told beside the gradients, and what holds at every scale, promotion and kind of parameter."""
+"""The arguments `value` and `grads_finite` of `update`, small scales, dtype promotion and parameter types."""
 
 import itertools
 from dataclasses import replace
@@ -13,12 +13,12 @@ import pytest
 import jax_lossscale as jls
 
 PARAMS = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.float32(0.5)}
-GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # of scale 8
+GRADS = {"kernel": jnp.array([8.0, 16.0]), "bias": jnp.float32(4.0)}  # The gradients are scaled by 8.
 BAD_GRADS = {**GRADS, "bias": jnp.float32(jnp.nan)}
 SCALE = jls.DynamicLossScale(8.0)
 CALLS = {"eager": lambda function: function, "jit": jax.jit}
 
-# --- value ---
+# --- The argument `value` ---
 
 NO_LOSS = {
     "pair": (1.0, {"accuracy": 0.5}),
@@ -33,7 +33,7 @@ NO_LOSS = {
 
 
 @pytest.mark.parametrize("value", NO_LOSS.values(), ids=NO_LOSS)
-def test_a_value_that_is_no_real_scalar_is_refused(value):
+def test_value_must_be_a_real_scalar(value):
     for loss_scale in SCALE, None:
         tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
         for call, method in itertools.product(CALLS.values(), (tx.update, tx.update_and_apply)):
@@ -46,13 +46,13 @@ SCALARS = [1, 1.0, np.float16(1), np.array(1.0), np.ones(1, jnp.bfloat16)[0], jn
 
 
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: f"{type(value).__name__}-{value!r}")
-def test_real_scalars_of_every_library_are_values(value):
+def test_value_accepts_python_numpy_and_jax_scalars(value):
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     _, state = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS, value=value)
     assert state.applied_steps == 1
 
 
-# --- grads_finite ---
+# --- The argument `grads_finite` ---
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -60,19 +60,19 @@ def test_real_scalars_of_every_library_are_values(value):
     ("grads", "grads_finite", "applied", "scale"),
     [(GRADS, True, 1, 8.0), (GRADS, False, 0, 4.0), (BAD_GRADS, False, 0, 4.0), (BAD_GRADS, True, 1, 8.0)],
 )
-def test_known_finiteness_is_believed(grads, grads_finite, applied, scale, call):
+def test_grads_finite_replaces_the_check_of_the_gradients(grads, grads_finite, applied, scale, call):
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     step = call(lambda grads, flag: tx.update_and_apply(grads, tx.init(PARAMS), PARAMS, grads_finite=flag))
     _, state = step(grads, jnp.array(grads_finite))
     assert (state.applied_steps, state.loss_scale(), bool(state.grads_finite)) == (applied, scale, grads_finite)
 
 
-def test_known_finiteness_is_not_looked_for():
+def test_gradients_are_not_read_if_grads_finite_is_given():
     tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
     state = tx.init(PARAMS)
 
-    def questions(**told):
-        jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **told))(GRADS)
+    def questions(**kwargs):
+        jaxpr = jax.make_jaxpr(lambda grads: tx.update_and_apply(grads, state, PARAMS, **kwargs))(GRADS)
         return str(jaxpr).count("largest_magnitude")
 
     assert questions() > 0
@@ -80,7 +80,7 @@ def test_known_finiteness_is_not_looked_for():
     assert questions(grads_finite=jnp.array(True), skip_if=jnp.array(False)) == 0
 
 
-# --- Below a scale of 1, unscaling can overflow where the scaled gradients are finite ---
+# --- Scales below 1, which can overflow when finite scaled gradients are divided by them ---
 
 BELOW_ONE = {
     "set_by_hand": replace(jls.DynamicLossScale(), current_loss_scale=0.25),
@@ -93,8 +93,8 @@ BELOW_ONE = {
 
 @pytest.mark.parametrize(("skip", "dtype"), [("cond", jnp.float32), ("select", jnp.bfloat16)])
 @pytest.mark.parametrize("loss_scale", BELOW_ONE.values(), ids=BELOW_ONE)
-def test_no_infinity_gets_through_by_unscaling(loss_scale, dtype, skip):
-    if loss_scale().ndim:  # one of a batch, whose static configuration says nothing of its scale
+def test_overflow_in_unscaling_skips_the_step(loss_scale, dtype, skip):
+    if loss_scale().ndim:  # The scale is a batch element, and its static configuration does not contain the value.
         loss_scale = jax.tree.map(lambda leaf: leaf[0], loss_scale)
     tx = jls.loss_scaled(optax.sgd(1.0), 8.0, skip=skip)
     params = {"large": jnp.zeros(2**16), "small": jnp.zeros(3)}
@@ -110,11 +110,11 @@ def test_no_infinity_gets_through_by_unscaling(loss_scale, dtype, skip):
         assert (state_after.skipped_steps, bool(state_after.grads_finite)) == (1, False)
 
 
-# --- Skipped updates, promotion, weak types ---
+# --- Skipped updates, promotion and weak types ---
 
 
 @pytest.mark.parametrize(("skip", "call"), [("cond", jax.jit), ("select", jax.jit), ("auto", lambda step: step)])
-def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, call):
+def test_skipped_step_keeps_parameters_bitwise_with_apply_updates(skip, call):
     params = {"real": jnp.array([-0.0, 0.0, 1.5]), "complex": jnp.array([complex(-0.0, -0.0), 1j]), "count": 3}
     grads = {
         "real": jnp.full(3, jnp.nan),
@@ -132,19 +132,19 @@ def test_a_skipped_step_is_one_to_the_last_bit_through_apply_updates_too(skip, c
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize(("dtype", "loss_scale"), [("float16", "auto"), ("bfloat16", SCALE), ("float32", 8.0)])
-def test_strict_promotion_changes_nothing(dtype, loss_scale):
+def test_steps_are_the_same_under_strict_promotion(dtype, loss_scale):
     params, grads = (jax.tree.map(lambda leaf: leaf.astype(dtype), tree) for tree in (PARAMS, GRADS))
     results = []
     for promotion in "standard", "strict":
         with jax.numpy_dtype_promotion(promotion):
-            tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam itself does not do strict promotion
-            told = {"value": jnp.float16(1), "skip_if": False}
-            first = jax.jit(tx.update_and_apply)(grads, tx.init(params), params, **told)
-            results.append((first, tx.update(grads, first[1], first[0], **told)))
+            tx = jls.loss_scaled(optax.sgd(0.1, momentum=0.9), loss_scale)  # Adam does not support strict promotion.
+            kwargs = {"value": jnp.float16(1), "skip_if": False}
+            first = jax.jit(tx.update_and_apply)(grads, tx.init(params), params, **kwargs)
+            results.append((first, tx.update(grads, first[1], first[0], **kwargs)))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_python_floats_become_strong_either_way():
+def test_python_float_parameters_become_strongly_typed():
     tx = jls.loss_scaled(optax.sgd(1.0), SCALE)
     for call in CALLS.values():
         for grad in 8.0, float("nan"):
@@ -154,8 +154,8 @@ def test_python_floats_become_strong_either_way():
             assert (after, after.dtype) == (1.0 if np.isnan(grad) else 0.0, jnp.result_type(float))
 
 
-def test_apply_if_finite_around_the_wrapper_never_lets_the_scale_down():
-    """Why `docs/guide/accumulation.md` says to leave it out: it goes back to the state before the overflow."""
+def test_apply_if_finite_around_the_wrapper_prevents_scale_changes():
+    """`apply_if_finite` restores the state before the overflow, so `docs/guide/accumulation.md` advises against it."""
     tx = optax.apply_if_finite(jls.loss_scaled(optax.sgd(0.1), SCALE), max_consecutive_errors=100)
     state = tx.init(PARAMS)
     for _ in range(5):
@@ -171,7 +171,7 @@ def failing(error):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_what_a_chain_raises_itself_is_not_called_a_matter_of_structure(compiled):
+def test_errors_of_the_inner_optimizer_are_passed_on(compiled):
     params = {"kernel": jnp.ones(2), "frozen": None, "layers": [jnp.ones(3)]}
     for grads in params, {**params, "layers": None}:
         tx = jls.loss_scaled(failing(ValueError("of its own")))

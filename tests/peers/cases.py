@@ -1,15 +1,15 @@
-"""The situations that all libraries are put into, and the words for what came of it."""
+"""Helper functions that convert observed behavior to the words of the table in `docs/differences.md`."""
 
 import itertools
 
 import numpy as np
 
-PERIOD = 5  # good steps, after which a scale shall grow
-HIGHEST_POWER = 2.0**127  # the largest power of two in float32
+PERIOD = 5  # A scale should grow after this number of finite steps.
+HIGHEST_POWER = 2.0**127  # This is the largest power of two in float32.
 
 
 def growth(scales):
-    """``scales``: after each of many good steps."""
+    """Return whether the scale grows after N or N + 1 finite steps. ``scales`` are the scales after each step."""
     changes = np.flatnonzero(np.diff(scales)) + 1
     assert len(changes) >= 2
     late = {int(n) for n in np.diff(changes)}
@@ -18,7 +18,7 @@ def growth(scales):
 
 
 def number(scale):
-    """A scale, as the table writes it."""
+    """Return the scale in the notation of the table."""
     scale = float(scale)
     if np.isinf(scale):
         return "infinity"
@@ -26,7 +26,7 @@ def number(scale):
 
 
 def unscaled(eager, jitted):
-    """What unscaling makes of ones that were scaled at a scale of 2^127: vectors."""
+    """Describe the result of unscaling ones at a scale of 2^127, eagerly and under `jax.jit`."""
     outcomes = {
         (1.0, 1.0): "exact",
         (0.0, 0.0): "zeros",
@@ -38,7 +38,7 @@ def unscaled(eager, jitted):
 
 
 def compilations(jit, step, state):
-    """How often ``step`` is traced, and so compiled, while ``state = step(state)`` runs."""
+    """Return how often ``step`` is traced in four calls of ``state = step(state)``."""
     traces = []
 
     @jit
@@ -52,10 +52,10 @@ def compilations(jit, step, state):
 
 
 def which_layer(states):
-    """``states``: what is kept after a bad step, by the leaf that went bad."""
+    """Return whether the states differ. Each state follows a step with a nonfinite gradient in another leaf."""
     return "none" if len({str(state) for state in states}) == 1 else "told"
 
 
 def hysteresis(scales):
-    """``scales``: before, and after each of three bad steps."""
+    """Return whether the scale has hysteresis. ``scales`` are the scales before and after three nonfinite steps."""
     return "none" if all(after < before for before, after in itertools.pairwise(scales)) else "has one"

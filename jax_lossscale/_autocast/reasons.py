@@ -1,0 +1,89 @@
+"""Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
+
+A reason is the name of a scope, so all transformations keep it, and the backward matmuls have the reason of their
+forward matmul. Only programs that are traced for a report have such scopes. They belong to no layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jax_lossscale._program.jaxpr import jaxprs_of
+from jax_lossscale._program.location import HIDDEN_SCOPE, is_in_scope
+from jax_lossscale._program.parameters import Path
+
+_AUTOCAST = f"{HIDDEN_SCOPE}autocast"
+_REASON = f"{HIDDEN_SCOPE}reason: "
+
+_are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", default=False)
+
+
+@contextlib.contextmanager
+def adding_reasons() -> Iterator[None]:
+    """Add reasons to the programs of all functions under `autocast` that are traced in this context."""
+    token = _are_added.set(True)
+    try:
+        yield
+    finally:
+        _are_added.reset(token)
+
+
+def are_added() -> bool:
+    """Return whether reasons are added in the current context."""
+    return _are_added.get()
+
+
+def autocast_scope() -> contextlib.AbstractContextManager[Any]:
+    """Return a context that marks all equations as being under `autocast` if reasons are added."""
+    return jax.named_scope(_AUTOCAST) if are_added() else contextlib.nullcontext()
+
+
+def is_under_autocast(eqn: Any) -> bool:
+    """Return whether an equation of a program with reasons is under `autocast`."""
+    return is_in_scope(_AUTOCAST, [eqn])
+
+
+def reason_of(eqn: Any) -> str:
+    """Return the reason of an equation; "" if it has none. Equations under several `autocast` may have several."""
+    names = [entry.name for entry in eqn.source_info.name_stack.stack]
+    return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))
+
+
+def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
+    """Return an equation with the reasons of the equation and of all equations in its jaxprs.
+
+    Args:
+      eqn: the equation.
+      within: the equations that contain it, the outermost first.
+      reasons: the reason of each equation that has one, and "" for each equation that contains such an equation.
+    """
+    path = *within, eqn
+    if path not in reasons:
+        return eqn
+    params = {name: _parameter_with_reasons(parameter, path, reasons) for name, parameter in eqn.params.items()}
+    source = eqn.source_info
+    if reasons[path]:
+        source = source.replace(name_stack=source.name_stack.extend(_REASON + reasons[path]))
+    return eqn.replace(params=params, source_info=source)
+
+
+def jaxpr_with_reasons(closed: ClosedJaxpr, reasons: Mapping[Path, str]) -> ClosedJaxpr:
+    """Return a jaxpr with the reasons of its equations."""
+    result: ClosedJaxpr = _parameter_with_reasons(closed, (), reasons) if reasons else closed
+    return result
+
+
+def _parameter_with_reasons(parameter: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
+    if isinstance(parameter, ClosedJaxpr):
+        return parameter.replace(jaxpr=_parameter_with_reasons(parameter.jaxpr, within, reasons))
+    if isinstance(parameter, Jaxpr):
+        return parameter.replace(eqns=[with_reasons(eqn, within, reasons) for eqn in parameter.eqns])
+    if jaxprs_of(parameter):  # the branches of a conditional
+        return tuple(_parameter_with_reasons(part, within, reasons) for part in parameter)
+    return parameter
