@@ -162,7 +162,8 @@ class MixedPrecision:
         """Return a training step that passes its loss scale from its arguments to `loss`.
 
         It is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the function that the trainer
-        compiles, not the compiled function.
+        compiles, not the compiled function. If this function runs several updates in `jax.lax.scan`, also wrap the body
+        of the scan. Otherwise, all gradients in the scan are computed at the loss scale of its beginning.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the

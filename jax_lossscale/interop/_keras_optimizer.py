@@ -86,12 +86,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             for variable, leaf in zip(self._leaves, jax.tree.leaves(new_state), strict=True):
                 variable.assign(leaf)
         own_variables = [scope.get_current_value(variable) for variable in self._variables]
-        trainable_variables, inner_variables = jax.lax.cond(
+        new_values, inner_variables = jax.lax.cond(
             new_state.applied_steps > state.applied_steps,
             lambda: self.inner_optimizer.stateless_apply(inner_variables, unscaled, list(trainable_variables)),
             lambda: (list(trainable_variables), inner_variables),
         )
-        return trainable_variables, own_variables + inner_variables
+        return new_values, own_variables + inner_variables
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
         """Change the variables in place, outside of `jax.jit`."""

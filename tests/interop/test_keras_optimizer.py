@@ -1,4 +1,4 @@
-"""`jax_lossscale.interop.keras.LossScaleOptimizer` in `Model.fit`, against float32. Skipped if Keras is not installed."""
+"""`interop.keras.LossScaleOptimizer` in `Model.fit`, compared with float32. Skipped if Keras is not installed."""
 
 import os
 
@@ -59,7 +59,7 @@ def test_gradients_that_underflow_in_float16(loss_scale):
 
 
 def test_an_overflow_skips_the_step():
-    model, losses = fitted(interop.LossScaleOptimizer(keras.optimizers.Adam(1e-2), jls.DynamicLossScale(2.0**100)))
+    model, _ = fitted(interop.LossScaleOptimizer(keras.optimizers.Adam(1e-2), jls.DynamicLossScale(2.0**100)))
     metrics = jls.metrics(model.optimizer.state)
     assert metrics["skipped_steps"] > 40
     assert metrics["applied_steps"] == int(model.optimizer.iterations.value) == 160 - metrics["skipped_steps"]

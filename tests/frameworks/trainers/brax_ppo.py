@@ -7,7 +7,9 @@ functions. The program therefore replaces four names that `ppo.train` uses, and 
 # /// trainer
 # environment = "brax"
 # install = ["brax"]
-# where = "`ppo_losses.compute_ppo_loss` and `optax.adam` are replaced; `mp.step` around the functions passed to `jax.pmap` and `jax.lax.scan`"
+# where = """
+# `ppo_losses.compute_ppo_loss` and `optax.adam` are replaced; `mp.step` around the functions passed \
+# to `jax.pmap` and `jax.lax.scan`"""
 # stubs = ["`jax.device_put_replicated`, which jax 0.10 does not have"]
 # tolerance = 0.1
 # ///

@@ -2,7 +2,12 @@
 
 # /// trainer
 # environment = "levanter"
-# install = ["haliax>=1.4.dev453", "equinox", "jaxtyping", "draccus", "braceexpand", "jmp", "tensorstore", "pyarrow", "pytimeparse", "humanfriendly", "safetensors", "tblib", "dataclasses-json", "async-lru", "tqdm-loggable", "deepdiff", "lenses", "jinja2", "transformers<5", "wandb", "datasets<5", "zstandard", "matplotlib", "pydantic<3", "gcsfs", "ray", "gitpython"]
+# install = [
+#     "haliax>=1.4.dev453", "equinox", "jaxtyping", "draccus", "braceexpand", "jmp", "tensorstore", "pyarrow",
+#     "pytimeparse", "humanfriendly", "safetensors", "tblib", "dataclasses-json", "async-lru", "tqdm-loggable",
+#     "deepdiff", "lenses", "jinja2", "transformers<5", "wandb", "datasets<5", "zstandard", "matplotlib",
+#     "pydantic<3", "gcsfs", "ray", "gitpython",
+# ]
 # without_dependencies = ["levanter @ git+https://github.com/marin-community/levanter"]
 # where = "`Trainer(config, mp.optimizer, mp.loss(loss_fn))`"
 # ///

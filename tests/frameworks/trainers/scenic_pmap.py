@@ -5,12 +5,16 @@ The trainer defines the loss function inside its training step. The model's `app
 
 # /// trainer
 # environment = "scenic"
-# install = ["clu", "ml-collections", "tensorflow-cpu", "tensorflow-datasets", "flax", "immutabledict", "tensorboard", "setuptools<81"]
+# install = [
+#     "clu", "ml-collections", "tensorflow-cpu", "tensorflow-datasets", "flax", "immutabledict", "tensorboard",
+#     "setuptools<81",
+# ]
 # without_dependencies = ["scenic @ git+https://github.com/google-research/scenic"]
-# where = "`mp.loss(flax_model.apply)`, used if `train=True`, `mp.optimizer` is returned by `optimizers.get_optimizer`; `classification_trainer.train_step = mp.step(...)`"
+# where = """
+# `mp.loss(flax_model.apply)`, used if `train=True`, `mp.optimizer` is returned by \
+# `optimizers.get_optimizer`; `classification_trainer.train_step = mp.step(...)`"""
 # ///
 
-import sys
 import tempfile
 
 import jax
@@ -20,7 +24,6 @@ import numpy as np
 import optax
 from _mode import Half, report
 from clu import metric_writers
-
 from scenic.dataset_lib.dataset_utils import Dataset
 from scenic.projects.baselines.fully_connected import FullyConnectedClassificationModel
 from scenic.train_lib import classification_trainer, optimizers

@@ -2,9 +2,18 @@
 
 # /// trainer
 # environment = "t5x"
-# install = ["seqio-nightly", "cached_property", "clu", "fiddle", "gin-config", "flax", "orbax-checkpoint", "tensorflow-cpu", "tensorboard", "setuptools<81", "jaxtyping", "grain"]
-# without_dependencies = ["t5x @ git+https://github.com/google-research/t5x", "airio @ git+https://github.com/google/airio", "jestimator @ git+https://github.com/google-research/jestimator"]
-# where = "`model.loss_fn = mp.loss(model.loss_fn)`, `OptaxWrapper(mp.optimizer)`; a partition rule for `LossScaledState`, `import jax_lossscale.interop.flax`"
+# install = [
+#     "seqio-nightly", "cached_property", "clu", "fiddle", "gin-config", "flax", "orbax-checkpoint",
+#     "tensorflow-cpu", "tensorboard", "setuptools<81", "jaxtyping", "grain",
+# ]
+# without_dependencies = [
+#     "t5x @ git+https://github.com/google-research/t5x",
+#     "airio @ git+https://github.com/google/airio",
+#     "jestimator @ git+https://github.com/google-research/jestimator",
+# ]
+# where = """
+# `model.loss_fn = mp.loss(model.loss_fn)`, `OptaxWrapper(mp.optimizer)`; a partition rule for \
+# `LossScaledState`, `import jax_lossscale.interop.flax`"""
 # ///
 
 import jax

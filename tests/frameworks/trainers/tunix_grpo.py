@@ -6,7 +6,9 @@ The first tokens of this model are random, so it is trained with a reward that i
 # /// trainer
 # environment = "tunix"
 # install = ["google-tunix"]
-# where = "`RLTrainingConfig(actor_optimizer=mp.optimizer)`, `trainer.with_loss_fn(mp.loss(trainer.loss_fn), has_aux=True)` with `trainer = rl_cluster.actor_trainer` after the learner is created"
+# where = """
+# `RLTrainingConfig(actor_optimizer=mp.optimizer)`, `trainer.with_loss_fn(mp.loss(trainer.loss_fn), \
+# has_aux=True)` with `trainer = rl_cluster.actor_trainer` after the learner is created"""
 # tolerance = 0.1
 # ///
 
@@ -14,7 +16,7 @@ import jax
 import numpy as np
 import optax
 from _mode import Half, report
-from _tunix import Losses, Tokenizer, llama
+from _tunix import Tokenizer, llama
 from jax.sharding import Mesh
 from tunix.rl import rl_cluster as rl
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -37,7 +39,7 @@ rl_cluster = rl.RLCluster(
     reference=llama(seed=0),
     tokenizer=Tokenizer(),
     cluster_config=rl.ClusterConfig(
-        role_to_mesh={role: mesh for role in (rl.Role.ACTOR, rl.Role.REFERENCE, rl.Role.ROLLOUT)},
+        role_to_mesh=dict.fromkeys((rl.Role.ACTOR, rl.Role.REFERENCE, rl.Role.ROLLOUT), mesh),
         training_config=rl.RLTrainingConfig(
             actor_optimizer=half.optimizer, eval_every_n_steps=1000, max_steps=100, mini_batch_size=4
         ),
