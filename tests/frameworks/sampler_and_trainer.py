@@ -9,6 +9,9 @@ loss function, together with the gradients. The sampler computes them in one pas
 by token with a key-value cache (decoding). All programs are compiled with `jax.jit`.
 """
 
+import sys
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -107,27 +110,28 @@ def trained(state, steps=300):
 
 def main():
     state, tokens = trained(STATE), batch_of(jax.random.key(1))
-    # The first half of each sequence is a prompt. The remaining tokens are random, as in a sampler at a high temperature.
+    # The first half of each sequence is a prompt. Some of the remaining tokens are random.
     noise = jax.random.randint(jax.random.key(2), tokens.shape, 0, VOCABULARY)
     tokens = jnp.where((jnp.arange(LENGTH) < LENGTH // 2) | (noise % 4 > 0), tokens, noise)
     print(f"jax {jax.__version__}, {jax.devices()[0].platform}\n")
     print("| setup | dtype | prefill: mean | prefill: maximum | decoding: mean | decoding: maximum |")
     print("|---|---|---|---|---|---|")
     setups = [("everything in float32", jnp.float32, lambda fun: fun, apply, apply)]
-    for dtype in (jnp.float16, jnp.bfloat16):
+    for dtype in map(jnp.dtype, sys.argv[1:] or ["float16", "bfloat16"]):
         half = jls.autocast(apply, dtype)
         setups += [
-            ("(a) wrapped loss function", dtype, lambda fun, dtype=dtype: jls.autocast(fun, dtype), apply, apply),
+            ("(a) wrapped loss function", dtype, partial(jls.autocast, dtype=dtype), apply, apply),
             ("(b) wrapped model", dtype, lambda fun: fun, half, half),
+            ("(a) and (b)", dtype, partial(jls.autocast, dtype=dtype), half, half),
             ("(c) manual cast", dtype, lambda fun: fun, manual_cast(dtype), manual_cast(dtype)),
         ]
     for name, dtype, wrap_loss, of_trainer, of_sampler in setups:
-        half_loss = wrap_loss(lambda state, tokens, apply=of_trainer: loss_fn(apply, state, tokens))
+        half_loss = wrap_loss(partial(loss_fn, of_trainer))
         (_, expected), _ = jax.jit(jax.value_and_grad(half_loss, has_aux=True))(state, tokens)
         cells = []
         for sample in (prefill, decoding):
             cache_dtype = dtype if name.startswith("(c)") else jnp.float32
-            found = jax.jit(lambda state, tokens: sample(of_sampler, state, tokens, cache_dtype))(state, tokens)
+            found = jax.jit(partial(sample, of_sampler, dtype=cache_dtype))(state, tokens)
             differences = jnp.abs(found - expected)
             cells += [f"{value:.1e}" if value else "0" for value in (differences.mean(), differences.max())]
         print(f"| {name} | {jnp.dtype(dtype).name} | {' | '.join(cells)} |", flush=True)
