@@ -1,4 +1,7 @@
-"""`Trainer` of T5X with a tiny T5 that learns to copy its input, and with two microbatches per step."""
+"""`Trainer` of T5X with a tiny T5 that learns to copy its input, and with two microbatches per step.
+
+The reported loss is the sum over the two microbatches.
+"""
 
 # /// trainer
 # environment = "t5x"
@@ -28,7 +31,7 @@ from t5x.examples.t5 import network
 import jax_lossscale as jls
 import jax_lossscale.interop.flax  # registers the loss scales with `flax.serialization`
 
-half = Half(optax.adam(1e-3))
+half = Half(optax.adam(1e-2))
 rules = optimizers.OptaxStatePartitionRules
 rules._RULES[jls.LossScaledState] = lambda state, axes: jax.tree.map(lambda _: PartitionSpec(), state)._replace(
     inner_state=rules.derive_optax_logical_axes(state.inner_state, axes)
