@@ -31,7 +31,7 @@ from t5x.examples.t5 import network
 import jax_lossscale as jls
 import jax_lossscale.interop.flax  # registers the loss scales with `flax.serialization`
 
-half = Half(optax.adam(1e-2))
+half = Half(optax.adam(1e-3))
 rules = optimizers.OptaxStatePartitionRules
 rules._RULES[jls.LossScaledState] = lambda state, axes: jax.tree.map(lambda _: PartitionSpec(), state)._replace(
     inner_state=rules.derive_optax_logical_axes(state.inner_state, axes)
