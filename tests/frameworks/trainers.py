@@ -3,8 +3,8 @@
 ::
 
     python tests/frameworks/trainers.py                     # all projects
-    python tests/frameworks/trainers.py --only keras        # one of them
-    python tests/frameworks/trainers.py --folder ../envs     # keep the virtual environments for the next run
+    python tests/frameworks/trainers.py --only keras_fit    # one of them
+    python tests/frameworks/trainers.py --folder ../envs    # keep the virtual environments for the next run
     python tests/frameworks/trainers.py --source t5x=../t5x # use a local checkout of a project
 
 Each project has its own virtual environment. The programs in the folder `trainers` train a tiny model on synthetic data
