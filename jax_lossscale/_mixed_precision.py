@@ -164,7 +164,9 @@ class MixedPrecision:
         """Return a training step that passes the loss scale in its arguments to the functions returned by `loss`.
 
         Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the
-        function that the trainer compiles, not the compiled function.
+        function that the trainer compiles, not the compiled function. If this function runs several updates in
+        `jax.lax.scan`, also wrap the body of the scan. Otherwise, all gradients in the scan are computed at the loss
+        scale with which the scan starts.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the

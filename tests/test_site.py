@@ -174,7 +174,7 @@ numpyro                                      guide/libraries/#or-let-the-optimiz
 ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
-trainer computes gradients                   guide/libraries/#do-not-pass-loss_scaled-to-a-trainer-that-computes-gradients-itself
+trainer computes gradients                   guide/libraries/
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
 # The script runs the search worker of the site, as a browser does. The result for each query is a list of pages. Each

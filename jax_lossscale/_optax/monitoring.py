@@ -24,7 +24,7 @@ _MAX_CONSECUTIVE_SKIPS = 1000
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
     "the arguments: `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
-    '"Libraries that compute gradients themselves" (docs/guide/libraries.md).'
+    '"Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 
 

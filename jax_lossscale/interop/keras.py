@@ -18,6 +18,15 @@ from jax_lossscale._loss_scale import DynamicLossScale, LossScale
 from jax_lossscale.interop._peers import from_peer, to_peer
 
 
+def __getattr__(name: str) -> Any:
+    """Import the optimizer when it is used, because the functions of this module do not need Keras."""
+    if name == "LossScaleOptimizer":
+        from jax_lossscale.interop._keras_optimizer import LossScaleOptimizer
+
+        return LossScaleOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def from_keras(
     config: Mapping[str, Any], state: Mapping[str, Any] | None = None, *, min_loss_scale: float | None = None
 ) -> DynamicLossScale:

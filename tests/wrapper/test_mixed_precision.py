@@ -346,6 +346,26 @@ def test_an_ensemble_by_vmap_needs_the_third_line():
     assert (states.loss_scale() > 2.0**30).all()
 
 
+def test_the_body_of_a_scan_inside_pmap_needs_the_third_line():
+    mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
+    train_step = train_step_of(mp.loss(loss_fn), mp.optimizer)
+
+    def body(carry, _):
+        params, opt_state, loss = train_step(*carry, DATA)
+        return (params, opt_state), loss
+
+    def epoch(body, carry):
+        return jax.lax.scan(body, carry, length=60)[0][1]
+
+    carry = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (PARAMS, mp.optimizer.init(PARAMS)))
+    skipped = [
+        int(jax.pmap(mp.step(functools.partial(epoch, body)), devices=jax.devices()[:1])(carry).skipped_steps[0])
+        for body in (body, mp.step(body))
+    ]
+    assert skipped[0] == 60
+    assert 0 < skipped[1] < 30
+
+
 def test_step_rejects_a_compiled_function_and_arguments_without_a_state():
     mp = jls.MixedPrecision(adam())
     compiled = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
