@@ -101,7 +101,7 @@ def opaque_operations(program: Jaxpr) -> list[str]:
 
 
 def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
-    """List the lines at which the fallback of an `in_half` function is evaluated, with the reason for each.
+    """List the lines at which the fallback of an `in_half` function is evaluated, with the reason for each line.
 
     Args:
       original: the jaxpr of the function without `autocast`.
