@@ -191,7 +191,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
 
     if are_finite is False:
         where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
-        lost = f"The parameters are not finite, first in {where}, so the loss cannot be finite either."
+        lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
         if loss_scale.skip_nonfinite:
             yield f"{lost} Restart from a checkpoint."
             yield f"Check the initial parameters and the learning rate, and {_INSIDE_THE_STEP}."

@@ -177,8 +177,8 @@ class RangeReport(Report[OperationRange]):
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
             return (
-                "Results that depend on non-finite arguments are not finite in float32 either, so nothing else can be "
-                "determined."
+                "Results that depend on non-finite arguments are not finite in float32 either, so this report cannot "
+                "show whether these results overflow or underflow."
             )
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)

@@ -76,7 +76,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
             f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
-            "the scale of `DynamicLossScale` grows."
+            "the scale of `DynamicLossScale` would."
         )
     return loss_scale
 
@@ -86,8 +86,8 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     call = f"to_{library}"
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
-            f"`{call}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert the members of a "
-            "batch one by one."
+            f"`{call}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert a batch of "
+            "loss scales one by one."
         )
     ours = loss_scale.get_config() | {
         "backoff_factor": applied_backoff_factor(loss_scale),

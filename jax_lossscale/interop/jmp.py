@@ -59,13 +59,14 @@ def from_jmp(loss_scale: Any) -> LossScale:
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(
-            f"`from_jmp`: `DynamicLossScale` preserves the floor {floor:g}. (jmp loses it at the first `jax.jit`, and "
-            "then uses the floor 1.)"
+            f"`from_jmp`: the returned `DynamicLossScale` keeps the floor {floor:g}. (jmp loses this floor at the "
+            "first `jax.jit`, and then uses a floor of 1.)"
         )
     if floor == 0:
         floor = SMALLEST_FLOOR
         warn_user(
-            "`from_jmp`: `DynamicLossScale` does not support the floor 0; it uses the smallest normal float32, 1.2e-38."
+            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32, "
+            "1.2e-38."
         )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 

@@ -121,7 +121,7 @@ class Optimizer(nnx.Optimizer):
           UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.accumulate_gradients(fun=...)")
-        whole = "With 1, the batch is not split."
+        whole = "With `num_microbatches=1`, the batch is not split."
         num_microbatches = count(num_microbatches, "Optimizer.accumulate_gradients(num_microbatches=...)", 1, whole)
         batch_positions = as_tuple(as_argnums(batch_argnums, "Optimizer.accumulate_gradients(batch_argnums=...)"))
 
