@@ -14,7 +14,8 @@ import numpy as np
 import jax_lossscale as jls
 from jax_lossscale.demo.job import Result
 
-# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines also differ in line style.
+# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines in the plot also differ in
+# line style.
 _LINES: dict[str, dict[str, Any]] = {
     "float32": {"color": "#c4c4c4", "linewidth": 8.0, "solid_capstyle": "butt"},
     "float16": {"color": "#d55e00", "linewidth": 2.0},
