@@ -122,7 +122,7 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6"}
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
-        # At this size, the text is legible if the plot is as wide as a page.
+        # At this figure size, the text is legible if the plot is as wide as a page.
         figure = Figure(figsize=(7.2, 6.6), layout="constrained")
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
         for name, result in results.items():

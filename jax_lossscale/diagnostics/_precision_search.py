@@ -34,14 +34,14 @@ from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 MOST_GRADIENTS = 30
 # The number of evaluations that are reserved for verifying the policy and for determining the reasons of its rules.
 _RESERVED_GRADIENTS = 6
-# Without this setting, XLA may remove a cast to half precision that is followed by a cast back to float32.
+# Without this compiler option, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
 # The loss scale of a trial is this many powers of two below the largest scale at which no gradient overflows, because
 # the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. If this change causes large errors even in float32, the precision of the matmuls is not the cause,
-# and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
+# every layer does. If this change of the parameters causes large errors even in float32, the precision of the matmuls
+# is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is

@@ -17,8 +17,8 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32. If it has no ceiling
-# (maximum) for the scale, the ceiling is the largest float32.
+# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32. If a library has no
+# ceiling (maximum) for the scale, the ceiling is the largest float32.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -71,7 +71,8 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
             f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. On overflow, {name} would "
             "raise the scale to the floor, but `DynamicLossScale` never raises the scale on overflow."
         )
-    # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
+    # Like `DynamicLossScale`, TensorFlow compares its counter of finite steps with `>=`, but all other libraries use
+    # `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "

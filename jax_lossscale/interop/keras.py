@@ -6,7 +6,7 @@ same rule as `DynamicLossScale`, with three differences:
 
 - The scale of Keras has no floor.
 - The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
-- Keras compares its counter with ``==`` instead of ``>=``.
+- Keras compares its counter of finite steps with ``==`` instead of ``>=``.
 """
 
 from __future__ import annotations
