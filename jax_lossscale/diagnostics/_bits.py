@@ -69,7 +69,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """Round ``number`` down to a number in the given layout, and return the bits as a NumPy integer."""
+    """Round ``number`` down to a number with the given bit layout, and return its bits as a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -129,7 +129,7 @@ def _only_device(leaf: Any) -> Any:
 
 
 def joined(part: Sequence[ArrayLike]) -> jax.Array:
-    """Return the `magnitudes` of a list of leaves.
+    """Return the results of `magnitudes` for a list of leaves.
 
     A single leaf keeps its shape, but several leaves are concatenated into a vector.
     """

@@ -57,8 +57,9 @@ class GradientComparison(Report[LeafGradientError]):
       summary: the number of matmuls, the number of matmuls in ``dtype``, and the reason why the first other matmul is
         not in ``dtype``.
       working_scales: the loss scales at which all gradients are accurate.
-      run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. Such
-        an error counts as an overflow at this loss scale. The ``message`` is the first sentence of the error message.
+      run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
+        error that the program raises at a loss scale counts as an overflow. The ``message`` is the first sentence of
+        the error message.
     """
 
     verdict: str

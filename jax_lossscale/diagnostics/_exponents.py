@@ -334,8 +334,8 @@ def _total(counts: list[_Counts]) -> _Counts:
     """Return the sums of the counts of all leaves, and the float32 bits of the largest number."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
-    # The maximum is computed by sorting, because XLA would fuse `max` with the second pass over each leaf, and the size
-    # of the program would be quadratic in the number of leaves.
+    # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
+    # leaf, and the size of the program would be quadratic in the number of leaves.
     return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
 
 

@@ -32,7 +32,7 @@ from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 
 # The maximum number of evaluations of the gradients per batch.
 MOST_GRADIENTS = 30
-# The number of evaluations that are reserved for verifying the policy and for determining the reasons of its rules.
+# The number of evaluations that are reserved for verifying the policy and for determining the reasons for its rules.
 _RESERVED_GRADIENTS = 6
 # Without this compiler option, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
@@ -53,7 +53,7 @@ _SMALL_LEAF = 10.0
 
 
 class Trial(NamedTuple):
-    """The result of a trial in which some matmuls are in float32.
+    """The result of a trial, which computes the gradients with some matmuls in float32.
 
     Attributes:
       levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.

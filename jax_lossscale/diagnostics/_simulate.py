@@ -51,7 +51,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a loss scale on a recorded trace of a training run.
 
-    The simulation is compiled and takes far less time than the run. There are two kinds of traces:
+    The simulation is compiled and takes far less time than the training run. There are two kinds of traces:
 
     - ``grads_finite`` contains, for each step, whether the gradients were finite.
     - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
