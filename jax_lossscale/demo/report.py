@@ -14,7 +14,8 @@ import numpy as np
 import jax_lossscale as jls
 from jax_lossscale.demo.job import Result
 
-# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines also differ in line style.
+# The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines in the plot also differ in
+# line style.
 _LINES: dict[str, dict[str, Any]] = {
     "float32": {"color": "#c4c4c4", "linewidth": 8.0, "solid_capstyle": "butt"},
     "float16": {"color": "#d55e00", "linewidth": 2.0},
@@ -121,7 +122,7 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e6e6e6"}
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
-        # At this size, the text is legible if the plot is as wide as a page.
+        # At this figure size, the text is legible if the plot is as wide as a page.
         figure = Figure(figsize=(7.2, 6.6), layout="constrained")
         panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
         for name, result in results.items():

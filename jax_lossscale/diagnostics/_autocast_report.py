@@ -84,7 +84,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and the reason why the first of the remaining matmuls is not."""
+        """The number of matmuls in half precision, and why the first other matmul is not in half precision."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:

@@ -52,7 +52,7 @@ def layout_of(dtype: DTypeLike) -> Layout:
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Return the bits of the absolute values of a leaf in float32 or float64 as integers, which sort in the same order.
+    """Return the float32 or float64 bits of the absolute values of a leaf as integers, which sort like these values.
 
     The real and imaginary parts of a complex leaf are stacked along a new last axis.
     """
@@ -69,7 +69,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """Round ``number`` down to a number in the given layout, and return the bits as a NumPy integer."""
+    """Round ``number`` down to a number with the given bit layout, and return its bits as a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -94,7 +94,7 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     number = jax.lax.bitcast_convert_type(largest, jnp.float64)
     converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
     # A conversion to float32 may flush subnormal numbers to zero. The bits of a subnormal float32 number, read as an
-    # integer, equal the number divided by 2**-149, so this quotient is computed instead.
+    # integer, equal the number divided by 2**-149, so the bits of subnormal numbers are computed as this quotient.
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
@@ -129,7 +129,7 @@ def _only_device(leaf: Any) -> Any:
 
 
 def joined(part: Sequence[ArrayLike]) -> jax.Array:
-    """Return the `magnitudes` of a list of leaves.
+    """Return the results of `magnitudes` for a list of leaves.
 
     A single leaf keeps its shape, but several leaves are concatenated into a vector.
     """
@@ -145,9 +145,10 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     results are communicated between devices.
 
     If an array contains NaN, its largest magnitude is NaN. Floats are compared by their bits as integers, because XLA
-    ignores NaN in a maximum of floats on a CPU. As an integer, NaN is larger than any number. Booleans are counted in
-    ``uint32``. Floats are added one by one, first along the last axis and then over the remaining axes. If more than
-    ``2**24`` floats are added along the last axis or over the remaining axes, their sum may be too small.
+    ignores NaN in a maximum of floats on a CPU. Read as an integer, the bits of NaN are larger than the bits of any
+    number. Booleans are counted in ``uint32``. Floats are added one by one, first along the last axis and then over the
+    remaining axes. If more than ``2**24`` floats are added along the last axis or over the remaining axes, their sum
+    may be too small.
     """
     words = [magnitudes(array) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in largest]
     counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]

@@ -31,7 +31,7 @@ def blame(
       flow: the dataflow of the function.
       measured: the statistics of each node that is not a carry.
       results: the nodes that represent the results of the function.
-      least: the error threshold. Errors above this threshold are traced to their origin.
+      least: the threshold above which relative errors are traced to their origin.
 
     Returns:
       A pair of sets of nodes: the inaccurate nodes through which an error propagates to a result, and the subset of
@@ -42,8 +42,8 @@ def blame(
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. An overflow that
-    # disappears is included anyway, because the derivative of the later operation may be wrong.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. Overflows that disappear
+    # also count as harmful, because the derivative of the later operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that

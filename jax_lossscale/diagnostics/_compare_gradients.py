@@ -29,8 +29,8 @@ class GradientComparison(Report[LeafGradientError]):
     """The result of `compare_gradients`: a verdict and the errors of the gradients of each leaf.
 
     The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision and
-    the verdict on whether the function will train. The report then lists the errors of the leaves in a table, with the
-    largest errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
+    the verdict on whether training will work. The report then lists the gradient errors of the leaves in a table, with
+    the largest errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
     `LeafGradientError` per leaf.
 
     Attributes:
@@ -59,7 +59,7 @@ class GradientComparison(Report[LeafGradientError]):
       working_scales: the loss scales at which all gradients are accurate.
       run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
         error that the program raises at a loss scale counts as an overflow. The ``message`` is the first sentence of
-        the original error message.
+        the error message.
     """
 
     verdict: str
@@ -153,8 +153,8 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compare the half-precision gradients of a function with its float32 gradients at several loss scales.
 
-    The comparison shows whether the function will train in half precision and with which initial loss scale. The result
-    is valid for one batch and one set of parameters, so repeat the comparison after some training.
+    The comparison shows whether training in half precision will work, and with which initial loss scale. The result is
+    valid for one batch and one set of parameters, so repeat the comparison after some training.
 
     Args:
       fun: a scalar-valued function that casts to ``dtype`` internally, as it does in the training step.

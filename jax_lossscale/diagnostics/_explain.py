@@ -27,8 +27,8 @@ from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
-# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If
-# more than this fraction of the steps is skipped, the growth of the loss scale is not the only cause.
+# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
+# steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
 _LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
 # If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be
@@ -49,7 +49,8 @@ _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
 _GRADIENT_CAUSES = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-# Clauses that describe the causes of skipped steps. The last two causes are used if the exact cause was not recorded.
+# Clauses that describe the causes of skipped steps. The last two clauses are used if the exact cause of a skipped step
+# was not recorded.
 _CLAUSES = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
@@ -98,9 +99,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
       params: the current parameters. The text reports whether the parameters are finite, because a NaN in the
-        parameters makes every later step non-finite. The path of the non-finite leaf is also taken from the parameters.
-        ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is taken from a part of the
-        optimizer state with the same tree structure, such as a moment of Adam.
+        parameters makes every later step non-finite. The path of the first non-finite leaf is also looked up in the
+        parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in a
+        part of the optimizer state with the same tree structure as the parameters, such as a moment of Adam.
 
     Returns:
       A few lines of text.
@@ -190,7 +191,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
 
     if are_finite is False:
         where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
-        lost = f"The parameters are not finite, first in {where}, so the loss cannot be finite either."
+        lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
         if loss_scale.skip_nonfinite:
             yield f"{lost} Restart from a checkpoint."
             yield f"Check the initial parameters and the learning rate, and {_INSIDE_THE_STEP}."
@@ -225,7 +226,7 @@ def _cause_of_last_step(state: LossScaledState) -> str:
 
 
 def _clause(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """Return a clause that describes a cause, with the path of the non-finite leaf if it was recorded."""
+    """Return a clause with the cause of a skipped step, and the path of the non-finite leaf if it was recorded."""
     record = state.last_bad_step
     where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
     return _CLAUSES[cause].format(where=where) if cause else ""

@@ -122,7 +122,7 @@ def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
     field = (numbers >> own.mantissa_bits).astype(jnp.int32)
     row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
     row = jnp.where(numbers < smallest_normal, jnp.where(numbers == 0, 0, 1), row)
-    # If the mesh has explicit axes, JAX requires an `out_sharding`. The table is replicated.
+    # If the mesh has explicit axes, JAX requires an `out_sharding` for the scatter. The table is replicated.
     is_explicit = bool(jax.typeof(row).sharding.mesh.explicit_axes)
     everywhere: dict[str, Any] = {"out_sharding": PartitionSpec(None)} if is_explicit else {}
     return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), **everywhere)
@@ -244,11 +244,11 @@ def suggest_loss_scale(
         largest * loss_scale * headroom <= finfo(dtype).max
         1 <= loss_scale <= 2**127
 
-    Here, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the gradients of the
-    next batch may be larger.
+    In these conditions, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the
+    gradients of the next batch may be larger.
 
-    The suggestion becomes outdated as the gradients change. At the end of five of eight small training runs, the
-    suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
+    The suggested loss scale becomes outdated as the gradients change. At the end of five of eight small training runs,
+    the suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
     within the first hundred steps and whenever the loss has decreased considerably. Alternatively, start from a dynamic
     loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
 
@@ -285,7 +285,7 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """The bits of the largest finite number in some leaves, and counts of their elements, ``uint32[]``."""
+    """The bits of the largest finite number in some leaves, and how many elements of each kind the leaves contain."""
 
     largest: jax.Array
     numbers: jax.Array  # finite nonzero numbers
@@ -299,7 +299,8 @@ def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0)
     """Count the elements that become zero or subnormal in ``dtype`` at a loss scale of ``2**log2_scale``."""
     numbers, layout = bits.joined(part), bits.layout_of(jnp.result_type(part[0]))
     limits = limits_of(dtype)
-    # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it is excluded.
+    # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it does not count as
+    # subnormal.
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
     zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, layout))[log2_scale] for limit in at_scale_1)
     is_finite, is_zero = numbers < layout.infinity, numbers == 0
@@ -330,11 +331,11 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 
 def _total(counts: list[_Counts]) -> _Counts:
-    """Return the sums of all counts, and the largest of all numbers as float32 bits."""
+    """Return the sums of the counts of all leaves, and the float32 bits of the largest number."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
-    # The maximum is computed by sorting, because XLA would fuse `max` with the second pass over each leaf, and the size
-    # of the program would be quadratic in the number of leaves.
+    # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
+    # leaf, and the size of the program would be quadratic in the number of leaves.
     return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
 
 
@@ -350,7 +351,7 @@ def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=1)
 def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
-    """Return log2 of the largest loss scale at which no number exceeds ``top``: ``int32[]``, from 0 to 127."""
+    """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
     total = _total(counts)
     room = (total.largest <= bits.bits_at_scales(top, SINGLE)).sum(dtype=jnp.int32) - 1
     return jnp.where(total.numbers > 0, jnp.maximum(room, 0), 0)

@@ -60,11 +60,11 @@ def find_precision(
         must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`. Each rule includes a reason and identifies matmuls by layer, parameter,
-      operation or function. The policy therefore remains valid for other parameter values, for other batch sizes, and
-      after changes elsewhere in the code. The attribute ``loss_scale`` of the policy is the loss scale of the last
-      trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error under the
-      policy.
+      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason, and identifies matmuls by layer,
+      parameter, operation or function. The policy therefore remains valid for other parameter values, for other batch
+      sizes, and after changes to other parts of the code. The attribute ``loss_scale`` of the policy is the loss scale
+      of the last trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error
+      under the policy.
 
     Raises:
       ValueError: if an argument is invalid, if there are no gradients, or if the function is called inside `jax.jit` or

@@ -51,8 +51,8 @@ class Finding(NamedTuple):
         return " ".join(filter(None, self.sentences))
 
 
-# A function that returns the range report at a given loss scale. Each call compiles the program, so the function is
-# called only if necessary.
+# A function that returns the range report at a given loss scale. Each call compiles a program, so the range report is
+# computed only if necessary.
 Ranges: TypeAlias = Callable[[float], RangeReport]
 
 
@@ -92,7 +92,7 @@ class Finder:
         return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
-        """Check the possible causes in order, and return the first one that applies."""
+        """Return the finding for the first possible cause of inaccurate gradients that applies."""
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in gradients.half_dtypes]
         is_half, why = dtype in met, counted.no_half_precision
@@ -295,7 +295,7 @@ class Finder:
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe the error at the first location, and suggest a fix. Return "" if there are no locations."""
+        """Describe the error of the first operation, and suggest a fix. Return "" if there are no operations."""
         if not locations:
             return ""
         operation = locations[0]

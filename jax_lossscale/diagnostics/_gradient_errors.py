@@ -32,9 +32,9 @@ _MOSTLY_ROUNDING = 0.05
 # The parameters are changed by this fraction to measure rounding errors. The fraction is close to the smallest relative
 # change that float32 can represent.
 NUDGE = 2.0**-22
-# Gradients count as wrong if the relative error of all leaves together exceeds the first limit or the relative error of
-# a single leaf exceeds the second limit. If training works, the error is usually below 0.01 in float16 and below 0.05
-# in bfloat16.
+# Gradients count as wrong if the relative error of the whole gradient exceeds the first limit or the relative error of
+# a single leaf exceeds the second limit. If training works, the error of the whole gradient is usually below 0.01 in
+# float16 and below 0.05 in bfloat16.
 LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
@@ -49,7 +49,7 @@ _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z)
 
 @dataclasses.dataclass(frozen=True)
 class LeafGradientError:
-    """The errors of the gradients of one leaf.
+    """The errors of the gradient of one leaf at each loss scale.
 
     Attributes:
       path: the path of the leaf in the pytree, as formatted by `jax.tree_util.keystr`.
@@ -149,7 +149,7 @@ def overflown(measured: Measurement, exact: Any) -> Measurement:
 def reports_of(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> tuple[list[LeafGradientError], LeafGradientError]:
-    """Compute the errors of each leaf and the errors of all leaves together.
+    """Compute the errors of the gradient of each leaf and the errors of the whole gradient.
 
     Args:
       exact: the float32 gradients by path.
@@ -157,7 +157,7 @@ def reports_of(
       rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
     # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
-    # fields that depend only on the float32 gradients are equal in all rows.
+    # measurements that depend only on the float32 gradients are the same in all rows.
     of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
@@ -214,7 +214,7 @@ class GradientErrors(NamedTuple):
     Attributes:
       dtype: the half-precision dtype.
       leaves: the errors of each leaf.
-      total: the errors of all leaves together.
+      total: the errors of the whole gradient, which consists of the gradients of all leaves.
       scales: the loss scales, in ascending order.
       value: the value of the function in half precision; NaN if the program raises an error at every scale.
       loss_dtype: the dtype of the value.
@@ -277,9 +277,9 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves. Among scales with equally many inaccurate leaves, the best
-        scale has the smallest error of all leaves together. If several scales are equally good, the largest of them is
-        returned, because the fewest gradients underflow at the largest scale.
+        The best scale has the fewest inaccurate leaves. Among scales with the same number of inaccurate leaves, the
+        best scale has the smallest relative error of the whole gradient. If several scales are equally good, the
+        largest of them is returned, because the fewest gradients underflow at the largest scale.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -337,7 +337,7 @@ def errors_by_scale(
     del of_moved
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value
+    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, this value
     # remains NaN.
     value: Any = math.nan
     measured, run_time_errors = [], dict[float, str]()

@@ -96,7 +96,8 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
             warnings.warn(
-                "`in_precision` cannot convert these operations, so it evaluates them in their original dtype: "
+                "`in_precision` evaluates the following operations in their original dtype, because it cannot convert "
+                "them: "
                 f"{', '.join(evaluator.opaque_operations)}.",
                 UserWarning,
                 stacklevel=2,

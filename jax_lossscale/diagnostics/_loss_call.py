@@ -50,7 +50,7 @@ class LossCall(NamedTuple):
         return self._replace(args=chosen)
 
     def value_and_grad(self) -> Traced:
-        """Trace the value and the gradients without a loss scale."""
+        """Trace the value and the gradients of the loss function without a loss scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
     def scaled(self) -> Traced:
@@ -58,7 +58,7 @@ class LossCall(NamedTuple):
         return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
 
     def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
-        """Trace the value and the scaled gradients, and list the matmuls of the program."""
+        """Trace the value and the scaled gradients of the loss function, and list the matmuls of the program."""
         program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
         self._checked(program.traced)
         return program
@@ -146,8 +146,8 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     leaves = [leaf for _, leaf in with_paths]
     inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
     arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
-    # Python floats are differentiated only if there are no arrays, because the Python floats in a model are constants,
-    # such as a dropout rate.
+    # If an argument contains arrays, its Python floats are not differentiated, because the Python floats in a model are
+    # constants, such as a dropout rate.
     positions = arrays or inexact
 
     def rebuilt(moved: Leaves) -> Any:

@@ -89,11 +89,12 @@ class _Constants(Propagation[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                # A maximum with zero is often intended, as in ReLU, so its operand is not an epsilon.
+                # A maximum of a value and zero is often intended, as in ReLU, so this zero is not assumed to be a lost
+                # epsilon.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so
-            # rounding did not lose a constant.
+            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so this
+            # constant was not lost by rounding.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

@@ -123,8 +123,9 @@ class _Origin(NamedTuple):
     """The origin of a float32 value. If a value has several origins, the origin with the lowest rank is reported.
 
     Attributes:
-      rank: the kind of origin. The rank is 0 for an operation that promotes half precision to float32, 1 for a cast to
-        float32, 2 for an argument that is float32, and 3 for a constant. A value that is not float32 has the rank 4.
+      rank: the kind of origin. The rank of an origin is 0 for an operation that promotes half precision to float32, 1
+        for a cast to float32, 2 for an argument that is float32, and 3 for a constant. A value that is not float32 has
+        the rank 4.
       why: an explanation of the origin, phrased as the reason why a matmul with this operand is in float32.
       given: the name of the argument, or "a constant".
       column: the position of the cast in the source code.
@@ -141,7 +142,7 @@ def _given(rank: int, name: str) -> _Origin:
 
 
 class _Origins(Propagation[_Origin]):
-    """Propagation of the origins of float32 values.
+    """Propagation of the origins of float32 values through a program.
 
     Attributes:
       dtype: the half-precision dtype.

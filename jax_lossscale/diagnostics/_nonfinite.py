@@ -77,7 +77,7 @@ class NonfiniteReport(Report[LeafReport]):
 
     @property
     def bad(self) -> tuple[LeafReport, ...]:
-        """The leaves that are not finite."""
+        """The reports of the leaves that contain NaN or infinities."""
         return tuple(leaf for leaf in self.leaves if leaf.nonfinite)
 
     def _header(self) -> str:

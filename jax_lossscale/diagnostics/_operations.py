@@ -101,13 +101,13 @@ def opaque_operations(program: Jaxpr) -> list[str]:
 
 
 def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
-    """List the lines at which the fallback of an `in_half` function is evaluated, with the reason for each.
+    """List the lines at which the fallback of an `in_half` function is evaluated, with the reason for each line.
 
     Args:
       original: the jaxpr of the function without `autocast`.
-      rewritten: the jaxprs of the function and of its gradient under `autocast`, with reasons. Both jaxprs are
-        necessary, because differentiation removes the equation of an `in_half` function, and because only the jaxpr of
-        the gradient contains the backward passes of custom rules.
+      rewritten: the jaxprs of the function and of its gradient under `autocast`, with reasons. The jaxpr of the
+        function is necessary because differentiation removes the equations of `in_half` functions. The jaxpr of the
+        gradient is necessary because only this jaxpr contains the backward passes of custom rules.
     """
     sources_by_reason: dict[str, dict[str, None]] = {}
     for program in rewritten:

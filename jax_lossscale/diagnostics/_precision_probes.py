@@ -1,7 +1,8 @@
 """Probes that measure and round the operands, results and cotangents of every matmul in a program.
 
 A probe is an identity operation. The parameters of a probe are the index of a matmul and the role of the probed value
-in the matmul, such as its result. In the backward pass, the probe inserts another probe for the cotangent.
+in this matmul: left operand, right operand or result. In the backward pass, each probe inserts another probe for the
+cotangent of the probed value.
 
 `RoundingEvaluator` evaluates a program with probes. An array argument of the compiled program determines which probes
 round their values to half precision. The same compiled program can therefore compute the function in float32, under
@@ -37,8 +38,8 @@ from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 # The precision levels of a matmul, in ascending order.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
 # Each probed value of a matmul has one of three roles, which are numbered from 0 to 2. The role of a cotangent is the
-# role of the corresponding value plus 3. `VALUES` selects the roles of all values, and `COTANGENTS` selects the roles
-# of all cotangents.
+# role of the corresponding value plus 3. `VALUES` selects the roles of forward-pass values, and `COTANGENTS` selects
+# the roles of cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
@@ -125,7 +126,7 @@ def _transpose(cotangent: Any, number: Any, value: Any, *, kind: str, **at: int)
     if isinstance(cotangent, ad.Zero):
         return [cotangent, None]
     if ad.is_undefined_primal(value):
-        # `jax.linear_transpose` transposes a function without evaluating it, so the value is unknown.
+        # `jax.linear_transpose` transposes a function without evaluating it, so the forward-pass value is unknown.
         value = jnp.zeros_like(cotangent)
     return [_probe_primitive.bind(cotangent, value, kind="cotangent", **at), None]
 
@@ -199,7 +200,7 @@ class RoundingEvaluator(MeasuringEvaluator):
 
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:
     def rounding(number: jax.Array, otherwise: jax.Array) -> jax.Array:
-        """Return the magnitudes of the rounding errors. ``otherwise`` replaces errors that are not finite."""
+        """Return the magnitudes of the rounding errors of ``number``, or ``otherwise`` if an error is not finite."""
         error = jnp.abs(number.astype(dtype).astype(number.dtype) - number)
         return jnp.where(jnp.isfinite(error), error, jnp.where(jnp.isfinite(otherwise), otherwise, 0))
 

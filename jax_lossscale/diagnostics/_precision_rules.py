@@ -13,7 +13,7 @@ import numpy as np
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale.diagnostics._precision_probes import MatmulSite
 
-# The tuple is indexed by the level of precision: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
+# The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in this order.
 _PRECISIONS = ("half", "float32_result", "float32")
 
 
@@ -52,7 +52,7 @@ def _names(site: MatmulSite) -> list[dict[str, str]]:
     """Return sets of patterns that match a matmul, starting with the patterns that survive most changes to the code."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
-    parameter = {"parameter": location.parameter}  # An empty pattern matches only matmuls without a parameter.
+    parameter = {"parameter": location.parameter}  # An empty string matches only matmuls without a parameter.
     function = {"function": location.functions[0]} if location.functions else {}
     ways = [layer, parameter if location.parameter else {}, function]
     ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]

@@ -32,16 +32,16 @@ from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
 
 # The maximum number of evaluations of the gradients per batch.
 MOST_GRADIENTS = 30
-# The number of evaluations that are reserved for verifying the policy and for determining the reasons of its rules.
+# The number of evaluations that are reserved for verifying the policy and for determining the reasons for its rules.
 _RESERVED_GRADIENTS = 6
-# Without this setting, XLA may remove a cast to half precision that is followed by a cast back to float32.
+# Without this compiler option, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
 # The loss scale of a trial is this many powers of two below the largest scale at which no gradient overflows, because
 # the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. If this change causes large errors even in float32, the precision of the matmuls is not the cause,
-# and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
+# every layer does. If this change of the parameters causes large errors even in float32, the precision of the matmuls
+# is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is
@@ -53,7 +53,7 @@ _SMALL_LEAF = 10.0
 
 
 class Trial(NamedTuple):
-    """The result of a trial in which some matmuls are in float32.
+    """The result of a trial, which computes the gradients with some matmuls in float32.
 
     Attributes:
       levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
@@ -143,10 +143,10 @@ class Search:
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
-        # Measure the float32 program without a loss scale. The largest magnitudes have shape ``[sites, 2 * roles]``.
-        # The damages have shape ``[sites, 2]``. The first column of damages contains the estimated change of the value
-        # if the result of a matmul is rounded, and the second column contains the estimated change if the operands of
-        # the matmul are rounded.
+        # Measure the float32 program without a loss scale. The array of the largest magnitudes has the shape
+        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]``: for each matmul, it contains the
+        # estimated change in the value of the function if the result of the matmul is rounded, and the estimated change
+        # if the operands of the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
         exact, measured = self._run(in_float32, 1.0)
         self._largest = measured.largest
@@ -189,9 +189,10 @@ class Search:
         of_value = errors.relative_error(fine[0], value)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Return the tolerance of a quantity, given its relative changes after the coarse nudge and the fine nudge.
+            """Return the tolerance of a quantity, given its relative changes after a coarse and a fine parameter nudge.
 
-            If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
+            If the function has no kinks, such as those of ReLUs, the changes are proportional to the sizes of the
+            nudges.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self._tolerance
@@ -210,7 +211,8 @@ class Search:
     ) -> tuple[list[Any], Measured]:
         """Evaluate the program for each batch.
 
-        Return the value and the gradients by path for each batch, and the maxima of the measurements over all batches.
+        Return the value and a dictionary of gradients for each batch, and the maxima of the measurements over all
+        batches.
         """
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
@@ -318,7 +320,7 @@ class Search:
 
     def _lowered(self, best: Trial) -> Trial:
         """Lower the precision of matmuls by bisection until it cannot be lowered further without losing accuracy."""
-        # The precision of the matmuls with the least damage is lowered first.
+        # The precision is lowered first for the matmuls whose rounding errors do the least damage.
         order = np.argsort(self._damages.max(axis=1), kind="stable")
         before = None
         while before is not best:
@@ -349,9 +351,9 @@ class Search:
         return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
-        """For each site, return the reason why the site is not in half precision, or "" if it is in half precision.
+        """For each site, return why its matmuls are not in half precision, or "" if they are in half precision.
 
-        The reason is generic if no evaluations of the gradients are left to determine it.
+        The reason is generic if the search may not compute any more gradients to determine the reason.
         """
         measured: dict[float, Measured] = {}
         reasons = [""] * len(trial.levels)
@@ -412,7 +414,7 @@ class Search:
 
 
 def _levels(is_out: np.ndarray, cotangents: slice) -> np.ndarray:
-    """Return the lowest levels of precision at which no value is out of the range of the dtype.
+    """Return the lowest precision level of each matmul at which no value is out of the range of the dtype.
 
     Args:
       is_out: whether a value is out of range in half precision, ``bool[sites, 2 * roles]``.

@@ -177,8 +177,8 @@ class RangeReport(Report[OperationRange]):
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
         if self.arguments and not over and not zero:
             return (
-                "Results that depend on non-finite arguments are not finite in float32 either, so nothing else can be "
-                "determined."
+                "Results that depend on non-finite arguments are not finite in float32 either, so this report cannot "
+                "show whether these results overflow or underflow."
             )
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
@@ -254,8 +254,8 @@ def range_report(
       argnums: the positions of the arguments that are differentiated, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
-      loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default is the initial
-        loss scale that `compare_gradients` would recommend, which requires a few evaluations of the gradients.
+      loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
+        the initial scale that `compare_gradients` would recommend, which requires a few evaluations of the gradients.
       progress: whether to print a line to standard error after each tenth of the program.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
@@ -364,7 +364,7 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
 
 
 def _severity(operation: OperationRange) -> Any:
-    """Return the sort key of an operation. Worse operations have smaller keys."""
+    """Return the sort key of an operation in the report. Worse operations have smaller keys."""
     changes = bool(operation.suggestion) and operation.changes_result
     begins = 0.0 if operation.overflow else -operation.amplification * changes
     return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero

@@ -1,7 +1,8 @@
-"""Interpreters that measure the results of a jaxpr while they evaluate it.
+"""Interpreters that measure the results of the operations in a jaxpr while they evaluate it.
 
 `MeasuringEvaluator` evaluates calls, loops and conditionals. If an operation is executed repeatedly in a loop, only the
-largest measurements are saved. Each subclass chooses how to represent values and which quantities to measure.
+largest measurements are saved. Each subclass of `MeasuringEvaluator` chooses how to represent values and which
+quantities to measure.
 
 `ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
 """
@@ -38,8 +39,8 @@ _OUTLIER_FACTOR = 4.0
 _SMALLEST_SHARE = 1 / 256
 
 
-# The measurements, in the order of the program. Each row of measurements contains several numbers, and larger numbers
-# are worse.
+# The measurements of a program, in the order of its operations. Each row of measurements contains several numbers, and
+# larger numbers are worse.
 Rows: TypeAlias = list[jax.Array]
 
 
@@ -62,7 +63,7 @@ class MeasuringEvaluator(Walk[Any]):
         return constant
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Return the outputs of an equation whose sub-jaxprs are not entered, and append the measured rows."""
+        """Return the outputs of an equation whose sub-jaxprs are not entered, and add its measurements to ``rows``."""
         raise NotImplementedError
 
     def measured_of(self, eqn: Any) -> list[Any]:
@@ -89,11 +90,11 @@ class MeasuringEvaluator(Walk[Any]):
         return outputs, rows
 
     def names(self, program: ClosedJaxpr) -> list[Any]:
-        """Return the names of all rows of a jaxpr."""
+        """Return the names of all rows that are measured in a jaxpr."""
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """Return the names of all rows of an equation, including those of its sub-jaxprs if they are entered."""
+        """Return the names of all rows measured in an equation, including its sub-jaxprs if they are entered."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
@@ -111,7 +112,7 @@ class MeasuringEvaluator(Walk[Any]):
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
-        """Return the outputs of an equation whose sub-jaxprs are entered, and the rows measured inside."""
+        """Return the outputs of an equation whose sub-jaxprs are entered, and the rows measured in the sub-jaxprs."""
         with in_context(eqn):
             outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
             return outputs, rows
@@ -234,7 +235,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     Args:
       dtype: the half-precision dtype with whose range the results are compared.
       total: the expected number of rows, or 0. If ``total`` is positive, a progress line is printed after each tenth of
-        the rows.
+        this number of rows.
     """
 
     fields = len(Statistics._fields)
@@ -248,7 +249,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         self._is_compiled = False
 
     def value_of(self, constant: Any, aval: Any) -> Pair:
-        """Return a constant in both precisions, with its statistics."""
+        """Return a constant in its own dtype and in float32, with its statistics."""
         return self._pair(constant, self.evaluator.value_of(constant, aval), aval)
 
     def decided(self, value: Pair) -> Any:
@@ -322,7 +323,7 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
     is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
 
     def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
-        """Return the squares of the differences and of the finite elements, both divided by ``unit**2``."""
+        """Return the squared differences and the squares of the finite float32 elements, divided by ``unit**2``."""
         unit = jnp.where(unit > 0, unit, 1)
         difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]

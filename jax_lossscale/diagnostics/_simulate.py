@@ -51,7 +51,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a loss scale on a recorded trace of a training run.
 
-    The simulation is compiled and takes far less time than the run. There are two kinds of traces:
+    The simulation is compiled and takes far less time than the training run. There are two kinds of traces:
 
     - ``grads_finite`` contains, for each step, whether the gradients were finite.
     - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
@@ -173,5 +173,5 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Round ``number`` to ``dtype``, and return the result in the original dtype of ``number``."""
-    # Without the optimization barrier, the compiler could remove the conversion and its inverse.
+    # Without the optimization barrier, the compiler could remove the conversion to `dtype` and the conversion back.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)

@@ -124,7 +124,7 @@ class Dataflow(Propagation[Ancestry]):
         self.ends_of_carries[node] = at_end.nodes
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
-        """Add a site for each measured result of an equation, and return the ancestry of every result."""
+        """Add a site to the graph for each measured result of an equation, and return the ancestry of all results."""
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
         self._locate_casts(nodes, location, is_matmul(eqn))
@@ -190,7 +190,7 @@ class Dataflow(Propagation[Ancestry]):
     def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
 
-        The equation must come from the same expression in the source code as the operation.
+        The operation and its derivative must come from the same expression in the source code.
         """
         name = eqn.primitive.name
         if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:

@@ -63,9 +63,10 @@ class TracedGradients:
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and the reason why the first of the remaining matmuls is not."""
+        """The number of matmuls in half precision, and why the first other matmul is not in half precision."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
-        # Under `autocast`, the summary already contains a reason that is more precise than the origin of the operands.
+        # Under `autocast`, the summary already contains a reason for the dtype that is more precise than the origin of
+        # the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
         return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
 
@@ -84,7 +85,7 @@ class TracedGradients:
         """The constants that became zero or infinite in half precision.
 
         The float32 reference contains the same rounded constants if the reference is derived from the function. If the
-        user passed a separate reference, the result is empty.
+        user passed a separate reference, no constants are returned.
         """
         return () if self.has_reference else lost_constants(self.program, self.is_autocast)
 

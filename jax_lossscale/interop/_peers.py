@@ -1,4 +1,4 @@
-"""Conversion of a `DynamicLossScale` to and from the field names of other libraries.
+"""Conversion of a `DynamicLossScale` to and from the fields that other libraries save.
 
 A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
 of the other library and the behavior of a `DynamicLossScale` with the same configuration.
@@ -17,8 +17,8 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# The smallest normal float32 is the floor (minimum) of the scale for a library without a floor. The largest float32 is
-# the ceiling (maximum) for a library without a ceiling.
+# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32. If a library has no
+# ceiling (maximum) for the scale, the ceiling is the largest float32.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -33,7 +33,7 @@ _NAMES = {
     "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
     "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
 }
-# The names of the libraries in warnings.
+# The names of the libraries, as written in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
 # For each library, the fields that the library sets to a fixed value. (The floor of jmp can be set, but jmp soon resets
 # it to 1.)
@@ -73,12 +73,13 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
             f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. On overflow, {name} would "
             "raise the scale to the floor, but `DynamicLossScale` never raises the scale on overflow."
         )
-    # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
+    # Like `DynamicLossScale`, TensorFlow compares its counter of finite steps with `>=`, but all other libraries use
+    # `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
             f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
-            "the scale of `DynamicLossScale` grows."
+            "the scale of `DynamicLossScale` would."
         )
     return loss_scale
 
@@ -88,8 +89,8 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     call = f"to_{library}"
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
-            f"`{call}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert the members of a "
-            "batch one by one."
+            f"`{call}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert a batch of "
+            "loss scales one by one."
         )
     ours = loss_scale.get_config() | {
         "backoff_factor": applied_backoff_factor(loss_scale),

@@ -31,9 +31,10 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, although jmp would
-      lose it, and a warning is emitted. With a static scale, jmp does not skip steps by itself. The returned
-      `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, the floor is
+      preserved, although jmp would reset it to 1, and a warning is emitted. With a static scale, jmp does not skip
+      steps by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is
+      False.
 
     Raises:
       ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
@@ -59,13 +60,14 @@ def from_jmp(loss_scale: Any) -> LossScale:
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(
-            f"`from_jmp`: `DynamicLossScale` preserves the floor {floor:g}. (jmp loses it at the first `jax.jit`, and "
-            "then uses the floor 1.)"
+            f"`from_jmp`: the returned `DynamicLossScale` keeps the floor {floor:g}. (jmp loses this floor at the "
+            "first `jax.jit`, and then uses a floor of 1.)"
         )
     if floor == 0:
         floor = SMALLEST_FLOOR
         warn_user(
-            "`from_jmp`: `DynamicLossScale` does not support the floor 0; it uses the smallest normal float32, 1.2e-38."
+            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32, "
+            "1.2e-38."
         )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 

@@ -6,7 +6,7 @@ same rule as `DynamicLossScale`, with three differences:
 
 - The scale of Keras has no floor.
 - The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
-- Keras compares its counter with ``==`` instead of ``>=``.
+- Keras compares its counter of finite steps with ``==`` instead of ``>=``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def from_keras(
         raise ValueError(
             "`from_keras(config=...)` must be a configuration of Keras 3, got a configuration of tf-keras 2. If "
             "`dynamic` is true, use `DynamicLossScale(initial_scale, dynamic_growth_steps)`, which has the same floor "
-            "1; otherwise, use `FixedLossScale(initial_scale)`."
+            "of 1; otherwise, use `FixedLossScale(initial_scale)`."
         )
     return from_peer("keras", min_loss_scale, {"config": config, "state": state})
 

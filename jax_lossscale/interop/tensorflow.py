@@ -62,7 +62,7 @@ def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]
     Returns:
       ``(config, state)``, two dictionaries of Python numbers. The ``from_config`` method of TensorFlow accepts
       ``config``. For a `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it
-      is empty. TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports
+      is empty. TensorFlow always uses a floor of 1, divides the scale by the multiplier after an overflow, and supports
       neither a ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that TensorFlow does not
       support.
 

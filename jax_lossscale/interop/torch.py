@@ -4,8 +4,8 @@ The conversion was checked against torch 2.13.0. A ``GradScaler`` follows the sa
 differences:
 
 - The scale of torch has no floor.
-- torch compares its counter with ``==`` instead of ``>=``. The scale of torch therefore stops growing if the growth
-  interval is set to a value below the counter.
+- torch compares its counter of finite steps with ``==`` instead of ``>=``. The scale of torch therefore stops growing
+  if the growth interval is set to a value below the counter.
 """
 
 from __future__ import annotations

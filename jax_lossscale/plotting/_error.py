@@ -20,7 +20,7 @@ _SMALLEST_ERROR = 1e-6
 def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = None) -> Axes:
     """Plot the relative error of the gradients against the loss scale.
 
-    Thin lines show the error of each leaf, and a thick line shows the error of all leaves together. The shape of a line
+    Thin lines show the error of each leaf, and a thick line shows the error of the whole gradient. The shape of a line
     shows the cause of the error:
 
     - If a line falls, small gradients underflow, and a larger scale reduces the error.
@@ -98,7 +98,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
 
 
 def _drawable_errors(leaf: LeafGradientError) -> np.ndarray:
-    """Return the error at each scale, or NaN (a gap in the line) if the gradients are not finite."""
+    """Return the error at each loss scale, or NaN (a gap in the line) if the gradients are not finite."""
     errors = np.asarray(leaf.relative_error)
     has_error = np.isfinite(errors) & (np.asarray(leaf.nonfinite) == 0)
     return np.where(has_error, np.maximum(errors, _SMALLEST_ERROR), np.nan)

@@ -106,8 +106,8 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch the parts of the bars outside the range of the dtype. Clipping gives the parts inside the range a width
-        # of zero.
+        # Hatch the parts of the bars outside the range of the dtype. Clipping the edges of the bars gives the parts
+        # inside the range a width of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
@@ -175,7 +175,7 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
     tallest = float(heights.max()) or 1.0
     lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
     ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
-    ax.set_yscale(yscale)  # The limits are set first, because matplotlib cannot choose limits without bars.
+    ax.set_yscale(yscale)  # The axis limits are set first, because matplotlib cannot choose limits without bars.
     ax.yaxis.set_major_formatter("{x:g}")
 
 

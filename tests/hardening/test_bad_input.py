@@ -295,26 +295,26 @@ flax.from_flax(8)
 flax.register(3)
     `register(kind=...)` must be a subclass of `LossScale`, got 3.
 flax.to_flax(8)
-    `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
+    `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 jmp.from_jmp(8)
     `from_jmp(loss_scale=...)` must be a jmp loss scale, got 8.
 jmp.to_jmp(8)
-    `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
+    `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 keras.from_keras({"other": 8.0})
     `from_keras(config=...)` lacks the keys dynamic_growth_steps, initial_scale. It has the keys other.
 keras.to_keras(8)
-    `to_keras(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
+    `to_keras(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 tensorflow.from_tensorflow(3)
     `from_tensorflow(config=...)` must be a dictionary with the keys increment_period, multiplier,
     initial_loss_scale, got 3.
 tensorflow.to_tensorflow(8)
-    `to_tensorflow(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by
+    `to_tensorflow(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by
     one.
 torch.from_torch({**torch.to_torch(DYNAMIC), "scale": np.nan})
     `from_torch(state_dict=...)['scale']` must be a single positive and finite number, got nan. If the scale has
     become zero, infinite or NaN, start again with a new `DynamicLossScale`.
 torch.to_torch(8)
-    `to_torch(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
+    `to_torch(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 """
 ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "

@@ -143,8 +143,8 @@ def test_from_and_to_jmp():
         jmp.from_jmp, theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0.25))
     )
     assert result.min_loss_scale == 0.25
-    assert "loses it" in message
-    with pytest.warns(UserWarning, match="loses it"), pytest.warns(UserWarning, match="smallest normal"):
+    assert "loses this floor" in message
+    with pytest.warns(UserWarning, match="loses this floor"), pytest.warns(UserWarning, match="smallest normal"):
         result = jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0)))
     assert result.min_loss_scale == TINY
 

@@ -20,7 +20,7 @@ from jax_lossscale._tree import select_tree
 
 
 def checked(tx: Any, name: str) -> LossScaledTransformation:
-    """Return ``tx``, or raise a `ValueError` that names the argument if it was not created with `loss_scaled`."""
+    """Return ``tx``, or raise a `ValueError` that names the argument if ``tx`` was not created with `loss_scaled`."""
     if isinstance(tx, LossScaledTransformation):
         return tx
     raise ValueError(
@@ -75,8 +75,8 @@ class Optimizer(nnx.Optimizer):
 
         Returns:
           A function with the same arguments as ``fun`` that returns ``(value, scaled_grads)``, or ``((value, aux),
-          scaled_grads)`` with ``has_aux``. The value is the unscaled loss. Changes that ``fun`` makes to the model take
-          effect.
+          scaled_grads)`` with ``has_aux``. The returned value is the unscaled loss. Changes that ``fun`` makes to the
+          model take effect.
 
         Raises:
           ValueError: if ``fun`` is not a function.
@@ -121,7 +121,7 @@ class Optimizer(nnx.Optimizer):
           UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.accumulate_gradients(fun=...)")
-        whole = "With 1, the batch is not split."
+        whole = "With `num_microbatches=1`, the batch is not split."
         num_microbatches = count(num_microbatches, "Optimizer.accumulate_gradients(num_microbatches=...)", 1, whole)
         batch_positions = as_tuple(as_argnums(batch_argnums, "Optimizer.accumulate_gradients(batch_argnums=...)"))
 

@@ -61,9 +61,9 @@ class TrainState(train_state.TrainState):
           skip_if: a condition under which the step is skipped, as in `loss_scaled`.
           grads_finite: whether all gradients are finite, as in `loss_scaled`.
           extra_args: further keyword arguments of the inner optimizer, such as ``{"value_fn": ...}`` for a line search.
-          **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. New values are assigned only
-            if the step is applied. If the step is skipped, all further fields keep their old values. To assign a field
-            even if the step is skipped, use ``replace``.
+          **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. The new values of these
+            fields are assigned only if the step is applied. If the step is skipped, the fields keep their old values.
+            To assign a field even if the step is skipped, use ``replace``.
 
         Returns:
           The new train state.
@@ -72,7 +72,7 @@ class TrainState(train_state.TrainState):
           ValueError: if ``tx`` was not created with `loss_scaled`, or if the tree structure, the shapes or the dtypes
             of a further field change.
         """
-        has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # For float8, flax passes new statistics as gradients.
+        has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # For float8 layers, flax passes statistics as gradients.
         params, opt_state = checked(self.tx, "TrainState(tx=...)").update_and_apply(
             grads["params"] if has_overwritten else grads,
             self.opt_state,
