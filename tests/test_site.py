@@ -136,10 +136,10 @@ webgpu                                       why/#float16-or-bfloat16-which-one-
 V100                                         why/#float16-or-bfloat16-which-one-to-take
 bfloat16 or float16                          why/#float16-or-bfloat16-which-one-to-take
 memory saved                                 why/#memory-saved-time-saved
-softmax in float16                           why/#what-must-stay-float32-softmax-norm-layers-long-sums
+softmax in float16                           why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
 overhead                                     performance/#overhead-of-the-optimizer-step
-tf32                                         performance/#is-it-faster-than-float32-what-an-h100-would-do
+tf32                                         performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
 loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
 loss is nan                                  troubleshooting/
 gradients are zero                           troubleshooting/#the-loss-does-not-fall-and-no-step-is-skipped-gradients-are-zero
@@ -167,7 +167,7 @@ multi gpu                                    guide/devices/
 shard_map                                    guide/devices/#jaxshard_map-and-jaxpmap-name-the-axes-with-axis_name
 batch norm                                   guide/skipped_steps/#batch-norm-statistics-moving-averages-random-keys
 all steps are skipped                        guide/skipped_steps/
-learning rate schedule                       guide/skipped_steps/#learning-rate-schedules
+learning rate schedule                       guide/skipped_steps/#learning-rate-schedules-and-warmup
 gan                                          guide/multiple_losses/
 lbfgs                                        guide/step/#line-searches-and-other-extra-arguments
 numpyro                                      guide/libraries/#or-let-the-optimizer-compute-the-gradient-numpyro
@@ -175,6 +175,21 @@ ema weights                                  frameworks/optax/#moving-averages-e
 batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/
+troubleshooting                              troubleshooting/
+bf16                                         why/#float16-or-bfloat16-which-one-to-take
+tutorial                                     notebooks/quickstart/
+getting started                              notebooks/quickstart/
+quickstart                                   notebooks/quickstart/
+speedup                                      performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
+fallback                                     guide/precision/#kernels-that-support-only-16-bits
+tensor core                                  performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
+layernorm                                    why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums
+gradient checkpointing                       guide/autocast/#memory-what-is-saved-and-what-is-recomputed-gradient-checkpointing
+warmup                                       guide/skipped_steps/#learning-rate-schedules-and-warmup
+trainer                                      guide/libraries/
+tunix                                        guide/libraries/#trainers-that-were-run
+keras                                        migrating/#from-keras
+grpo                                         guide/rl/
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
 """  # noqa: E501
 # The script runs the search worker of the site, as a browser does. The result for each query is a list of pages. Each
