@@ -104,6 +104,20 @@ def test_names_in_backticks_link_to_the_reference(site):
     assert re.search(r'href="../loss_scales/#jax_lossscale.NoOpLossScale"[^>]*><code>NoOpLossScale</code>', text)
 
 
+def test_reference_shows_functions_and_not_modules(site):
+    import jax_lossscale as jls
+
+    text = (site / "api" / "autocast" / "index.html").read_text()
+    for page in (site / "api").rglob("index.html"):
+        assert "doc-symbol-module" not in page.read_text(), page
+    for name in ("autocast", "in_half", "keep_float32"):
+        assert f'id="jax_lossscale.{name}" class="doc doc-heading"' in text
+        assert callable(getattr(jls, name))
+    begin = text.index('id="jax_lossscale.keep_float32"')
+    signatures = text[begin : text.index("<p>", begin)]
+    assert signatures.count("-&gt;") + signatures.count("->") == 2  # One signature for each overload.
+
+
 # Each line contains a search query, and the page or section that must be among the first three results.
 SEARCHES = """
 tensorboard                                  guide/logging/#every-n-steps-tensorboard-wandb-csv
