@@ -86,8 +86,8 @@ class BoundedLossScale(LossScale):
 def leaf(value: Any, name: str, check: Callable[[Any, str], float], dtype: Any = np.float32) -> ArrayLike:
     """Return a leaf of a loss scale: a scalar of ``dtype``, or an array of ``dtype`` for a batch of loss scales.
 
-    If possible, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes a JAX backend nor
-    creates a tracer.
+    If ``value`` is a concrete scalar, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes
+    a JAX backend nor creates a tracer.
 
     Args:
       value: the value of the leaf. A tracer is not validated.

@@ -36,19 +36,20 @@ class DynamicLossScale(BoundedLossScale):
       initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so this default
         can be used with a float16 loss.
       increment_period: the number N of consecutive finite steps after which the scale increases.
-      multiplier: the factor by which the scale increases, more than 1. A power of two avoids rounding errors.
+      multiplier: the factor by which the scale increases, more than 1. A multiplier that is a power of two avoids
+        rounding errors.
       backoff_factor: the factor by which the scale decreases after a non-finite step, a number between 0 and 1. The
         default is ``1 / multiplier``.
       min_loss_scale: the lower bound of the scale, positive.
-      max_loss_scale: the upper bound of the scale. The default is the largest finite float32 number.
+      max_loss_scale: the upper bound of the scale. The default upper bound is the largest finite float32 number.
       hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
         skipped, including those that do not lower the scale.
-      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, the count restarts after the
-        N-th consecutive finite step. With ``"finite"``, the count restarts after any finite step, so that only
-        consecutive non-finite steps are counted.
+      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, this count restarts after the
+        N-th consecutive finite step (``N = increment_period``). With ``"finite"``, this count restarts after any finite
+        step, so that only consecutive non-finite steps are counted.
       current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number. The
-        value can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the state, not of the
-        configuration. To set the scale of an existing object, use this argument with `dataclasses.replace`.
+        initial value can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the state,
+        not of the configuration. To set the scale of an existing object, use this argument with `dataclasses.replace`.
       num_good_steps: the initial value of the attribute of the same name, which is part of the state.
       hysteresis_left: the initial value of the attribute of the same name, which is part of the state.
 
@@ -57,8 +58,9 @@ class DynamicLossScale(BoundedLossScale):
       num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
         leaf.
       hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
-        decrease of the scale, ``hysteresis_left`` is 0 until the count restarts, and each non-finite step lowers the
-        scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of a leaf.
+        decrease of the scale, ``hysteresis_left`` is 0 until the count of non-finite steps restarts, and until then,
+        each non-finite step lowers the scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of
+        a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
@@ -126,8 +128,8 @@ class DynamicLossScale(BoundedLossScale):
         _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
-        # The counter can already exceed the period if the counter was restored from a run with a longer period.
-        # Therefore, the comparison uses `>=` instead of `==`.
+        # The counter `num_good_steps` can already exceed `increment_period` if it was restored from a run with a longer
+        # period. Therefore, the comparison of the two uses `>=` instead of `==`.
         period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier

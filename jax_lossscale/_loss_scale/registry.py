@@ -122,8 +122,8 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       dtype: the dtype in which the forward and the backward pass are computed.
 
     Returns:
-      An `AutoLossScale` for float16, whose smallest normal number is 6e-5. A `NoOpLossScale` for bfloat16, float32 and
-      float64, whose smallest normal numbers are below 1e-37.
+      An `AutoLossScale` for float16, whose smallest normal number is 6e-5, or a `NoOpLossScale` for bfloat16, float32
+      and float64, whose smallest normal numbers are below 1e-37.
 
     Raises:
       ValueError: if ``dtype`` is any other dtype. A single loss scale is not sufficient for float8 dtypes, which
@@ -164,6 +164,6 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """Return a dictionary that maps the names of all loss-scale classes that are not abstract to the classes."""
+    """Return a dictionary from names to classes that contains all loss-scale classes that are not abstract."""
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     return concrete | {kind.__name__: kind for kind in OWN_KINDS}

@@ -1,7 +1,7 @@
 """`Wrapper`: the methods ``init``, ``update`` and ``update_and_apply`` of a `loss_scaled` optimizer.
 
-The methods check their arguments, replace the leaves that are not trained with ``None``, and call a common function
-that computes the step.
+The methods of `Wrapper` check their arguments, replace the parameters that are not trained with ``None``, and call a
+common function that computes the step.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Wrapper:
     def _compiled_step(self) -> Callable[..., _Stepped]:
         """Return the compiled step.
 
-        The compiled function is stored in the wrapper, so that the function is freed together with the inner optimizer.
+        The compiled step is stored in the wrapper, so that it is freed together with the inner optimizer.
         """
         return jax.jit(self._step, static_argnums=0)
 
@@ -204,8 +204,9 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
 def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The update of each array is zero. A Python number whose gradient is ``None`` is part of the configuration of the
-    model, so its update is ``None``. If ``params`` is ``None``, the gradients themselves are returned.
+    The update of each array that the inner optimizer does not receive is zero. A Python number whose gradient is
+    ``None`` is part of the configuration of the model, so its update is ``None``. If ``params`` is ``None``, the
+    gradients themselves are returned.
     """
     if params is None:
         return grads
