@@ -109,7 +109,9 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         if isinstance(error := made[_FLOAT32], Exception):
             if fallback is not None or not traced:
                 raise error
-            error.add_note(f"`in_half` called {function!r} in float32 here. Pass a `fallback` that supports float32.")
+            error.add_note(
+                f"`in_half` called {function!r} with float32 arrays. Pass a `fallback` that supports float32."
+            )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error keeps arrays in memory. The error is stored in an equation, which can exist for a
         # long time, so its traceback is removed.
@@ -165,8 +167,8 @@ def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
     for result, dtype in others:
         if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. Both functions must return "
-                "arrays of the same shapes in the same structure."
+                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. `function` and "
+                "`fallback` must return arrays of the same shapes in the same structure."
             )
 
 

@@ -79,7 +79,7 @@ class PrecisionRule:
             if not isinstance(value, str) or (not value and field.default != "" and field.name != "parameter"):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
-                    "everything, omit this argument."
+                    f"all operations, omit `{field.name}`."
                 )
 
     def __repr__(self) -> str:

@@ -111,7 +111,9 @@ class Rule:
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
             if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
-                return NodePlan(NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
+                return NodePlan(
+                    NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
+                )
             has_float32_result = rule.precision == "float32_result"
             return NodePlan(
                 NodeKind.MATMUL, is_half=not is_float32_by_rule, has_float32_result=has_float32_result, reason=reason

@@ -215,7 +215,7 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
             f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not have arguments in "
-            "common, because the gradients with respect to a batch cannot be summed over its parts. Use "
+            "common, because the gradients with respect to a batch cannot be summed over micro-batches. Use "
             "`value_and_scaled_grad` instead."
         )
 

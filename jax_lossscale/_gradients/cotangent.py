@@ -66,7 +66,8 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     `scale_gradient` has the correct derivatives of all orders. `jax.experimental.jet` supports this function, but not
     the gradient of this function.
     """
-    _tree.check_tree(tree, "scale_gradient(tree=...)", "To scale the gradient of a function, pass its result.")
+    suggestion = "To scale the gradient of a function, apply `scale_gradient` to the result of the function."
+    _tree.check_tree(tree, "scale_gradient(tree=...)", suggestion)
     _check_order(tree, "scale_gradient")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):

@@ -198,7 +198,8 @@ class LossScale(abc.ABC):
         _tree.check_tree(grads, name)
         if getattr(grads, "dtype", type(grads)) in (bool, np.bool_):
             raise ValueError(
-                f"`{name}` must be the unscaled gradients, got {grads!r}. To pass a boolean, use `adjust`."
+                f"`{name}` must be the unscaled gradients, got {grads!r}. To update the loss scale with a "
+                "boolean, use `adjust`."
             )
         if not self.checks_gradients:
             return self, jnp.array(True)

@@ -169,15 +169,15 @@ class DynamicLossScale(BoundedLossScale):
         multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(
-                f"`{self._named('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. {to_fix}"
+                f"`{self._named('multiplier')}` must be greater than 1 in float32, got {self.multiplier!r}. {to_fix}"
             )
         backoff_factor = self.backoff_factor
         if backoff_factor is not None:
             backoff_factor = _check.finite_number(backoff_factor, self._named("backoff_factor"))
             if not 0 < np.float32(backoff_factor) < 1:
                 raise ValueError(
-                    f"`{self._named('backoff_factor')}` must be more than 0 and less than 1, got "
-                    f"{self.backoff_factor!r}. To use `1 / multiplier`, pass None."
+                    f"`{self._named('backoff_factor')}` must be greater than 0 and less than 1, got "
+                    f"{self.backoff_factor!r}. To use the default `1 / multiplier`, pass None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(

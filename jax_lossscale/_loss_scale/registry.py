@@ -147,8 +147,9 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
     kind = type(loss_scale).__name__
     if jax.tree_util.all_leaves([loss_scale]):
         raise ValueError(
-            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of a state. "
-            "Add the decorator `@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of an "
+            "optimizer state. Add the decorator `@jax.tree_util.register_dataclass` above its "
+            "`@dataclasses.dataclass(frozen=True)`."
         )
     return loss_scale
 

@@ -243,9 +243,9 @@ def _warn_about_float16(params: optax.Params) -> None:
     if paths:
         warn_user(
             f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
-            "Updates that are smaller than 1/4096 of such a parameter are lost. Cast the parameters to float32 with "
+            "Updates that are smaller than 1/4096 of a float16 parameter are lost. Cast the parameters to float32 with "
             "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
-            "initialize their layer with a float32 input, because some layers create parameters in the dtype of their "
+            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
             "input."
         )
 
