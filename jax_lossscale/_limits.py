@@ -16,7 +16,7 @@ class Limits(NamedTuple):
       largest: the largest finite number.
       overflow: the smallest magnitude that rounds to infinity.
       zero: the largest magnitude that rounds to zero.
-      subnormal: the smallest magnitude that rounds to a normal number. Magnitudes below this number lose digits or
+      subnormal: the smallest magnitude that rounds to a normal number. Magnitudes below ``subnormal`` lose digits or
         round to zero.
     """
 

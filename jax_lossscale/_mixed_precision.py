@@ -145,8 +145,8 @@ class MixedPrecision:
             `scaled_backward`.
 
         Returns:
-          A function with the signature of ``fun``. The function is evaluated under `autocast`. Its backward pass runs
-          at the current loss scale, and its gradients are unscaled.
+          A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
+          backward pass runs at the current loss scale, and its gradients are unscaled.
 
         Raises:
           ValueError: if ``fun`` is not callable. The returned function raises a `ValueError` if it is called in
@@ -196,7 +196,7 @@ class MixedPrecision:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`, because copies are not supported."""
+        """Raise a `TypeError`, because a copy would not share the loss scale."""
         raise TypeError(
             "`MixedPrecision` cannot be copied or pickled, because its loss function and its optimizer share one loss "
             "scale. Create a new object, and restore the state of the optimizer from a checkpoint."
@@ -313,7 +313,7 @@ class _SharedLossScale:
         return self._references
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`, because copies are not supported."""
+        """Raise a `TypeError`, because a copy would not share the loss scale."""
         raise TypeError("The optimizer of a `MixedPrecision` cannot be pickled, because the two share a loss scale.")
 
 

@@ -169,7 +169,7 @@ def cast_floating(
       where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
         the array, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
         ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
-        a string. By default, all floating arrays are cast.
+        a string. Without ``where``, all floating arrays are cast.
 
     Returns:
       A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are returned as the same objects.

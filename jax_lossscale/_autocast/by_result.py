@@ -32,7 +32,7 @@ class ByResult(NamedTuple):
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Return the function's result for ``x``, and this result rounded to half precision.
 
-        The derivatives of both are computed from the rounded result.
+        The derivatives of both results are computed from the rounded result.
         """
 
         @jax.custom_jvp
@@ -74,15 +74,15 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find the functions in a graph that are differentiated from their result.
+    """Find the functions in a graph whose derivative is computed from their result.
 
     For each function, yield the position of the node that computes its result, a node that replaces this node, and the
     function's `ByResult`. The new node computes the result directly from the operand of the function, so the nodes
     between the operand and the result are no longer needed for this result. Two kinds of functions are found:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
-    - `jax.nn.relu`, if its result is stored in float32 and a matmul uses the rounded result. For example, the relu that
-      follows the sum of a skip connection is such a function.
+    - `jax.nn.relu`, if its result is stored in float32 and a matmul uses the rounded result. For example, this applies
+      to a relu that follows the sum of a skip connection.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
@@ -122,7 +122,7 @@ def _is_relu(eqn: Any) -> bool:
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
     """Return the node that computes the dividend of a softmax, and the axes of the sum in the divisor.
 
-    The node is None if there is no such node, and the axes are None if there is no such sum.
+    The returned node is None if no dividend was found, and the axes are None if no divisor was found.
     """
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
@@ -135,7 +135,7 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
     """Return the axes over which the divisor of a softmax sums the exponentials, or None for any other divisor.
 
-    The node ``below``, which computes the divisor, must broadcast the sum along the axes over which it was computed.
+    The node ``below``, which computes the divisor, must broadcast the sum along the axes that were summed.
     """
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":

@@ -159,7 +159,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
-        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # The remainder of n / 0 is n.
+        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, n rem 0 is n.
     elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":

@@ -126,7 +126,7 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate an `in_half` function in a given dtype, and return its results.
 
     A result that the equation declares as float32 keeps the given dtype if the function returns it in this dtype (see
-    `gives_half`). All other results are cast to their declared dtypes.
+    `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
     # The call of `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the
@@ -181,7 +181,8 @@ def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
     """Bind the equation of an `in_half` function, and return its results.
 
     Only the jaxpr of ``fallback`` is a parameter of the equation. The float16 and bfloat16 jaxprs are hidden in a
-    function. Therefore, code that traverses all jaxprs in a program finds only the fallback.
+    function, which is another parameter. Therefore, code that traverses all jaxprs in a program finds only the
+    fallback.
     """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)

@@ -28,8 +28,8 @@ _CONVERTED = "its result is converted to an integer"
 class Feeding:
     """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    Each of these values is marked with the reason why the value must not be rounded. The mark "" means that the value
-    may be rounded. Marks are propagated backward, from the results of an operation to its operands, with two
+    Each value that the class finds is marked with the reason why the value must not be rounded. The mark "" means that
+    the value may be rounded. Marks are propagated backward, from the results of an operation to its operands, with two
     exceptions:
 
     - Matmuls do not propagate marks, so their operands may be rounded.

@@ -24,7 +24,10 @@ def mark_saved(value: Any) -> Any:
 
 
 def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether `jax.checkpoint` saves the result of a primitive. Only results of `mark_saved` are saved."""
+    """Return whether `jax.checkpoint` saves the result of a primitive.
+
+    `jax.checkpoint` saves only the results of `mark_saved`.
+    """
     return primitive is _saved
 
 

@@ -34,9 +34,10 @@ class CutGraph:
     In the network, each value has a node "needed" and a node "available". The value is available in the backward pass
     if its node "available" is on the sink side of the cut. There are two ways to make the value available:
 
-    - The value is saved if its node "needed" is on the source side. The edge from "needed" to "available" is then cut.
-    - The value is recomputed if its node "needed" is on the sink side. The edge from the source to "needed" is then
-      cut, and all operands of the value must be available as well.
+    - The value is saved if its node "needed" is on the source side. In this case, the edge from "needed" to "available"
+      is cut.
+    - The value is recomputed if its node "needed" is on the sink side. In this case, the edge from the source to
+      "needed" is cut, and all operands of the value must be available as well.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class CutGraph:
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values to save for the lowest total price."""
+        """Return the values that must be saved for the lowest total price of saving and recomputing."""
         nodes = _nearest_to_sink(self._edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
@@ -78,7 +79,7 @@ class MinCut(NamedTuple):
     operands_needed: Callable[[Any], Collection[int]]
 
     def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
-        """Return the values that a segment saves for the backward pass, or None if JAX and XLA select them."""
+        """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values."""
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -195,7 +196,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
             capacity = 2 * _MAX_CAPACITY if price == math.inf else math.ceil(price / unit)
             capacities[numbers[start], numbers[end]] = capacity
     shape = len(numbers), len(numbers)
-    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A network without values has no edges.
+    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
     residual = graph - maximum_flow(graph, 0, 1).flow
     nodes = list(numbers)

@@ -1,7 +1,7 @@
 """`Planner`, which makes the plan of a jaxpr in three passes over its graph.
 
 1. Decide the treatment of each node (its `NodePlan`).
-2. Choose the dtype of each value. This pass also plans the jaxprs in the nodes, by recursive calls.
+2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.
 3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
 """
 
@@ -134,7 +134,7 @@ class Planner:
         unrounded: Mapping[ValueId, str],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Return the values stored in half precision, the `CallPlan` of each node with jaxprs, and all reasons in them.
+        """Return the values stored in half precision, the `CallPlan` of each node with jaxprs, and their reasons.
 
         A reason states why a matmul in a jaxpr is not in half precision. If nothing in the jaxprs of a node is
         rewritten, the entry of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
@@ -260,7 +260,7 @@ class Planner:
 
 
 def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
-    """Return pairs of each value and its mark. If ``marks`` is empty, every mark is False."""
+    """Return a list of pairs of a value and its mark. If ``marks`` is empty, every mark is False."""
     return list(zip(values, marks or [False] * len(values), strict=True))
 
 

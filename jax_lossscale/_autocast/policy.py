@@ -26,10 +26,10 @@ _PRECISIONS = ("half", "float32", "float32_result")
 class PrecisionRule:
     """The precision of the operations that match a set of patterns.
 
-    A rule applies to an operation if all of its patterns match. In a pattern, ``*`` stands for any number of characters
-    and ``?`` for one character. All other characters match literally, including brackets: ``layer="blocks[0]"`` matches
-    only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function and line that a report prints
-    can therefore be used as a pattern.
+    A rule applies to an operation if all patterns of the rule match the operation. In a pattern, ``*`` stands for any
+    number of characters and ``?`` for one character. All other characters match literally, including brackets:
+    ``layer="blocks[0]"`` matches only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function
+    and line that a report prints can therefore be used as a pattern.
 
     Args:
       precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The value
@@ -41,14 +41,14 @@ class PrecisionRule:
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
-        components of the file's absolute path, so it does not depend on the working directory.
+        components of the file's absolute path, so the match does not depend on the working directory.
       parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
         `compare_gradients`. Use ``parameter`` to distinguish layers that run the same line of code. ``parameter`` can
         be a literal path or a pattern. An empty string matches operations that do not have an argument leaf as an
         operand.
       function: the name of a function that was running, such as ``"RungeKutta.step"``. The named function can belong to
         any library.
-      reason: the reason for the rule. The reason is printed, but has no other effect.
+      reason: the reason for the rule. The reason is printed in reports, but has no other effect.
 
     Raises:
       ValueError: if ``precision`` is not one of these three values, if another argument is not a string, or if a
@@ -197,10 +197,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the policy that a result of `get_config` describes.
-
-        Raise a `ValueError` if ``config`` is not valid.
-        """
+        """Return the policy that ``config`` from `get_config` describes, or raise a `ValueError` if it is invalid."""
         try:
             return cls(**config)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""Evaluation of plans: each node is evaluated in its planned dtype. All dtypes are chosen by `planner`."""
+"""Evaluation of plans: each node is evaluated in its planned dtype. The dtypes are chosen by the module `planner`."""
 
 from __future__ import annotations
 
@@ -228,8 +228,8 @@ class Rewriting:
     ) -> list[Any]:
         """Return the results of a jaxpr that is evaluated for a function with a custom rule.
 
-        The jaxpr is either that of the function itself, which has already been planned, or a jaxpr that is traced from
-        the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
+        The jaxpr is either the jaxpr of the function itself, which has already been planned, or a jaxpr that is traced
+        from the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
 
         Args:
           eqn: the equation of the function.
@@ -264,11 +264,11 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
-    """Return a key that is equal for two segments only if they can share one function.
+    """Return a key that is equal for two segments only if the segments can share one function object.
 
     Two segments with equal keys perform the same operations on the same lines of code and in the same layer, so the
     locations that reports and profiles show are correct for both segments. The key does not contain the saved values,
-    because they are determined by the other parts of the key.
+    because these values are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 

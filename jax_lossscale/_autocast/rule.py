@@ -67,8 +67,8 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with this default precision was not
-        # marked individually by the user.
+        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with the precision set by
+        # `jax_default_matmul_precision` was not marked individually by the user.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
@@ -219,9 +219,9 @@ class Rule:
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.
 
-        The operation must accept half-precision operands. With such operands, the operation must return its float32
-        results in half precision, and all other results in the same dtypes as before. No constant operand may become
-        infinite when it is cast to half precision.
+        The operation must accept half-precision operands. With half-precision operands, the operation must return its
+        float32 results in half precision, and all other results in the same dtypes as with float32 operands. No
+        constant operand may become infinite when it is cast to half precision.
         """
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):

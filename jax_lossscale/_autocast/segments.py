@@ -4,7 +4,7 @@ Segments are separated by matmuls and by nodes that form a segment of their own 
 node is the largest number of separators (matmuls and nodes that form a segment of their own) on any path that ends at
 the node, not counting the node itself. A node that is not a separator is deferred to the level at which its results are
 first needed. No node of a level depends on another node of the same level through a separator. Therefore, the levels of
-a graph can be evaluated in order. Each level consists of
+a graph can be evaluated one after another. Each level consists of
 
 1. one segment, which ends with the matmuls that use its results, and
 2. one segment for each node that forms a segment of its own.

@@ -33,7 +33,7 @@ def autocast(
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a
-    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason for this
+    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul, and the reason for each
     dtype.
 
     Args:
@@ -55,7 +55,7 @@ def autocast(
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
-        pass is traced later. A rule may match an operation in this backward pass if the rule matches the source line of
+        pass is traced later. A rule may match an operation in the backward pass if the rule matches the source line of
         the `jax.custom_vjp` function, and either the layer of this function or a lower layer.
 
     Examples:

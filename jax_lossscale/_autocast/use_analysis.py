@@ -30,8 +30,8 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
     """Return the float32 values that are used only by half-precision matmuls, directly or through data movement.
 
     Each returned value is cast to half precision once, as early as possible. The result of a pooling operation is
-    included if at least one matmul uses the result. The result of the pooling operation is rounded for this matmul
-    anyway, so the pooling operation can overflow only if the operand of the matmul would overflow as well.
+    included if at least one matmul uses the result. The matmul rounds the result of the pooling operation anyway, so
+    the pooling operation can overflow only if the operand of the matmul would overflow as well.
 
     An `in_half` function counts as a matmul. However, if an `in_half` function uses an argument of the graph, directly
     or after data movement, this argument is not cast before the function is called. The gradient of an argument that is
@@ -55,8 +55,8 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
     The returned values are the graph arguments used by several nodes, and the graph arguments used by `in_half`
     functions, directly or after data movement.
 
-    The gradient of an argument that is used several times is a sum. If such an argument is cast separately for each
-    use, this sum is computed in float32.
+    The gradient of an argument that is used several times is a sum. If an argument is cast separately for each use, the
+    sum that is its gradient is computed in float32.
     """
     arguments = {*graph.inputs, *graph.constants}
     moved = {*arguments}
@@ -107,9 +107,9 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
-    A value is included if the segment uses it several times and at least one of these uses is an operation in float32.
-    If a value is included, the results of data movement and selections on this value are included as well. Each
-    included value is converted to float32 once, so that its cotangents are added in float32.
+    A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
+    float32. If a value is returned, the results of data movement and selections on this value are returned as well.
+    Each returned value is converted to float32 once, so that the cotangents of the value are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()

@@ -65,9 +65,9 @@ def accumulate_gradients(
         devices need not be moved between devices.
       argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
       batch_argnums: the positional argument or arguments that contain the batch, as pytrees of arrays whose first axis
-        enumerates the examples. All other arguments are the same for each micro-batch. Random keys are also the same
-        for each micro-batch, so include one key for each example in the batch if the micro-batches must use different
-        keys.
+        enumerates the examples. All arguments that do not contain the batch are the same for each micro-batch. Random
+        keys are also the same for each micro-batch, so include one key for each example in the batch if the
+        micro-batches must use different keys.
       has_aux: whether ``fun`` returns a pair of the loss and auxiliary data, as in `jax.value_and_grad`.
       allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 

@@ -29,9 +29,9 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         forward:   y = x
         backward:  cotangent(x) = scale * cotangent(y)
 
-    If you apply this function to a loss, any gradient function, such as `jax.value_and_grad`, returns the unscaled loss
-    and scaled gradients. To use a separate scale for part of a model, apply `unscale_gradient` to all inputs of this
-    part, and apply `scale_gradient` to the result of this part.
+    If you apply `scale_gradient` to a loss, any gradient function, such as `jax.value_and_grad`, returns the unscaled
+    loss and scaled gradients. To use a separate scale for part of a model, apply `unscale_gradient` to all inputs of
+    this part, and apply `scale_gradient` to the result of this part.
 
     Args:
       tree: any pytree. Leaves that are not inexact arrays, such as integers and random keys, are returned as the same
@@ -85,9 +85,9 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         forward:   y = x
         backward:  cotangent(x) = cotangent(y) / scale
 
-    Together with `scale_gradient`, this function gives part of a model a separate scale, for models in which no single
-    scale is suitable for all parts. Apply `unscale_gradient` to all parameters and inputs of this part of the model,
-    and apply `scale_gradient` to the result of this part::
+    Together, `unscale_gradient` and `scale_gradient` give part of a model a separate scale, for models in which no
+    single scale is suitable for all parts. Apply `unscale_gradient` to all parameters and inputs of this part of the
+    model, and apply `scale_gradient` to the result of this part::
 
         def branch_loss(params, x):
             params, x = jls.unscale_gradient((params, x), branch_scale)  # both in float32
@@ -158,7 +158,7 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
     """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
 
-    Without this check, a scalar loss would be accepted as the scale if the arguments ``tree`` and ``scale`` were
+    Without `_check_order`, a scalar loss would be accepted as the scale if the arguments ``tree`` and ``scale`` were
     swapped.
     """
     fields = tree if isinstance(tree, tuple) else (tree,)
@@ -215,8 +215,8 @@ def _differentiate_identity(
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """Return ``leaf`` unchanged, as the result of a linear map whose transpose is defined as ``adjoint``.
 
-    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` cannot define such a transpose, because it
-    does not support forward mode, and because it would apply the scale again in a backward pass through the backward
+    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` is not used to define the transpose, because
+    it does not support forward mode, and because it would apply the scale again in a backward pass through the backward
     pass. `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive
     with a custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support
     `jax.lax.custom_linear_solve`, so `_linear_identity` is applied only to tangents.

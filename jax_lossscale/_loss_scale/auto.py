@@ -49,9 +49,9 @@ class AutoLossScale(BoundedLossScale):
     the number of bits that must remain free is learned from overflows. The required number of free bits is the sum of
     a margin and the magnitude of an allowance, both of which increase after overflows and then decay slowly.
 
-    Each step updates the state by the following rule. All quantities in the rule are base-2 logarithms, including
-    ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is the largest scale with
-    enough free bits::
+    Each step updates the state of the loss scale by the following rule. All quantities in the rule are base-2
+    logarithms, including ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is
+    the largest scale that leaves the required number of bits free::
 
         target = floor(min(log2(65512) - log2_headroom - peak, ceiling + 1) - margin - abs(allowance))
 
@@ -80,7 +80,7 @@ class AutoLossScale(BoundedLossScale):
                    finally                         scale = min(scale, target) - 8, and the step is skipped
 
     The events are: all gradients are finite and at least one of them is not zero ("finite"), all gradients are zero
-    ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, even if it is negative.
+    ("all zero"), and some gradients are not finite ("overflow"). A negative allowance also decays toward 0.
 
     Args:
       initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
@@ -100,11 +100,11 @@ class AutoLossScale(BoundedLossScale):
       log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
         that is not zero. The peak is a leaf of the pytree.
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before the
-        first gradient that is not zero, the margin can be larger than 30, because the margin alone determines the
-        target. The margin is a leaf of the pytree.
+        first gradient that is not zero, the margin can be larger than 30, because there is no peak and the margin alone
+        determines the target. The margin is a leaf of the pytree.
       log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
-        free for some time. The allowance is negative if a lower scale did not prevent the last overflows. It is a leaf
-        of the pytree.
+        free for some time. The allowance is negative if a lower scale did not prevent the last overflows. The allowance
+        is a leaf of the pytree.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
@@ -308,7 +308,8 @@ class AutoLossScale(BoundedLossScale):
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
-        # If there is no peak, the margin is increased so that the target is 24 bits below the scale that overflowed.
+        # If there is no peak (largest recent gradient), the margin is increased so that the target is 24 bits below the
+        # scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
@@ -319,7 +320,7 @@ class AutoLossScale(BoundedLossScale):
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
-        """Return the target, which is the base-2 logarithm of the largest scale that leaves enough bits free."""
+        """Return the target: the base-2 logarithm of the largest scale that leaves the required number of bits free."""
         most = self._log2_ceiling() + _LOG2_LEAST_MARGIN
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 

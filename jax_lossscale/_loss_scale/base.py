@@ -21,8 +21,8 @@ from jax_lossscale._measure import AxisName, finite_and_largest
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
 
-# All subclasses of `LossScale` by name. If a class is defined again, for example because a notebook cell runs twice,
-# the new class replaces the old one.
+# A dictionary from the names of all subclasses of `LossScale` to these subclasses. If a class is defined again, for
+# example because a notebook cell runs twice, the new class replaces the old one.
 KINDS: dict[str, type[LossScale]] = {}
 
 
@@ -39,8 +39,8 @@ class LossScale(abc.ABC):
 
     To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. A subclass of
     `LossScale` must be a frozen dataclass that is registered as a pytree, for example with
-    `jax.tree_util.register_dataclass`. All functions in `jax_lossscale` accept instances of such a subclass. The class
-    attributes below describe additional properties of a loss scale.
+    `jax.tree_util.register_dataclass`. All functions in `jax_lossscale` accept instances of user-defined subclasses.
+    The class attributes below describe additional properties of a loss scale.
 
     **Details.** The factor by which arrays are multiplied or divided is clipped to the range from ``2**-126`` to
     ``2**126``, in which its reciprocal is a normal float32 number. The clipped factor is used for the cotangent of the
@@ -188,7 +188,7 @@ class LossScale(abc.ABC):
 
         Returns:
           ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If ``should_apply`` is false, use
-          `select_tree` to discard all changes made by this step, including changes to the parameters and the optimizer
+          `select_tree` to discard all changes made by the step, including changes to the parameters and the optimizer
           state.
 
         Raises:
@@ -261,8 +261,8 @@ def _as_array(leaf: Any) -> Any:
     """Convert a NumPy scalar to a JAX array, and return any other leaf unchanged.
 
     The constructor of a loss scale creates NumPy scalars, so that it does not initialize a JAX backend. When a loss
-    scale is flattened, its NumPy scalars are converted to JAX arrays. The leaves of a new loss scale then have the same
-    types as those of an updated loss scale, so a training step is compiled only once.
+    scale is flattened, its NumPy scalars are converted to JAX arrays. As a result, the leaves of new and updated loss
+    scales have the same types, so a training step is compiled only once.
     """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 

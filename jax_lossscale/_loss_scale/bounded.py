@@ -78,7 +78,7 @@ class BoundedLossScale(LossScale):
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:
-        """Set fields of this frozen dataclass while it is being constructed."""
+        """Set fields of the loss scale, which is a frozen dataclass, while it is being constructed."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 

@@ -33,7 +33,7 @@ class DynamicLossScale(BoundedLossScale):
     Every step whose gradients are not finite is skipped.
 
     Args:
-      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so this default
+      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so the default
         can be used with a float16 loss.
       increment_period: the number N of consecutive finite steps after which the scale increases.
       multiplier: the factor by which the scale increases, more than 1. A multiplier that is a power of two avoids
@@ -44,12 +44,13 @@ class DynamicLossScale(BoundedLossScale):
       max_loss_scale: the upper bound of the scale. The default upper bound is the largest finite float32 number.
       hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
         skipped, including those that do not lower the scale.
-      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, this count restarts after the
-        N-th consecutive finite step (``N = increment_period``). With ``"finite"``, this count restarts after any finite
-        step, so that only consecutive non-finite steps are counted.
-      current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number. The
-        initial value can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the state,
-        not of the configuration. To set the scale of an existing object, use this argument with `dataclasses.replace`.
+      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, the count of non-finite steps
+        restarts after the N-th consecutive finite step (``N = increment_period``). With ``"finite"``, the count of
+        non-finite steps restarts after any finite step, so that only consecutive non-finite steps are counted.
+      current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number.
+        ``current_loss_scale`` can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the
+        state, not of the configuration. To set the scale of an existing object, use this argument with
+        `dataclasses.replace`.
       num_good_steps: the initial value of the attribute of the same name, which is part of the state.
       hysteresis_left: the initial value of the attribute of the same name, which is part of the state.
 

@@ -1,7 +1,7 @@
 """Functions that decide whether a step is applied, and compute the next loss scale.
 
 A table in the docstring of `loss_scaled` shows how the loss scale is updated. `decide` checks the step on each device,
-combines the results of these checks over all devices, and then decides whether the step is applied.
+combines the results of the checks over all devices, and then decides whether the step is applied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_lossscale._measure import AxisName, agree, finite_and_largest
 
 
 class StepInputs(NamedTuple):
-    """The optional arguments of ``update`` on which the decision about a step depends; ``None`` if they are omitted.
+    """The optional arguments of ``update`` on which the decision about a step depends. Omitted arguments are ``None``.
 
     Attributes:
       value: the unscaled loss.

@@ -31,7 +31,7 @@ _REFUTED = -_FIRST_STEPS  # added for a step that contradicts the assumption, so
 class ScalingEvidence(NamedTuple):
     """Measurements from the first steps, from which `seem_unscaled` determines whether the gradients are scaled.
 
-    Steps whose largest gradient is zero or not finite are not used for these measurements.
+    Steps whose largest gradient is zero or not finite are ignored.
 
     Attributes:
       scale: the loss scale of the first step that counts; 0 before this step.

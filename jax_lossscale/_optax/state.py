@@ -20,7 +20,7 @@ from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
 # The possible causes of a bad step, and the clause that describes each cause in a report. `BadStep.kind` is an index
-# into the keys of this dictionary.
+# into the keys of `CAUSES`.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
@@ -34,7 +34,7 @@ CAUSES = {
 class BadStep(NamedTuple):
     """A record of the last bad step, that is, the last step that was skipped or had non-finite gradients.
 
-    The state of ``loss_scaled(..., record_bad_steps=True)`` contains this record.
+    The state of ``loss_scaled(..., record_bad_steps=True)`` contains a `BadStep`.
 
     Attributes:
       step: ``int32[]``, the index of the step, counted from 0 over applied and skipped steps; -1 if there was no bad
@@ -186,7 +186,7 @@ def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> Scaling
 
 
 def _not_measured() -> jax.Array:
-    # This NaN is intended, so the option `jax_debug_nans` must not report it.
+    # The NaN for a gradient that was not measured is intended, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
         return jnp.asarray(np.float32(np.nan))
 

@@ -75,17 +75,17 @@ def loss_scaled(
         because a step outside `jax.jit` is compiled as well.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
-        whether to skip a step, so that all devices skip the same steps. For this agreement, the devices perform one
-        small all-reduce in each step. The wrapper does not sum or average the gradients over devices. Sum or average
-        the gradients yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum
-        that `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the
-        weights, both in float16 and in bfloat16.
+        whether to skip a step, so that all devices skip the same steps. To agree, the devices perform one small
+        all-reduce in each step. The wrapper does not sum or average the gradients over devices. Sum or average the
+        gradients yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
+        `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the weights,
+        both in float16 and in bfloat16.
       skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects either
         the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
-        other platforms, ``"auto"`` uses ``"select"``, because a program compiled for a GPU then moves half as many
-        bytes (this has not been timed on a GPU). All values of ``skip`` lead to the same results. Use ``"cond"`` if you
-        differentiate through optimizer steps, as in meta-learning, because the derivative of ``"select"`` can be NaN if
-        the unused values are not finite.
+        other platforms, ``"auto"`` uses ``"select"``, because a program compiled for a GPU moves half as many bytes
+        with ``"select"`` (this has not been timed on a GPU). All values of ``skip`` lead to the same results. Use
+        ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the derivative of
+        ``"select"`` can be NaN if the unused values are not finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
         the first leaf of its gradients that was not finite. Recording adds one branch to every step, and one reduction
         per leaf to the compiled program.
@@ -95,7 +95,7 @@ def loss_scaled(
 
       ``update(updates, state, params=None, *, value, skip_if, grads_finite, **extra_args)`` returns
       ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as computed by
-      `value_and_scaled_grad` with this state. The following arguments are optional:
+      `value_and_scaled_grad` with ``state``. The following arguments are optional:
 
       - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
       - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.

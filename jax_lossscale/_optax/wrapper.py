@@ -226,8 +226,8 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     """Return parameters or unscaled gradients, cast to at least float32 for the inner optimizer.
 
     With a `NoOpLossScale`, bfloat16 leaves are not cast, so that the step is the same as without the wrapper. Float16
-    leaves are always cast, because the square of a small gradient is zero in float16, and Adam would then divide zero
-    by zero.
+    leaves are always cast, because the square of a small gradient is zero in float16, so that Adam would divide zero by
+    zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
@@ -263,7 +263,7 @@ def _check_arguments(
     _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
-    # Without this check, `restore_from` would be passed to the inner optimizer, which would ignore it.
+    # If `restore_from` did not raise an error, it would be passed to the inner optimizer, which would ignore it.
     if "restore_from" in extra_args:
         raise ValueError(
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "

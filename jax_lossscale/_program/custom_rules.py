@@ -32,7 +32,7 @@ class EvaluateRule(Protocol):
     """A function that evaluates the jaxpr of a function with a custom rule, and the jaxprs that the rule returns."""
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
-        """Return the outputs of a jaxpr.
+        """Evaluate a jaxpr and return its outputs.
 
         Args:
           closed: the jaxpr.
@@ -67,7 +67,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
 
 def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) -> tuple[ClosedJaxpr, list[bool]]:
-    """Return the derivative of an equation.
+    """Return the derivative of an equation as a jaxpr.
 
     Args:
       eqn: the equation.
@@ -168,7 +168,7 @@ class _Linearized:
         self._structure = jax.tree.structure(linear)
 
     def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
-        """Return the jaxpr of the backward pass.
+        """Return the jaxpr of the function's backward pass.
 
         The inputs of the jaxpr are the residuals, followed by the cotangents of the results at the positions
         ``nonzero``. The outputs of the jaxpr are the nonzero cotangents of the operands.

@@ -178,8 +178,8 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
     """Give equations that are traced in this context the name stack, source line and mesh of ``eqn``.
 
-    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls precede
-    the name stack of ``eqn``.
+    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of the inlined calls
+    precede the name stack of ``eqn``.
     """
     stack = current_name_stack()
     for holder in (*within, eqn):
@@ -208,7 +208,7 @@ class RuleError(Exception):
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Call `bind_here`, and convert any exception to a `RuleError`.
+    """Call `bind_here`, and convert any exception that it raises to a `RuleError`.
 
     JAX calls the differentiation rule of an equation while the equation is bound. An exception in `bind_here` is
     therefore caused by this rule, not by the code that differentiates the equation.

@@ -20,7 +20,7 @@ _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|cu
 _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-# Scopes whose names begin with this prefix are omitted from locations.
+# The prefix of the names of scopes that are omitted from locations.
 HIDDEN_SCOPE = "jls: "
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect handler, not a layer.
 # The path of each directory ends in a separator, because otherwise the path of `jax` would be a prefix of the path of
@@ -141,7 +141,7 @@ def _readable(file_name: str) -> str:
 def _classes(frames: list[Any]) -> list[str]:
     """Return the classes whose ``__call__`` was running when an equation was traced, the outermost first.
 
-    The layers of nnx and equinox models are named by these classes, because nnx and equinox add no names to the name
+    The layers of nnx and equinox models are named after classes, because nnx and equinox add no names to the name
     stack.
     """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]

@@ -75,7 +75,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            # If `holder` is None, the function has created this container, which is itself a changed value.
+            # If `holder` is None, the container of the value is new, and the container itself is one of the changes.
             if holder is not None:
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:

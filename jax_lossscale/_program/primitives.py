@@ -1,8 +1,8 @@
 """Tables of JAX primitives, grouped by kind of operation.
 
 `autocast` computes a primitive that is not in any table in float32, and evaluates the jaxprs in its parameters
-unchanged, because this treatment is correct for every primitive. Reports list the names of the primitives that are not
-in any of these tables.
+unchanged, because this treatment is correct for every primitive. Reports list the names of all primitives that are not
+in any table of this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# Operations that only move numbers or select numbers by a mask. All moved operands and all results of such an operation
+# Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data movement
 # have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
@@ -48,7 +48,7 @@ PLAIN_DATA_MOVEMENT = (
 # cotangents of all copies.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
 # Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
-# they are not communicated again.
+# the results are not communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
@@ -160,7 +160,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive, followed by the library that defines the primitive if this is not JAX."""
+    """Return the name of a primitive, followed by the library that defines the primitive unless it is JAX."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"

@@ -1,7 +1,7 @@
 """The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
 `subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. All code in
-`jax_lossscale` that enters sub-jaxprs uses this mapping.
+`jax_lossscale` that enters sub-jaxprs uses `subjaxprs`.
 """
 
 from __future__ import annotations
