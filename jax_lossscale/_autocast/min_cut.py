@@ -162,7 +162,7 @@ class MinCut(NamedTuple):
         return found
 
     def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
-        """Return the floats on all paths from an input of a segment to an output that avoid `stop_gradient`."""
+        """Return the floats of a segment on paths from an input to an output that avoid `stop_gradient`."""
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}

@@ -267,7 +267,7 @@ def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, boo
 def _with_reasons(
     graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
-    """Return a graph whose name stacks contain the reasons why matmuls are not in half precision, and all reasons.
+    """Return a graph whose name stacks contain the reasons why matmuls stay in float32, and a dictionary of them.
 
     Args:
       graph: the graph.

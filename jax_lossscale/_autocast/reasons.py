@@ -51,7 +51,7 @@ def is_under_autocast(eqn: Any) -> bool:
 
 
 def reason_of(eqn: Any) -> str:
-    """Return the reason why an equation is not in half precision, or "".
+    """Return the reason why an equation is not in half precision, or "" if there is no reason.
 
     If an equation has several reasons from nested `autocast`s, the reasons are joined.
     """

@@ -241,8 +241,9 @@ class Rewriting:
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
         if closed.jaxpr is function.jaxpr:
             return self.declared(plan, closed, inputs, call.results)
-        # A forward pass returns the results of the function, followed by residuals, which are not cast to their
-        # declared dtypes. The cotangents that a backward pass returns are cast by `custom_rules`.
+        # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals,
+        # which are not cast to their declared dtypes. The cotangents that a backward pass returns are cast by
+        # `custom_rules`.
         is_custom_vjp = eqn.primitive.name == "custom_vjp_call"
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.

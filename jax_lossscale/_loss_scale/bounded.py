@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_lossscale._check import finite_number, is_array_or_scalar, is_real, positive_normal_number
 from jax_lossscale._loss_scale.base import LossScale, config_of
 
-# The dtype of a leaf, its initial value, and a function that validates a value given by the user.
+# A leaf of a loss scale: its dtype, its initial value, and a function that validates a value given by the user.
 Leaf = tuple[type[np.float32] | type[np.int32], float, Callable[[Any, str], float]]
 
 

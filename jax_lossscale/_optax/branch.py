@@ -23,8 +23,8 @@ def run_or_skip(
     """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
 
     If ``should_apply`` is traced, ``skip`` determines whether the compiled program contains a branch (``"cond"``) or
-    computes both results and selects one (``"select"``). ``"auto"`` uses a branch on CPUs and a selection on all other
-    platforms.
+    computes both results and selects one (``"select"``). ``skip="auto"`` uses a branch on CPUs and a selection on
+    all other platforms.
     """
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()

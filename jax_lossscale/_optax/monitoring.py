@@ -73,7 +73,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
-    """Raise an error if a run keeps skipping steps that a lower scale cannot fix, or if its gradients are not scaled.
+    """Raise an error if a run keeps skipping steps and a lower scale would not help, or if gradients are not scaled.
 
     `raise_if_stuck` waits for the device, so call `raise_if_stuck` outside `jax.jit`, and only occasionally, for
     example once in 100 steps. A run is stuck in the following cases:

@@ -55,7 +55,7 @@ def no_evidence() -> ScalingEvidence:
 
 
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
-    """Return a `ScalingEvidence`, updated with the measurements of a step.
+    """Return the `ScalingEvidence` after a step, which includes the measurements of this step.
 
     Only the first 10 steps whose largest gradient is finite and not zero change the `ScalingEvidence`.
 

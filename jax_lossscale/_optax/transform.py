@@ -33,8 +33,8 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
         """A function that computes the updates and applies them to the parameters.
 
-        Call it as ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``.
-        The result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
+        Call ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``. The
+        result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
         ``update_and_apply`` is faster.
         """
         wrapper = getattr(self.update, "__self__", None)
@@ -87,8 +87,8 @@ def loss_scaled(
         ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the derivative of
         ``"select"`` can be NaN if the unused values are not finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
-        the first leaf of its gradients that was not finite. Recording adds one branch to every step, and one reduction
-        per leaf to the compiled program.
+        the first leaf of its gradients that was not finite. Recording bad steps adds one branch to every step, and one
+        reduction per leaf to the compiled program.
 
     Returns:
       A `LossScaledTransformation` with the methods ``init(params)``, ``update`` and ``update_and_apply``.

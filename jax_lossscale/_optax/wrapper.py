@@ -125,7 +125,7 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Compute a step on the inexact leaves. Outside `jax.jit`, call the compiled step if all arguments permit it.
+        """Compute a step on the inexact leaves. Outside `jax.jit`, the compiled step is used if possible.
 
         If ``extra_args`` contains anything but arrays, the step is not compiled. Functions cannot be arguments of a
         compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use

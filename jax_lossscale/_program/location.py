@@ -60,7 +60,7 @@ class Location(NamedTuple):
 
 
 def location_of(eqn: Any, within: Location | None = None) -> Location:
-    """Return the location of an equation. ``within`` is the location of the equation that contains it, if any."""
+    """Return the location of an equation. ``within`` is the location of the enclosing equation, if any."""
     outer = within or Location("", "", "", "", (), False)
     stack = "/".join(filter(None, [outer.stack, _shown_names(eqn.source_info.name_stack)]))
     frames = _frames(eqn)
@@ -81,7 +81,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the location of an equation. ``within`` lists the equations that contain it, the outermost first."""
+    """Return the location of an equation. ``within`` contains the enclosing equations, the outermost first."""
     location = None
     for outer in within:
         location = location_of(outer, location)

@@ -63,7 +63,7 @@ class SubJaxprs(NamedTuple):
 def subjaxprs(eqn: Any) -> SubJaxprs:
     """Return the sub-jaxprs of an equation.
 
-    An equation whose primitive is not a known higher-order primitive has none.
+    An equation whose primitive is not a known higher-order primitive has no sub-jaxprs.
     """
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
