@@ -115,7 +115,7 @@ def finite_number(value: Any, name: str) -> float:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
-            "`jax.jit` or `jax.vmap`, replace its state with `dataclasses.replace`."
+            "`jax.jit` or `jax.vmap`, change the state of the loss scale with `dataclasses.replace`."
         )
     if is_array_or_scalar(value) and value.shape == ():
         number = value.item()

@@ -1,9 +1,9 @@
 """Functions whose implementation depends on the JAX version.
 
-All other modules except those in `_program` are written for the newest version of JAX. Each fallback for older versions
-has a comment with the version before which the fallback is needed. Once `pyproject.toml` requires the version in the
-comment, a test fails until the fallback is removed. ``python tests/versions.py`` runs the tests with each minor version
-of JAX.
+All modules except `_compat` and those in `_program` are written for the newest version of JAX. Each fallback for older
+versions has a comment with the version before which the fallback is needed. Once `pyproject.toml` requires the version
+in the comment, a test fails until the fallback is removed. ``python tests/versions.py`` runs the tests with each minor
+version of JAX.
 """
 
 from __future__ import annotations

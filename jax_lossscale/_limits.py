@@ -16,7 +16,8 @@ class Limits(NamedTuple):
       largest: the largest finite number.
       overflow: the smallest magnitude that rounds to infinity.
       zero: the largest magnitude that rounds to zero.
-      subnormal: the smallest magnitude that rounds to a normal number. Smaller magnitudes lose digits or round to zero.
+      subnormal: the smallest magnitude that rounds to a normal number. Magnitudes below ``subnormal`` lose digits or
+        round to zero.
     """
 
     largest: float

@@ -1,10 +1,10 @@
 """`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
 
-The loss function and the optimizer of such a trainer have no argument in common, but they must use the same loss scale.
-The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the arguments of every compiled function
-that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. In these transformations,
-`MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it available to the loss
-function while the step is traced.
+In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
+they must use the same loss scale. The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the
+arguments of every compiled function that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. In
+these transformations, `MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it
+available to the loss function while the step is traced.
 """
 
 from __future__ import annotations
@@ -140,12 +140,13 @@ class MixedPrecision:
         """Return a function that computes the values and gradients of ``fun`` in half precision.
 
         Args:
-          fun: the loss function of the trainer, or any other function that the trainer differentiates. The function can
-            have auxiliary outputs. The supported arguments are described in `autocast` and `scaled_backward`.
+          fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
+            function can have auxiliary outputs. The supported arguments are described in `autocast` and
+            `scaled_backward`.
 
         Returns:
-          A function with the signature of ``fun``. The function is evaluated under `autocast`. Its backward pass runs
-          at the current loss scale, and its gradients are unscaled.
+          A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
+          backward pass runs at the current loss scale, and its gradients are unscaled.
 
         Raises:
           ValueError: if ``fun`` is not callable. The returned function raises a `ValueError` if it is called in
@@ -169,10 +170,10 @@ class MixedPrecision:
         scale with which the scan starts.
 
         Args:
-          train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the
-            optimizer must be in its arguments.
-          path: selects the state if the arguments contain the states of several optimizers. The path refers to the
-            tuple ``(args, kwargs)`` and has the format described in `get_loss_scale`.
+          train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The arguments of
+            ``train_step`` must contain the optimizer state.
+          path: the path of the optimizer state, for arguments that contain the states of several optimizers. The path
+            refers to the tuple ``(args, kwargs)`` and has the format described in `get_loss_scale`.
 
         Returns:
           A function with the arguments and results of ``train_step``.
@@ -197,7 +198,7 @@ class MixedPrecision:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`, because copies are not supported."""
+        """Raise a `TypeError`, because a copy would not share the loss scale."""
         raise TypeError(
             "`MixedPrecision` cannot be copied or pickled, because its loss function and its optimizer share one loss "
             "scale. Create a new object, and restore the state of the optimizer from a checkpoint."
@@ -227,10 +228,10 @@ class _SharedLossScale:
         return of_step
 
     def of_gradients(self, of_state: LossScale) -> LossScale:
-        """Return the loss scale from which an update continues.
+        """Return the loss scale that an update of the optimizer uses and then adjusts.
 
-        After the first update, the result is the shared loss scale, at which the gradients were computed. Before the
-        first update, the result is the loss scale of the state, because the state may have been restored from a
+        After the first update, the shared loss scale, at which the gradients were computed, is returned. Before the
+        first update, the loss scale in the optimizer state is returned, because the state may have been restored from a
         checkpoint.
         """
         if self._of_step.get() is not None or not self._leaves():
@@ -258,7 +259,7 @@ class _SharedLossScale:
                 ) from error
 
     def place_like(self, params: Any) -> None:
-        """Create the references on the mesh of the parameters, if the parameters are on more than one device."""
+        """Create the references to the loss scale on the mesh of the parameters, if it has more than one device."""
         shardings = [leaf.sharding for leaf in jax.tree.leaves(params) if is_concrete_array(leaf)]
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
         if self._references is None and meshes and meshes[0].size > 1:
@@ -266,7 +267,7 @@ class _SharedLossScale:
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Inside the ``with`` block, use ``loss_scale`` instead of the references."""
+        """Inside the ``with`` block, use ``loss_scale`` instead of the loss scale in the references."""
         token = self._of_step.set(loss_scale)
         try:
             yield
@@ -300,7 +301,7 @@ class _SharedLossScale:
         return self._references
 
     def _create_references(self, mesh: Any) -> list[Any]:
-        """Create the references on the devices of a mesh, outside of all transformations."""
+        """Create the references to the loss scale on the devices of a mesh, outside of all transformations."""
         if not hasattr(jax, "new_ref"):
             raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
         leaves = self._leaves()
@@ -314,7 +315,7 @@ class _SharedLossScale:
         return self._references
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`, because copies are not supported."""
+        """Raise a `TypeError`, because a copy would not share the loss scale."""
         raise TypeError("The optimizer of a `MixedPrecision` cannot be pickled, because the two share a loss scale.")
 
 

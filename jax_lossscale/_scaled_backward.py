@@ -1,6 +1,6 @@
 """`scaled_backward`: a function with unscaled gradients whose backward pass runs at a loss scale.
 
-The function is traced to a jaxpr, so that the gradients with respect to closed-over arrays can be unscaled as well.
+The function is traced to a jaxpr, so that the gradients with respect to arrays that it closes over are also unscaled.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
         forward:   y = fun(x)
         backward:  cotangent(x) = vjp of fun(loss_scale * cotangent(y)) / loss_scale
 
-    Use this function with a library that computes gradients itself and does not support loss scaling. Inside the
+    Use `scaled_backward` with a library that computes gradients itself and does not support loss scaling. Inside the
     backward pass of ``fun``, the cotangents are scaled, so that small float16 cotangents do not underflow. The library
     receives unscaled gradients.
 
     Args:
-      fun: a function of float32 arrays, usually ``jls.autocast(loss_fn)``. Other arguments, including nnx modules, are
-        also supported. ``fun`` is traced to a jaxpr, as in `autocast`. If ``fun`` modifies an nnx module, for example
-        its batch statistics, this module must be an argument of ``fun``, or ``fun`` must be the module or a method of
-        the module.
-      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale. The loss
-        scale is not updated.
+      fun: a function of float32 arrays, usually ``jls.autocast(loss_fn)``. Arguments that are not float32 arrays,
+        including nnx modules, are also supported. ``fun`` is traced to a jaxpr, as in `autocast`. If ``fun`` modifies
+        an nnx module, for example its batch statistics, this module must be an argument of ``fun``, or ``fun`` must be
+        the module or a method of the module.
+      loss_scale: any value that `get` accepts, or any optimizer state that contains exactly one loss scale.
+        `scaled_backward` does not update the loss scale.
 
     Returns:
       A function with the same arguments and results as ``fun``.

@@ -4,8 +4,8 @@ A pytree of gradients can contain other leaves besides floating arrays: ``None``
 their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
 inexact leaves (floating or complex, see `is_inexact`), and return every other leaf as the same object.
 
-The computations are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single dispatch for a
-pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
+The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
+dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
 """
 
 from __future__ import annotations
@@ -118,19 +118,19 @@ def applied(loss_scale: ArrayLike) -> jax.Array:
     """Return the loss scale clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
 
     The reciprocal of the clipped scale is a normal float32 number, which is exact if the scale is a power of two. All
-    functions that scale or unscale use the clipped value, so that unscaling always reverses scaling.
+    functions that scale or unscale use the clipped loss scale, so that unscaling always reverses scaling.
     """
     scale = jax.lax.stop_gradient(jnp.asarray(loss_scale, jnp.float32))
     return jax.lax.clamp(_SMALLEST_APPLIED, scale, _LARGEST_APPLIED)
 
 
 def scale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Return the pytree with its inexact leaves multiplied by the `applied` scale, in their own dtypes."""
+    """Return the pytree with its inexact leaves multiplied by the clipped scale (see `applied`), in the same dtypes."""
     return map_inexact(lambda leaves: _scale(leaves, loss_scale), tree)
 
 
 def unscale(tree: chex.ArrayTree, loss_scale: ArrayLike) -> chex.ArrayTree:
-    """Return the pytree with its inexact leaves divided by the `applied` scale, in at least float32."""
+    """Return the pytree with its inexact leaves divided by the clipped scale (see `applied`), in at least float32."""
     return map_inexact(lambda leaves: _unscale(leaves, loss_scale), tree)
 
 
@@ -142,7 +142,7 @@ def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
     """Return the pytree with all floating leaves of fewer than 32 bits cast to float32, except dtypes in ``keep``.
 
-    If a leaf is a `jax.ShapeDtypeStruct`, its dtype is changed accordingly.
+    If a leaf is a `jax.ShapeDtypeStruct`, its dtype attribute is changed accordingly.
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
@@ -159,8 +159,8 @@ def cast_floating(
 ) -> chex.ArrayTree:
     """Cast the floating arrays of a pytree to a dtype.
 
-    For example, use this function to compute a float16 copy of float32 master weights. If you differentiate through the
-    cast, the gradients with respect to the master weights are in float32.
+    For example, use `cast_floating` to compute a float16 copy of float32 master weights. If you differentiate through
+    the cast, the gradients with respect to the master weights are in float32.
 
     Args:
       tree: any pytree. Leaves that are not floating arrays are not changed: complex, integer, boolean, float0 and
@@ -169,7 +169,7 @@ def cast_floating(
       where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
         the array, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
         ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
-        a string. By default, all floating arrays are cast.
+        a string. Without ``where``, all floating arrays are cast.
 
     Returns:
       A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are returned as the same objects.
@@ -209,7 +209,7 @@ def cast_floating(
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
     """Return one of two pytrees, selected by a boolean scalar.
 
-    Use this function to restore values that must not change in a skipped step, such as batch statistics, moving
+    Use `select_tree` to restore values that must not change in a skipped step, such as batch statistics, moving
     averages and random keys.
 
     Args:

@@ -8,17 +8,17 @@ Terms that are used in this package:
 - *Data movement*: an operation that only moves numbers, such as a transpose, or selects them by a mask.
 - *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
   data movement and selections have the dtype of the operands.
-- *Plan*: the dtype of every value, and the treatment of every node (`plan`). `planner` makes plans by the rule of
-  `autocast` (`rule`) and a `PrecisionPolicy`; `rewrite` evaluates them.
+- *Plan*: the dtype of every value of a graph, and the treatment of every node (`plan`). `planner` makes plans by the
+  rule of `autocast` (`rule`) and a `PrecisionPolicy`; `rewrite` evaluates the plans.
 - *Segment*: nodes that are evaluated together: operations between matmuls, and the matmuls that use their results. The
   backward pass recomputes the operations of a segment together (`segments`).
-- *Saved* value: a value that the forward pass stores for the backward pass. All other values that the backward pass
-  needs are recomputed. `min_cut` selects the saved values.
+- *Saved* value: a value that the forward pass stores for the backward pass. The backward pass recomputes all other
+  values that it needs. `min_cut` selects the saved values.
 - *Rounding* of a value: the same value after a cast to half precision.
-- *Residual stream*: the float32 sums that each block of a network passes to the next block (skip connections). These
-  sums are stored in half precision if the policy contains ``half_residual_stream=True``.
-- *Reason*: why a matmul is not in half precision. In a program that is traced for a report, the name stack of each such
-  matmul contains its reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
+- *Residual stream*: the float32 sums that each block of a network passes to the next block (skip connections). The
+  residual stream is stored in half precision if the policy contains ``half_residual_stream=True``.
+- *Reason*: the cause that keeps a matmul in float32. In a program that is traced for a report, the name stack of each
+  matmul that stays in float32 contains the reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
 """
 
 from jax_lossscale._autocast.half_function import in_half

@@ -1,10 +1,11 @@
-"""Functions whose derivative is computed from their result instead of their operand.
+"""Functions, such as softmax, whose derivative is computed from the result instead of the operand.
 
-If the result is rounded to half precision for a matmul, then only the rounded result is saved for the backward pass.
-The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of
-a relu does not need its operand. The minimum cut (`min_cut`) cannot find these savings, because it uses the derivatives
-that JAX defines for the individual operations. Sigmoid and tanh are not included. Close to saturation, the results of
-sigmoid and tanh are rounded to 0, 1 or -1, so a derivative that is computed from the rounded result would be zero.
+If the result of a softmax or relu is rounded to half precision for a matmul, only the rounded result is saved for the
+backward pass. The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the
+derivative of a relu does not need its operand. The minimum cut (`min_cut`) cannot save only the rounded result, because
+it uses the derivatives that JAX defines for the individual operations. Sigmoid and tanh are differentiated as usual in
+JAX. Close to saturation, the results of sigmoid and tanh are rounded to 0, 1 or -1, so a derivative that is computed
+from the rounded result would be zero.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_cont
 
 
 class ByResult(NamedTuple):
-    """A function, and its derivative as a function of the result and a tangent."""
+    """A function, and its derivative, which is computed from the function's result and a tangent."""
 
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
 
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return the result for ``x`` and the rounded result. Both are differentiated from the rounded result."""
+        """Return the function's result for ``x``, and this result rounded to half precision.
+
+        The derivatives of both results are computed from the rounded result.
+        """
 
         @jax.custom_jvp
         def function(x: Any) -> Any:
@@ -39,7 +43,8 @@ class ByResult(NamedTuple):
         @function.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
             result, rounded = function(*primals)
-            # The value is marked here, because a mark on the result of `function` would save a second copy.
+            # The rounded result is marked as saved here, because marking the result of `function` would save a second
+            # copy.
             rounded = mark_saved(rounded)
             tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
@@ -51,7 +56,7 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-# The cache returns the same object for the same axes, so that equal segments have equal keys in `rewrite`.
+# The cache returns the same `ByResult` for the same axes, so that equal segments have equal keys in `rewrite`.
 @functools.cache
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
@@ -59,8 +64,9 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # The sum of a rounded row is not exactly 1. Dividing by the sum of the row ensures that adding a constant to
-        # all tangents does not change the result. The sum is 0 if all elements of the row are rounded to zero.
+        # After rounding, the elements of a softmax's row do not sum to exactly 1. Dividing by the sum of the rounded
+        # row ensures that adding a constant to all tangents does not change the derivative. The sum of a rounded row is
+        # 0 if all its elements are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 
@@ -68,15 +74,15 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find the functions that are differentiated from their result.
+    """Find the functions in a graph whose derivative is computed from their result.
 
     For each function, yield the position of the node that computes its result, a node that replaces this node, and the
-    `ByResult`. The new node computes the result directly from the operand of the function, so the nodes in between are
-    no longer needed for this result. Two kinds of functions are found:
+    function's `ByResult`. The new node computes the result directly from the operand of the function, so the nodes
+    between the operand and the result are no longer needed for this result. Two kinds of functions are found:
 
-    - ``exp(x) / sum(exp(x))``, if it is stored in half precision;
-    - `jax.nn.relu`, if it is stored in float32 and a matmul uses its rounded result. An example is the relu that
-      follows the sum of a skip connection.
+    - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
+    - `jax.nn.relu`, if its result is stored in float32 and a matmul uses the rounded result. For example, this applies
+      to a relu that follows the sum of a skip connection.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     rounded = {
@@ -92,7 +98,7 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
             exp, axes = _parts_of_softmax(node, maker)
             if exp is not None and axes is not None:
-                # The operand of `exp` is the operand of the softmax.
+                # The operand of the `exp` node is also the operand of the softmax.
                 yield position, exp._replace(outputs=node.outputs), _softmax(axes)
 
 
@@ -114,7 +120,10 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the node of a softmax's dividend, and the axes of the sum in its divisor (None if there is no softmax)."""
+    """Return the node that computes the dividend of a softmax, and the axes of the sum in the divisor.
+
+    The returned node is None if no dividend was found, and the axes are None if no divisor was found.
+    """
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None
     dividend, divisor = value_ids(node.inputs)
@@ -126,7 +135,7 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
     """Return the axes over which the divisor of a softmax sums the exponentials, or None for any other divisor.
 
-    The node ``below``, which computes the divisor, must broadcast the sum along the same axes.
+    The node ``below``, which computes the divisor, must broadcast the sum along the axes that were summed.
     """
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":

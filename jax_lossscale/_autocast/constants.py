@@ -1,7 +1,7 @@
 """Intervals for all values of a graph that are constants or are computed from constants alone.
 
-An interval is computed only when it is requested. The interval of the result of an unknown operation is the range of
-the result's dtype, which is infinite for floats.
+The interval of a value is computed only when it is requested. The interval of the result of an unknown operation is the
+range of the result's dtype, which is infinite for floats.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# Each of these functions is monotone in each operand, separately for positive and for negative numbers. The largest and
-# smallest values of a function on an interval are therefore at the two bounds or at the number that is closest to 0.
+# Each function in `_MONOTONE` is monotone in each operand, separately for positive and for negative numbers. The
+# largest and smallest values of a function on an interval are therefore at the two bounds or at the number that is
+# closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
@@ -50,7 +51,7 @@ class Constants:
     """The values of a graph that are constants or are computed from constants alone.
 
     Args:
-      graph: the graph. Its nodes must be added with `add`, in the order of the graph.
+      graph: the graph. The caller passes each node of the graph to `add`, in the order of the graph.
       known: for each argument that is a constant or a slice of a constant, the function that computes its interval;
         otherwise None.
     """
@@ -68,9 +69,9 @@ class Constants:
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
 
     def add(self, node: Node) -> None:
-        """Add the results of a node if they are computed from constants alone.
+        """Add the results of a node to the constants of the graph if the results are computed from constants alone.
 
-        The results of matmuls, opaque operations and operations with side effects are not added.
+        The results of matmuls, opaque operations and operations with side effects are never treated as constants.
         """
         if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
             self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
@@ -130,7 +131,7 @@ def _of_array(value: Any) -> Interval:
 
 def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
     """Return the interval between the smallest and the largest number, after conversion to a dtype."""
-    is_unknown = any(map(math.isnan, numbers))  # Infinite bounds can result in NaN.
+    is_unknown = any(map(math.isnan, numbers))  # Arithmetic on infinite bounds can result in NaN.
     low, high = UNKNOWN if is_unknown else (float(min(numbers)), float(max(numbers)))
     if jnp.issubdtype(dtype, jnp.floating):
         largest = float(jnp.finfo(dtype).max)
@@ -139,7 +140,7 @@ def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
         info = jnp.iinfo(dtype)
         if info.min <= low and high <= info.max:
             return Interval(math.trunc(low), math.trunc(high))
-        return Interval(float(info.min), float(info.max))  # Integers that are too large wrap around.
+        return Interval(float(info.min), float(info.max))  # Integers that are too large for their dtype wrap around.
     return Interval(0, 1) if jnp.issubdtype(dtype, jnp.bool_) else UNKNOWN
 
 
@@ -154,11 +155,11 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
             numbers += [0]  # Devices to which `ppermute` sends nothing receive zeros. NaN is cast to zero.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
-    elif name == "scatter" and params["update_jaxpr"] is None:  # Scatters of `.at[].apply` call a function.
+    elif name == "scatter" and params["update_jaxpr"] is None:  # In `.at[].apply`, `update_jaxpr` is a function.
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
-        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # The remainder of n by 0 is n.
+        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, n rem 0 is n.
     elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":
@@ -184,7 +185,7 @@ def _is_cast_to_integer(eqn: Any) -> bool:
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:
-    """Return whether an operation is monotone on these intervals, as described for `_MONOTONE`."""
+    """Return whether an operation is monotone on the intervals of its operands, in the sense of `_MONOTONE`."""
     match eqn.primitive.name:
         case "div":
             return operands[1].low * operands[1].high > 0

@@ -1,10 +1,10 @@
 """`in_half`: a function that is used under `autocast`, with another function as its fallback.
 
 While a program is traced, it is not known whether `autocast` will transform the program later. In addition, `jax.jit`
-reuses one traced program with and without `autocast`. Therefore, a call to an `in_half` function is traced to a single
-equation that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If `jax.vmap`
-is applied before `autocast`, it transforms all three jaxprs. If `jax.jvp` or `jax.grad` is applied before `autocast`,
-the fallback and its derivative replace the equation.
+reuses the same traced program inside and outside of `autocast`. Therefore, a call to an `in_half` function is traced to
+a single equation that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If
+`jax.vmap` is applied before `autocast`, all three jaxprs are vectorized. If `jax.jvp` or `jax.grad` is applied before
+`autocast`, the fallback and its derivative replace the equation.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
     Args:
       function: a function of arbitrary pytrees. The function is traced once in float16 and once in bfloat16. Arguments
-        other than arrays (Python numbers, strings, functions, `None`) are passed unchanged. Only arguments are cast.
-        Therefore, all traced arrays that the function uses, such as parameters, must be arguments.
+        other than arrays (Python numbers, strings, functions, `None`) are passed to the function unchanged. Only
+        arguments are cast. Therefore, all traced arrays that the function uses, such as parameters, must be arguments.
       fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. The
         default is ``function``.
 
     Returns:
-      A function of the same arguments. The results of the function have the structure, shapes and dtypes of the results
-      of ``fallback``.
+      A function of the same arguments. The results of the returned function have the structure, shapes and dtypes of
+      the results of ``fallback``.
 
     Raises:
       ValueError: if an argument is not callable. The returned function raises a `ValueError` if the results of
@@ -109,10 +109,12 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         if isinstance(error := made[_FLOAT32], Exception):
             if fallback is not None or not traced:
                 raise error
-            error.add_note(f"`in_half` called {function!r} in float32 here. Pass a `fallback` that supports float32.")
+            error.add_note(
+                f"`in_half` called {function!r} with float32 arrays. Pass a `fallback` that supports float32."
+            )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
-        # The traceback of an error refers to arrays. The traceback is removed because the error is stored in an
-        # equation, which can exist for a long time.
+        # The traceback of an error keeps arrays in memory. The error is stored in an equation, which can exist for a
+        # long time, so its traceback is removed.
         programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
         first = next(iter(traced.values()))
         return first.result(_bind(first.inputs, programs))
@@ -124,18 +126,18 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate an `in_half` function in a given dtype, and return its results.
 
     A result that the equation declares as float32 keeps the given dtype if the function returns it in this dtype (see
-    `gives_half`). All other results are cast to their declared dtypes.
+    `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
-    # The equation of `jax.jit` has the source line of the user's call. Reports use this line for the operations of a
-    # library function, which have no lines of user code.
+    # The call of `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the
+    # operations of a library function, which have no source line in user code.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)
     return [value if is_half else as_dtype(value, variable.aval.dtype) for value, variable, is_half in results]
 
 
 def gives_half(dtype: jnp.dtype, eqn: Any) -> list[bool]:
-    """Return, for each result, whether the equation declares float32 but the function returns the given dtype."""
+    """Return, for each result of an `in_half` equation, whether it is declared as float32 but returned in ``dtype``."""
     types = zip(_program(dtype, **eqn.params).out_avals, eqn.outvars, strict=True)
     return [(aval.dtype, variable.aval.dtype) == (dtype, _FLOAT32) for aval, variable in types]
 
@@ -153,7 +155,7 @@ def _or_error(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
-    """Raise a `ValueError` if a function uses traced arrays other than its arguments, or if the results differ."""
+    """Raise a `ValueError` if a function uses traced arrays other than its arguments, or if the result types differ."""
     for const in (const for program in traced.values() for const in program.jaxpr.consts):
         if isinstance(const, jax.core.Tracer):
             raise ValueError(
@@ -165,8 +167,8 @@ def _check(traced: dict[jnp.dtype, Traced], name: str) -> None:
     for result, dtype in others:
         if jax.tree.flatten(result) != jax.tree.flatten(expected):
             raise ValueError(
-                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. Both functions must return "
-                "arrays of the same shapes in the same structure."
+                f"{name} returns {expected[0]} in {of_first}, but {result[0]} in {dtype}. `function` and "
+                "`fallback` must return arrays of the same shapes in the same structure."
             )
 
 
@@ -178,15 +180,16 @@ def _described(aval: Any) -> str:
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
     """Bind the equation of an `in_half` function, and return its results.
 
-    Only the jaxpr of ``fallback`` is a parameter of the equation, and the other jaxprs are hidden in a function.
-    Therefore, code that traverses all jaxprs in a program finds only the fallback.
+    Only the jaxpr of ``fallback`` is a parameter of the equation. The float16 and bfloat16 jaxprs are hidden in a
+    function, which is another parameter. Therefore, code that traverses all jaxprs in a program finds only the
+    fallback.
     """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
 
 def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
-    """Return the jaxpr for a dtype, or raise the error that the function raised for this dtype."""
+    """Return the jaxpr of an `in_half` function for a dtype, or raise the error that occurred when it was traced."""
     program = jaxpr if jaxpr and dtype == _FLOAT32 else program_in(dtype)
     if isinstance(program, Exception):
         raise program

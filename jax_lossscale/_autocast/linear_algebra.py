@@ -5,7 +5,8 @@ There are two kinds of such operations:
 - Factorizations and solvers. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` can be NaN if the matmul is
   computed in half precision.
 - Conversions to integers. Half precision cannot represent every integer above 2048 (float16) or 256 (bfloat16). For
-  example, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the tokens of each expert.
+  example, in a mixture of experts, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the tokens of each
+  expert.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _CONVERTED = "its result is converted to an integer"
 class Feeding:
     """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    Each of these values is marked with the reason why the value must not be rounded. The mark "" means that there is no
-    reason. Marks are propagated backward, from the results of an operation to its operands, with two exceptions:
+    Each value that the class finds is marked with the reason why the value must not be rounded. The mark "" means that
+    the value may be rounded. Marks are propagated backward, from the results of an operation to its operands, with two
+    exceptions:
 
     - Matmuls do not propagate marks, so their operands may be rounded.
-    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding changes the
-      results of these operations only if two numbers are almost equal.
+    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding the operands
+      changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
     The marks of each jaxpr are cached for each combination of marks on its results, because the analysis of a loop
     visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated as one
@@ -62,7 +64,7 @@ class Feeding:
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the marks of an equation's operands and (after propagation through loop carries) its results."""
+        """Return the marks of an equation's operands and results, after propagation through the carries of a loop."""
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:

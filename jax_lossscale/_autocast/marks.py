@@ -24,16 +24,20 @@ def mark_saved(value: Any) -> Any:
 
 
 def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether `jax.checkpoint` saves the result of a primitive. Only results of `mark_saved` are saved."""
+    """Return whether `jax.checkpoint` saves the result of a primitive.
+
+    `jax.checkpoint` saves only the results of `mark_saved`.
+    """
     return primitive is _saved
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
-    """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all its uses.
+    """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all uses of the cotangent.
 
-    This function is applied to ``y + bias``, where ``y`` is the result of a matmul in half precision. The cotangent is
-    rounded for the backward matmuls anyway. The reduction that computes the gradient of the bias then reads the same
-    rounded cotangent, so no float32 cotangent is written to memory.
+    The sum ``y + bias``, where ``y`` is the result of a matmul in half precision, is passed to
+    `with_rounded_cotangent`. The cotangent of the sum is rounded for the backward matmuls anyway. The reduction that
+    computes the gradient of the bias then reads the same rounded cotangent, so no float32 cotangent is written to
+    memory.
     """
     return _rounded.bind(value, dtype=dtype)
 
@@ -58,5 +62,5 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
 
 _saved = identity(SAVED, lambda cotangent, value: [cotangent])
 _rounded = identity(ROUNDED_COTANGENT, _round)
-# The rule marks only the primal value, because tangents are not saved.
+# The derivative of `mark_saved` marks only the primal value, because tangents are not saved.
 ad.primitive_jvps[_saved] = lambda primals, tangents: (_saved.bind(*primals), tangents[0])

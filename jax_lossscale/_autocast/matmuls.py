@@ -1,4 +1,4 @@
-"""The matmuls of a traced function, with their locations and dtypes, and why some are not in half precision."""
+"""The matmuls of a traced function: their locations, their dtypes, and why some of them are not in half precision."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trace_matmuls(
       fun: the function. If the function computes gradients, the matmuls of the backward pass are included.
       args: the positional arguments of the function.
       kwargs: the keyword arguments of the function.
-      dtype: the half-precision dtype. A matmul in any other dtype has a reason.
+      dtype: the half-precision dtype. For each matmul in any other dtype, the result contains the reason for its dtype.
     """
     with adding_reasons():
         traced = Traced(fun, args, kwargs)

@@ -1,9 +1,9 @@
 """Minimum cut, which selects the values that a segment saves for the backward pass so that the fewest bytes are moved.
 
-Every value needed by the derivatives must be available in the backward pass. Such a value is either saved or recomputed
-from available values. Saving and recomputing each have a price, which is the number of bytes that are read and written.
-The cheapest combination of choices is a minimum cut of a flow network, as in the partitioner of PyTorch's
-``functorch``.
+Every value from which a derivative is computed must be available in the backward pass. A value is available if it is
+either saved or recomputed from other available values. Saving a value and recomputing a value each have a price, which
+is the number of bytes that are read and written. The set of saved values with the lowest total price is given by a
+minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
-# Approximate upper bound for the sum of all finite capacities. The solver uses 32-bit integers.
+# Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
 
 
 class CutGraph:
     """The flow network of a segment.
 
-    Each value has a node "needed" and a node "available". The value is available in the backward pass if its node
-    "available" is on the sink side of the cut. There are two ways to make the value available:
+    In the network, each value has a node "needed" and a node "available". The value is available in the backward pass
+    if its node "available" is on the sink side of the cut. There are two ways to make the value available:
 
-    - The value is saved if its node "needed" is on the source side. The edge from "needed" to "available" is then cut.
-    - The value is recomputed if its node "needed" is on the sink side. The edge from the source to "needed" is then
-      cut, and all operands of the value must be available as well.
+    - The value is saved if its node "needed" is on the source side. In this case, the edge from "needed" to "available"
+      is cut.
+    - The value is recomputed if its node "needed" is on the sink side. In this case, the edge from the source to
+      "needed" is cut, and all operands of the value must be available as well.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class CutGraph:
     def add_value(
         self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
     ) -> None:
-        """Add a value that can be saved, or recomputed if its operands are available."""
+        """Add to the network a value that can be saved, or recomputed if its operands are available."""
         self._edges.append(("source", (value, "needed"), price_recomputed))
         self._edges.append(((value, "needed"), (value, "available"), price_saved))
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
@@ -55,7 +56,7 @@ class CutGraph:
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values that are saved at the lowest total price."""
+        """Return the values that must be saved for the lowest total price of saving and recomputing."""
         nodes = _nearest_to_sink(self._edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
@@ -78,7 +79,7 @@ class MinCut(NamedTuple):
     operands_needed: Callable[[Any], Collection[int]]
 
     def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
-        """Return the values of a segment that are saved, or None if JAX and XLA decide what is saved."""
+        """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values."""
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -93,16 +94,18 @@ class MinCut(NamedTuple):
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
-            # For each byte, the price of a saved value includes `self.price_saved` (1 for an input of the segment) for
-            # the read in the backward pass. The price also includes 1 for the write in the forward pass, unless the
-            # value is in memory for another consumer. One byte is added so that the cut with the fewest values is
-            # selected among cuts with the same price.
+            # The price of saving a value is the number of bytes that are moved. For each byte of the value, the read in
+            # the backward pass counts as `self.price_saved` bytes (as 1 byte for an input of the segment), and the
+            # write in the forward pass counts as 1 byte, unless the value is written to memory anyway. One byte is
+            # added to the price of each value, so that the cut with the fewest values is selected among cuts with the
+            # same price.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 
         def price_recomputed(value: Value) -> float:
-            # The values in `by_result` are always saved. If a value in memory, such as a residual sum, is recomputed,
-            # it is written again for its consumers. Other arithmetic is free because XLA fuses it with its consumers.
+            # The values in `by_result` are always saved. If the forward pass writes a value to memory, such as a
+            # residual sum, then recomputing this value in the backward pass writes it to memory again. Recomputing any
+            # other value is free, because XLA fuses the arithmetic with the operations that use the value.
             return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
 
         graph = CutGraph()
@@ -116,8 +119,8 @@ class MinCut(NamedTuple):
                     # Recomputing a reduction reads its operands, which are much larger than the result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
-                    # XLA does not fuse the operations in `WRITTEN` with their consumers, so the results are written and
-                    # read again.
+                    # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
+                    # Therefore, a recomputed result is written to memory and read again.
                     price = 2 * self._bytes(value)
                 else:
                     price = price_recomputed(value)
@@ -127,14 +130,17 @@ class MinCut(NamedTuple):
         return frozenset(graph.saved() - inputs - by_result)
 
     def _bytes(self, value: Value) -> int:
-        """Return the number of bytes of a value. Elements of unknown size, such as keys, count as 4 bytes."""
+        """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
         aval = self.types[value.id]
         is_half = value.is_rounding or value.id in self.half
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
         return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
 
     def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
-        """Return the operands of a node. Each operand that the node rounds is replaced by its rounding."""
+        """Return the operands of a node.
+
+        If the node rounds an operand to half precision, the rounded value is returned instead.
+        """
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
             Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
@@ -156,7 +162,7 @@ class MinCut(NamedTuple):
         return found
 
     def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
-        """Return all values on paths of floats from an input to an output that do not contain `stop_gradient`."""
+        """Return the floats of a segment on paths from an input to an output that avoid `stop_gradient`."""
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
@@ -175,7 +181,7 @@ class MinCut(NamedTuple):
 
 def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     """Return the nodes on the sink side of the minimum cut that is nearest to the sink."""
-    # Importing scipy is slow, so the import is delayed until a cut is computed.
+    # Importing scipy is slow, so scipy is imported only when a minimum cut is computed.
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
@@ -190,7 +196,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
             capacity = 2 * _MAX_CAPACITY if price == math.inf else math.ceil(price / unit)
             capacities[numbers[start], numbers[end]] = capacity
     shape = len(numbers), len(numbers)
-    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # If no value is computed, there are no edges.
+    positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
     residual = graph - maximum_flow(graph, 0, 1).flow
     nodes = list(numbers)
@@ -213,7 +219,7 @@ class OperandsNeeded:
         key = eqn.primitive, operands, tuple(eqn.params.items())
         try:
             is_known = key in self._known
-        except TypeError:  # Some parameters, such as arrays, are not hashable.
+        except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
             return _find_operands_needed(eqn)
         if not is_known:
             self._known[key] = _find_operands_needed(eqn)

@@ -1,6 +1,6 @@
 """Plans: the dtype of every value and the treatment of every node of a graph under `autocast`, as data.
 
-`planner` makes the plans, and `rewrite` evaluates them.
+The module `planner` makes plans, and the module `rewrite` evaluates plans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NodeKind(enum.Enum):
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # Results have the dtype of the operands. The derivative needs a mask.
+    SELECTION = enum.auto()  # The result of a selection has the dtype of the operands. The derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
     CALL = enum.auto()  # An equation whose jaxprs are rewritten.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
@@ -81,9 +81,9 @@ def operands_in_half(
 
 
 class Context(NamedTuple):
-    """Information about a jaxpr that is determined by the enclosing equations.
+    """Information about a jaxpr that is determined by the equations that contain the jaxpr.
 
-    An empty sequence stands for the default value for every argument or result.
+    If an attribute is an empty sequence, every argument or result has the default value.
 
     Attributes:
       within: the equations that contain the jaxpr, the outermost first.
@@ -102,7 +102,7 @@ class Context(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """The treatment of the jaxprs in a node.
+    """The plans of the jaxprs in a node, and the precision of the operands and results of the node.
 
     Attributes:
       plans: the plan of each jaxpr.
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
         precision, including those in the jaxprs of nodes. An equation whose jaxprs contain a matmul or function with a
-        reason has the reason "".
+        reason has an entry "".
     """
 
     graph: Graph
@@ -146,7 +146,7 @@ class Plan(NamedTuple):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the jaxpr must be rewritten.
+        """Whether `autocast` must rewrite the jaxpr.
 
         A jaxpr must be rewritten if anything in it is computed in half precision. A jaxpr with a `jax.custom_vjp`
         function must be rewritten as well, because the backward pass of the function is planned later and may contain

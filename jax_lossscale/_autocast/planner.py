@@ -1,7 +1,7 @@
 """`Planner`, which makes the plan of a jaxpr in three passes over its graph.
 
-1. Decide the treatment of each node.
-2. Choose the dtype of each value. This pass also plans the jaxprs in the nodes, by recursive calls.
+1. Decide the treatment of each node (its `NodePlan`).
+2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.
 3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
 """
 
@@ -59,7 +59,7 @@ class _Values(NamedTuple):
 
 
 class Planner:
-    """Makes plans that follow the rule of `autocast` and a policy.
+    """Makes plans by the rule of `autocast` and a `PrecisionPolicy`, which contains exceptions to this rule.
 
     Attributes:
       dtype: the half-precision dtype.
@@ -118,7 +118,7 @@ class Planner:
     def _decide(
         self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, str], constants: Constants
     ) -> list[NodePlan]:
-        """Return the treatment of each node, and add all values computed from constants alone to ``constants``."""
+        """Return the `NodePlan` of each node, and add all values computed from constants alone to ``constants``."""
         node_plans: list[NodePlan] = []
         for node in graph.nodes:
             node_plan = self.rule.decide(node, within, unrounded, constants)
@@ -134,10 +134,10 @@ class Planner:
         unrounded: Mapping[ValueId, str],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Return the values that are stored in half precision, and the treatment of the jaxprs in each node.
+        """Return the values stored in half precision, the `CallPlan` of each node with jaxprs, and their reasons.
 
-        The reasons in the plans of the jaxprs are returned as well. If nothing in the jaxprs of a node is rewritten,
-        the entry of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
+        A reason states why a matmul in a jaxpr is not in half precision. If nothing in the jaxprs of a node is
+        rewritten, the entry of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
         """
         half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -184,7 +184,7 @@ class Planner:
         return are_half if is_operandwise else [all(are_half)] * len(node.outputs)
 
     def _plan_call(self, node: Node, within: tuple[Any, ...], values: _Values) -> CallPlan:
-        """Return the treatment of the jaxprs in a node."""
+        """Return the `CallPlan` of a node that contains jaxprs."""
         eqn, name = node.eqn, node.eqn.primitive.name
         inner = subjaxprs(eqn)
         carries = {operand for _, operand in inner.carried}
@@ -199,7 +199,7 @@ class Planner:
         half_outputs = [name in OF_ANY_DTYPE and result in values.half_outputs for result in node.outputs]
         for result, operand in inner.carried:
             half_outputs[result] = operand in stream
-        # The value of a carry is known only in the first iteration.
+        # The value of a loop's carry is known only in the first iteration.
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
         unrounded = self._feeding.results_of_subjaxprs(eqn, [values.unrounded.get(n, "") for n in node.outputs])
         contexts = [
@@ -218,8 +218,9 @@ class Planner:
 
         # `plan` differentiates equations, which is possible only in a context in which the axes of the mesh are bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Apart from residual streams, only the results from `first` on may differ in dtype from the jaxpr. The results
-        # from `first` on are all results of a primitive in `OF_ANY_DTYPE`, or the stacked results of a scan.
+        # Apart from residual streams, only the results from position `first` on may have another dtype than the jaxpr
+        # declares. The results from position `first` on are all results of a primitive in `OF_ANY_DTYPE`, or the
+        # stacked results of a scan.
         first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
@@ -230,7 +231,7 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments with their saved values, and ``half`` with the residual streams of the segments added."""
+        """Return the segments with their saved values, and ``half`` with any half-precision residual streams added."""
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -251,19 +252,22 @@ class Planner:
         return found, half
 
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
-        """Return whether segments inside these equations are recomputed. A `while` loop has no backward pass."""
+        """Return whether segments inside the equations ``within`` are recomputed.
+
+        A `while` loop has no backward pass.
+        """
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
 
 def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
-    """Return pairs of a value and its mark, which is False by default."""
+    """Return a list of pairs of a value and its mark. If ``marks`` is empty, every mark is False."""
     return list(zip(values, marks or [False] * len(values), strict=True))
 
 
 def _with_reasons(
     graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
-    """Return a graph with the reasons in the name stacks of its equations, and a dictionary of all reasons.
+    """Return a graph whose name stacks contain the reasons why matmuls stay in float32, and a dictionary of them.
 
     Args:
       graph: the graph.

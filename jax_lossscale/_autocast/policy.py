@@ -33,10 +33,10 @@ _PRECISIONS = ("half", "float32", "float32_result")
 class PrecisionRule:
     """The precision of the operations that match a set of patterns.
 
-    A rule applies to an operation if all of its patterns match. In a pattern, ``*`` stands for any number of characters
-    and ``?`` for one character. All other characters match literally, including brackets: ``layer="blocks[0]"`` matches
-    only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function and line that a report prints
-    can therefore be used as a pattern.
+    A rule applies to an operation if all patterns of the rule match the operation. In a pattern, ``*`` stands for any
+    number of characters and ``?`` for one character. All other characters match literally, including brackets:
+    ``layer="blocks[0]"`` matches only that block, and ``layer="blocks[*]"`` matches all blocks. Every layer, function
+    and line that a report prints can therefore be used as a pattern.
 
     Args:
       precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The value
@@ -48,13 +48,14 @@ class PrecisionRule:
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
-        components of the absolute path, so the match does not depend on the working directory.
+        components of the file's absolute path, so the match does not depend on the working directory.
       parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
-        `compare_gradients`. Use this argument to distinguish layers that run the same line of code. The value can be a
-        literal path or a pattern. An empty string matches operations that have no such operand.
-      function: the name of a function that was running, such as ``"RungeKutta.step"``. The function can belong to
+        `compare_gradients`. Use ``parameter`` to distinguish layers that run the same line of code. ``parameter`` can
+        be a literal path or a pattern. An empty string matches operations that do not have an argument leaf as an
+        operand.
+      function: the name of a function that was running, such as ``"RungeKutta.step"``. The named function can belong to
         any library.
-      reason: the reason for the rule. The reason is printed, but has no other effect.
+      reason: the reason for the rule. The reason is printed in reports, but has no other effect.
 
     Raises:
       ValueError: if ``precision`` is not one of these three values, if another argument is not a string, or if a
@@ -85,7 +86,7 @@ class PrecisionRule:
             if not isinstance(value, str) or (not value and field.default != "" and field.name != "parameter"):
                 raise ValueError(
                     f"`PrecisionRule({field.name}=...)` must be a pattern, such as 'a*', got {value!r}. To match "
-                    "everything, omit this argument."
+                    f"all operations, omit `{field.name}`."
                 )
 
     def __repr__(self) -> str:
@@ -94,7 +95,7 @@ class PrecisionRule:
 
     def matches(self, operation: str, location: Location) -> bool:
         """Return whether the rule applies to an operation at a location."""
-        # The location contains the path of the file relative to the working directory.
+        # A location contains the path of the source file relative to the working directory.
         source = os.path.abspath(location.source) if location.source else ""
         return (
             _fits(operation, self.operation)
@@ -119,12 +120,12 @@ class PrecisionPolicy:
 
     Args:
       rules: a sequence of `PrecisionRule` objects, or of dictionaries with their arguments.
-      recompute: whether the backward pass may recompute values. If True, each value is either saved or recomputed,
-        whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution (matmul) is
-        saved in half precision. If False, all values are saved. A positive number is the cost of saving a byte,
-        relative to the cost of reading or writing a byte. The cost 1 is the same as True. With a cost of 2, fewer
-        values are saved, which takes less memory and more time. Matmuls and other expensive operations are never
-        recomputed.
+      recompute: whether the backward pass may recompute values. If ``recompute`` is True, each value is either saved or
+        recomputed, whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution
+        (matmul) is saved in half precision. If ``recompute`` is False, all values that the backward pass needs are
+        saved. If ``recompute`` is a positive number, it is the cost of saving a byte, relative to the cost of reading
+        or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``, fewer values are
+        saved, which takes less memory and more time. Matmuls and other expensive operations are never recomputed.
       loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
         printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
@@ -203,7 +204,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the policy that a result of `get_config` describes. Raise a `ValueError` if an argument is unknown."""
+        """Return the policy that ``config`` from `get_config` describes, or raise a `ValueError` if it is invalid."""
         try:
             return cls(**config)
         except TypeError as error:
@@ -263,13 +264,15 @@ def keep_float32(function: Any = None) -> Any:
     """Compute part of a function in float32 under `autocast`.
 
     Matrix multiplications and convolutions (matmuls) in a ``with jls.keep_float32():`` block, or in a function with the
-    decorator ``@jls.keep_float32``, are computed in float32. The operands of these matmuls may have been rounded before
-    the block. The block is recorded as a `jax.named_scope`, so it also works inside `jax.jit`, `jax.vmap`, `jax.grad`
-    and loops. Casting an array to float32 would not have the same effect, because JAX removes the cast of a float32
-    array to float32 before `autocast` processes the program. Without `autocast`, `keep_float32` has no effect.
+    decorator ``@jls.keep_float32``, are computed in float32. The operands of a matmul in the block may have been
+    rounded before the block. The ``with`` block is recorded as a `jax.named_scope`, so it also works inside `jax.jit`,
+    `jax.vmap`, `jax.grad` and loops. Casting an array to float32 would not have the same effect, because JAX removes
+    the cast of a float32 array to float32 before `autocast` processes the program. Without `autocast`, `keep_float32`
+    has no effect.
 
     Args:
-      function: the function to compute in float32. If this argument is omitted, the result is a context manager.
+      function: the function to compute in float32. If ``function`` is omitted, `keep_float32` returns a context
+        manager.
 
     Returns:
       A function with the same arguments and results as ``function``, or a context manager.

@@ -1,8 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
 A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Only programs that are traced for a report have scopes with reasons. The names of layers do not contain
-these scopes.
+forward matmul. Only programs that are traced for a report have scopes with reasons. The names of layers in reports do
+not contain the scopes with reasons.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def adding_reasons() -> Iterator[None]:
 
 
 def are_added() -> bool:
-    """Return whether reasons are added in the current context."""
+    """Return whether reasons are added to the programs that are traced in the current context."""
     return _are_added.get()
 
 
@@ -51,13 +51,16 @@ def is_under_autocast(eqn: Any) -> bool:
 
 
 def reason_of(eqn: Any) -> str:
-    """Return the reason of an equation, or "" if there is none. The reasons of nested `autocast`s are joined."""
+    """Return the reason why an equation is not in half precision, or "" if there is no reason.
+
+    If an equation has several reasons from nested `autocast`s, the reasons are joined.
+    """
     names = [entry.name for entry in eqn.source_info.name_stack.stack]
     return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))
 
 
 def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
-    """Return an equation with the reasons of the equation and of all equations in its jaxprs.
+    """Return an equation whose name stacks contain the reasons why matmuls are not in half precision.
 
     Args:
       eqn: the equation.
@@ -75,7 +78,7 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
 
 
 def jaxpr_with_reasons(closed: ClosedJaxpr, reasons: Mapping[Path, str]) -> ClosedJaxpr:
-    """Return a jaxpr with the reasons of its equations."""
+    """Return a jaxpr whose name stacks contain the reasons why matmuls are not in half precision."""
     result: ClosedJaxpr = _parameter_with_reasons(closed, (), reasons) if reasons else closed
     return result
 

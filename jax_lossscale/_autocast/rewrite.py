@@ -1,4 +1,4 @@
-"""Evaluation of plans: each node is evaluated in its planned dtype. This module makes no decisions of its own."""
+"""Evaluation of plans: each node is evaluated in its planned dtype. The dtypes are chosen by the module `planner`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Rewriting:
     Args:
       planner: the planner that made the plans. The planner also plans the jaxprs of custom rules when these jaxprs are
         traced.
-      measured: a function that replaces every matmul in half precision and every `in_half` function, or None. The
-        function is called with the equation, the equations that contain the equation, and the operands, and returns the
-        results. If a function is given, no value is cast to half precision.
+      measured: a function that replaces every matmul in half precision and every `in_half` function, or None.
+        ``measured`` is called with the replaced equation, the equations that contain this equation, and its operands,
+        and returns the results of the equation. If ``measured`` is given, no value is cast to half precision.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Rewriting:
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment)
             if segment.saved is not None:
                 if self.measured is None:
-                    # `jax.checkpoint` traces each function object once. Equal segments, such as those of equal blocks
-                    # of a network, therefore use the same function object.
-                    with contextlib.suppress(TypeError):  # Some parameters, such as arrays, are not hashable.
+                    # `jax.checkpoint` traces each function object only once. Equal segments, such as those of equal
+                    # blocks of a network, therefore use the same function object.
+                    with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
             results = function(*(values[value_id] for value_id in segment.inputs))
@@ -122,8 +122,9 @@ class Rewriting:
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
         """Return a result of a node in its dtype within the segment, marked as saved if the segment saves it.
 
-        A value that is stored in half precision is rounded before it is saved, even if it is upcast in the segment.
-        The results of data movement and selections need no rounding, because their operands were rounded.
+        A value that is stored in half precision is rounded before it is saved, even if it is converted to float32 in
+        the segment. The results of data movement and selections need no rounding, because their operands have already
+        been rounded.
         """
         is_upcast = value_id in segment.upcast
         if not (is_upcast and node_plan.kind in FOLLOWING):
@@ -134,7 +135,10 @@ class Rewriting:
     def _operands(
         self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
     ) -> list[Any]:
-        """Return the operands of a node in the planned dtypes. Roundings of operands are marked if they are saved."""
+        """Return the operands of a node in the planned dtypes.
+
+        If the segment saves a rounded operand, the operand is marked as saved.
+        """
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
             array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
@@ -158,7 +162,7 @@ class Rewriting:
             evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
-            # The cast keeps the dtype of its operand, but its result is not weakly typed.
+            # A cast from float32 to float32 keeps the planned dtype of its operand, but its result is not weakly typed.
             return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
@@ -186,7 +190,7 @@ class Rewriting:
         *,
         num_declared: int,
     ) -> list[Any]:
-        """Plan a jaxpr that a custom rule computes, and return its results.
+        """Plan a jaxpr that is traced from a custom rule, such as a `jax.custom_vjp` rule, and return its results.
 
         Args:
           within: the equations that contain the jaxpr.
@@ -224,8 +228,8 @@ class Rewriting:
     ) -> list[Any]:
         """Return the results of a jaxpr that is evaluated for a function with a custom rule.
 
-        The jaxpr is either that of the function itself, which has already been planned, or a jaxpr that is traced from
-        the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
+        The jaxpr is either the jaxpr of the function itself, which has already been planned, or a jaxpr that is traced
+        from the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
 
         Args:
           eqn: the equation of the function.
@@ -237,8 +241,9 @@ class Rewriting:
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
         if closed.jaxpr is function.jaxpr:
             return self.declared(plan, closed, inputs, call.results)
-        # The results of a forward pass that follow the results of the function are residuals, which are not cast to
-        # their declared dtypes. The cotangents that a backward pass returns are cast by `custom_rules`.
+        # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals,
+        # which are not cast to their declared dtypes. The cotangents that a backward pass returns are cast by
+        # `custom_rules`.
         is_custom_vjp = eqn.primitive.name == "custom_vjp_call"
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.
@@ -255,16 +260,16 @@ class Rewriting:
 
 
 def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
-    """Return an array, marked as saved if the segment saves the value."""
+    """Return the array of a value, marked as saved if the segment saves the value."""
     return mark_saved(array) if segment.saved and value in segment.saved else array
 
 
 def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
-    """Return a key that is equal for two segments only if they can share one function.
+    """Return a key that is equal for two segments only if the segments can share one function object.
 
     Two segments with equal keys perform the same operations on the same lines of code and in the same layer, so the
-    locations that reports and profiles show are correct for both segments. The saved values need not be compared
-    because they are determined by the other parts of the key.
+    locations that reports and profiles show are correct for both segments. The key does not contain the saved values,
+    because these values are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 

@@ -52,9 +52,10 @@ REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Decides the treatment of each node.
+    """Decides the treatment (the `NodePlan`) of each node.
 
-    A decision depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are chosen afterwards.
+    The decision about a node depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are
+    chosen afterwards.
 
     Attributes:
       matched: the rules of the policy that match an operation, or that may match an operation in the backward pass of a
@@ -66,14 +67,14 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with this precision was not marked
-        # individually.
+        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with the precision set by
+        # `jax_default_matmul_precision` was not marked individually by the user.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
         self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> NodePlan:
-        """Return the treatment of a node.
+        """Return the treatment (the `NodePlan`) of a node.
 
         Args:
           node: the node.
@@ -110,7 +111,9 @@ class Rule:
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
             if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
-                return NodePlan(NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect here")
+                return NodePlan(
+                    NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
+                )
             has_float32_result = rule.precision == "float32_result"
             return NodePlan(
                 NodeKind.MATMUL, is_half=not is_float32_by_rule, has_float32_result=has_float32_result, reason=reason
@@ -119,7 +122,7 @@ class Rule:
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Return the reason why `in_half` computes its fallback, or an empty string if it does not."""
+        """Return the reason why `in_half` computes its fallback, or an empty string if it computes its function."""
         rule = self._rule(eqn, around)
         if rule is not None:
             return _reason_of(rule) if rule.precision != "half" else ""
@@ -128,7 +131,7 @@ class Rule:
     def _exception(
         self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
     ) -> str:
-        """Return the reason why a matmul of float32 arrays stays in float32, or an empty string if it does not."""
+        """Return the reason why a matmul of float32 arrays stays in float32, or "" if it does not stay in float32."""
         eqn = node.eqn
         if _is_in_keep_float32(eqn, around):
             return _IN_KEEP_FLOAT32
@@ -165,7 +168,8 @@ class Rule:
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
         if name in ("reduce_max", "reduce_min"):
-            # The derivative divides by the number of equal maxima, which is counted in the dtype of the operand.
+            # The derivative of a maximum divides by the number of equal maxima, which is counted in the dtype of the
+            # operand.
             (whole,), (result,) = eqn.invars, eqn.outvars
             is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
             return NodeKind.SELECTION if is_countable else None
@@ -215,8 +219,9 @@ class Rule:
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.
 
-        The operation must accept half-precision operands. The float32 results of the operation must become half
-        precision, and all other results must not change. No constant operand may become infinite.
+        The operation must accept half-precision operands. With half-precision operands, the operation must return its
+        float32 results in half precision, and all other results in the same dtypes as with float32 operands. No
+        constant operand may become infinite when it is cast to half precision.
         """
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
@@ -244,8 +249,9 @@ class Rule:
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
-        These rules match the line of the function, and either the layer of the function or a layer below it. Lower
-        layers are included because the backward pass can enter layers that the forward pass does not enter.
+        A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function, and either the layer
+        of the function or a lower layer. Lower layers are included because the backward pass can enter layers that the
+        forward pass does not enter.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:

@@ -1,10 +1,10 @@
 """Segments: groups of nodes that are evaluated together, and recomputed together in the backward pass.
 
 Segments are separated by matmuls and by nodes that form a segment of their own (`NodePlan.is_alone`). The *level* of a
-node is the largest number of separators (matmuls and nodes of the second kind) on any path that ends at the node, not
-counting the node itself. A node that is not a separator is deferred to the level at which its results are first needed.
-No node of a level depends on another node of the same level through a separator. Therefore, the levels can be evaluated
-in order. Each level consists of
+node is the largest number of separators (matmuls and nodes that form a segment of their own) on any path that ends at
+the node, not counting the node itself. A node that is not a separator is deferred to the level at which its results are
+first needed. No node of a level depends on another node of the same level through a separator. Therefore, the levels of
+a graph can be evaluated one after another. Each level consists of
 
 1. one segment, which ends with the matmuls that use its results, and
 2. one segment for each node that forms a segment of its own.
@@ -32,8 +32,8 @@ class Segment(NamedTuple):
       inputs: the values that are computed outside of the segment.
       outputs: the values that are needed outside of the segment.
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias. The cotangents of the sums are rounded to half
-        precision once, before they are used (see `marks.with_rounded_cotangent`).
+      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of each sum with a bias is rounded to
+        half precision once, before it is used (see `marks.with_rounded_cotangent`).
       saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
         backward pass. ``saved`` is None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the
         saved values.
@@ -70,7 +70,8 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
-        # A node that is alone may depend on the other nodes of its level, but the other nodes do not depend on it.
+        # A node that forms a segment of its own may depend on the other nodes of its level, but the other nodes do not
+        # depend on this node.
         if level in together:
             groups.append(_with_makers(graph, together[level], makers))
         groups += [[position] for position in alone[level]]
@@ -80,8 +81,8 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
 def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
     """Return, for each large value that is cheap to compute, the position of the node that computes it.
 
-    A value is large if it has more than twice the bytes of its sources. The sources of a value are the operands of its
-    node, but an operand that is itself a large value is replaced by the sources of this operand.
+    A value is large if it has more than twice as many bytes as its sources together. The sources of a value are the
+    operands of its node, but an operand that is itself a large value is replaced by the sources of this operand.
     """
 
     def bytes_of(value_id: ValueId) -> int:
@@ -133,7 +134,7 @@ def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
 
 
 def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
-    """Return the segments of these groups of nodes, with their inputs and outputs."""
+    """Return a segment for each group of nodes, with the inputs and outputs of the segment."""
     computed = [dict.fromkeys(value for n in group for value in graph.nodes[n].outputs) for group in groups]
     inputs = [
         dict.fromkeys(value for n in group for value in value_ids(graph.nodes[n].inputs) if value not in computed_here)

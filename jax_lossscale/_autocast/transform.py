@@ -27,26 +27,26 @@ def autocast(
     """Transform a float32 function so that its matmuls are computed in half precision.
 
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, in the forward pass and in the backward
-    pass. Data movement and selections (transpose, relu, max, clip, sort) have the dtype of their operands. All other
-    arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can overflow or lose digits.
-    Integers, random keys, complex numbers, float64 and the results of manual casts do not change.
+    pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the operands.
+    All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can overflow or
+    lose digits. Integers, random keys, complex numbers, float64 and the results of manual casts do not change.
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a
-    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason for this
+    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul, and the reason for each
     dtype.
 
     Args:
-      fun: a function of arbitrary pytrees, written for float32. The function is traced again at every call, so use
-        `jax.jit` to compile the result. Arrays are traced, and other arguments (Python numbers, strings, functions) are
-        passed unchanged.
-      dtype: float16, which needs a loss scale, or bfloat16. With float32, the result is ``fun`` itself.
-      policy: exceptions to the rule above, as a `PrecisionPolicy`.
+      fun: a function of arbitrary pytrees, written for float32. ``fun`` is traced again at every call of the returned
+        function, so use `jax.jit` to compile the returned function. Arrays in the arguments are traced, and other
+        arguments (Python numbers, strings, functions) are passed to ``fun`` unchanged.
+      dtype: float16, which needs a loss scale, or bfloat16. With float32, `autocast` returns ``fun`` itself.
+      policy: exceptions to the rule of `autocast`, as a `PrecisionPolicy`.
 
     Returns:
-      A function with the same arguments and keyword arguments as ``fun``. The results of the function have the same
-      structure, shapes and dtypes as the results of ``fun``, and the gradients of float32 arguments are float32.
-      Another ``autocast`` with the same policy has no further effect on this function.
+      A function with the same arguments and keyword arguments as ``fun``. The results of the returned function have the
+      same structure, shapes and dtypes as the results of ``fun``, and the gradients of float32 arguments are float32.
+      If `autocast` is applied again with the same policy, it has no further effect.
 
     Raises:
       ValueError: if ``fun`` is not callable, if ``dtype`` is not float16, bfloat16 or float32, or if ``policy`` is not
@@ -55,8 +55,8 @@ def autocast(
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
-        pass has not been traced at this time. Such a rule matches the line of the function, and either the layer of the
-        function or a layer below it.
+        pass is traced later. A rule may match an operation in the backward pass if the rule matches the source line of
+        the `jax.custom_vjp` function, and either the layer of this function or a lower layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -148,7 +148,7 @@ def autocast(
 def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
-    """Evaluate a function under `autocast`, and return its result and the planner."""
+    """Evaluate a function under `autocast`, and return the result of the function and the `Planner`."""
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)
@@ -173,7 +173,10 @@ def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
 
 
 def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
-    """Return ``policy``, or a policy without rules for None. Raise a `ValueError` for a value of any other type."""
+    """Return ``policy``, or a policy without rules if ``policy`` is None.
+
+    Raise a `ValueError` if ``policy`` has any other type.
+    """
     if policy is None:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):

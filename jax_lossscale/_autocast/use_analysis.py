@@ -29,18 +29,18 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the float32 values that are used only by half-precision matmuls, directly or through data movement.
 
-    Each of these values is cast once, as early as possible. The result of a pooling operation is included if at least
-    one matmul uses the result. The result is rounded for this matmul anyway, so the pooling operation can overflow only
-    if the operand of the matmul would overflow as well.
+    Each returned value is cast to half precision once, as early as possible. The result of a pooling operation is
+    included if at least one matmul uses the result. The matmul rounds the result of the pooling operation anyway, so
+    the pooling operation can overflow only if the operand of the matmul would overflow as well.
 
-    An `in_half` function counts as a matmul. However, if the function uses an argument of the graph, directly or after
-    data movement, this argument is not cast before the call of the function. The gradient of the argument is then
-    summed over devices in float32.
+    An `in_half` function counts as a matmul. However, if an `in_half` function uses an argument of the graph, directly
+    or after data movement, this argument is not cast before the function is called. The gradient of an argument that is
+    not cast is summed over devices in float32.
     """
     elsewhere = {*value_ids(graph.outputs)} | _arguments_cast_at_their_uses(graph, node_plans)
     into_matmuls: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
-        # Every consumer of the results of this node has already been visited.
+        # The nodes are visited in reverse order, so all uses of the results of this node have already been visited.
         goes_on = _takes_half(node_plan) or (
             _is_plain_data_movement(node, node_plan)
             and all(result in into_matmuls and result not in elsewhere for result in node.outputs)
@@ -50,13 +50,13 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 
 
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the values that are cast at each use instead of once.
+    """Return the values that are cast to half precision separately for each use, instead of once for all uses.
 
-    These values are the graph arguments used by several nodes, and the graph arguments used by `in_half` functions,
-    directly or after data movement.
+    The returned values are the graph arguments used by several nodes, and the graph arguments used by `in_half`
+    functions, directly or after data movement.
 
-    The gradient of an argument that is used several times is a sum. If the argument is cast at each use, the sum is
-    computed in float32.
+    The gradient of an argument that is used several times is a sum. If an argument is cast separately for each use, the
+    sum that is its gradient is computed in float32.
     """
     arguments = {*graph.inputs, *graph.constants}
     moved = {*arguments}
@@ -73,7 +73,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
 
 
 def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the results of pooling operations used by a half-precision matmul, directly or after data movement."""
+    """Return the results of pooling operations that a half-precision matmul uses, directly or after data movement."""
     into_any: set[ValueId] = set()
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
@@ -107,9 +107,9 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
-    A value is included if the segment uses it several times and at least one of these uses is an operation in float32.
-    The results of data movement and selections of an included value are included as well. Each included value is
-    converted to float32 once, so that its cotangents are added in float32.
+    A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
+    float32. If a value is returned, the results of data movement and selections on this value are returned as well.
+    Each returned value is converted to float32 once, so that the cotangents of the value are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()
@@ -126,7 +126,7 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
 
 
 def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segment) -> set[ValueId]:
-    """Return the largest float32 values that the arithmetic of a segment computes for later segments."""
+    """Return the residual stream: the largest float32 results of a segment's arithmetic that later segments use."""
     leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
     arithmetic = (NodeKind.OTHER, NodeKind.SELECTION, NodeKind.BY_RESULT)
     sizes = {
@@ -143,8 +143,9 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     """Return the positions of the operands of a scan that are its residual stream.
 
     The residual stream consists of the largest float32 carries to which each iteration adds a value and which the
-    iteration also uses in another operation. The cell state of an LSTM is not included, because it is multiplied. A sum
-    over the iterations is not included, because no other operation uses it.
+    iteration also uses in another operation. The cell state of an LSTM is not part of the residual stream, because each
+    iteration multiplies it by another value. A sum that is only accumulated over the iterations is not part of the
+    residual stream, because no other operation uses the sum.
     """
     (body,), carried, *_ = subjaxprs(eqn)
     sizes = {

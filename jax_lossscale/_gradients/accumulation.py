@@ -52,10 +52,10 @@ def accumulate_gradients(
 ) -> Callable[..., AccumulatedGradients]:
     """Return a function that computes scaled gradients in micro-batches, using the memory of a single micro-batch.
 
-    The batch is split into ``num_microbatches`` parts, and the result consists of the mean of their losses and the mean
-    of their scaled gradients. If ``fun`` computes a mean over the examples of its batch, the result is the same as with
-    `value_and_scaled_grad` on the whole batch, up to float32 rounding. Call the returned function inside `jax.jit`, as
-    part of the training step. Outside `jax.jit`, each call traces ``fun`` and compiles the loop again.
+    The batch is split into ``num_microbatches`` micro-batches, and the result consists of the mean loss and the mean
+    scaled gradients of the micro-batches. If ``fun`` computes a mean over the examples of its batch, the result is the
+    same as with `value_and_scaled_grad` on the whole batch, up to float32 rounding. Call the returned function inside
+    `jax.jit`, as part of the training step. Outside `jax.jit`, each call traces ``fun`` and compiles the loop again.
 
     Args:
       fun: a scalar-valued function, as in `value_and_scaled_grad`.
@@ -65,8 +65,9 @@ def accumulate_gradients(
         devices need not be moved between devices.
       argnums: the positional argument or arguments to differentiate, as in `jax.value_and_grad`.
       batch_argnums: the positional argument or arguments that contain the batch, as pytrees of arrays whose first axis
-        enumerates the examples. All other arguments are passed to each micro-batch unchanged. Random keys are also
-        passed unchanged, so pass one key for each example if the micro-batches must use different keys.
+        enumerates the examples. All arguments that do not contain the batch are the same for each micro-batch. Random
+        keys are also the same for each micro-batch, so include one key for each example in the batch if the
+        micro-batches must use different keys.
       has_aux: whether ``fun`` returns a pair of the loss and auxiliary data, as in `jax.value_and_grad`.
       allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 
@@ -201,7 +202,8 @@ def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:
 def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_args: int) -> None:
     """Raise a `ValueError` if an argument number does not exist, or occurs in both ``argnums`` and ``batch_argnums``.
 
-    ``num_args`` is the number of positional arguments with which the user called the function.
+    ``num_args`` is the number of positional arguments with which the user called the function returned by
+    `accumulate_gradients`.
     """
     for name, positions in ("argnums", argnums), ("batch_argnums", batch_argnums):
         if not all(-num_args <= position < num_args for position in positions):
@@ -213,7 +215,7 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
             f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not have arguments in "
-            "common, because the gradients with respect to a batch cannot be summed over its parts. Use "
+            "common, because the gradients with respect to a batch cannot be summed over micro-batches. Use "
             "`value_and_scaled_grad` instead."
         )
 

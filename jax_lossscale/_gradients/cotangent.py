@@ -29,9 +29,9 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         forward:   y = x
         backward:  cotangent(x) = scale * cotangent(y)
 
-    If you apply this function to a loss, any gradient function, such as `jax.value_and_grad`, returns the unscaled loss
-    and scaled gradients. To use a separate scale for part of a model, apply `unscale_gradient` to all inputs of this
-    part, and apply this function to its result.
+    If you apply `scale_gradient` to a loss, any gradient function, such as `jax.value_and_grad`, returns the unscaled
+    loss and scaled gradients. To use a separate scale for part of a model, apply `unscale_gradient` to all inputs of
+    this part, and apply `scale_gradient` to the result of this part.
 
     Args:
       tree: any pytree. Leaves that are not inexact arrays, such as integers and random keys, are returned as the same
@@ -66,7 +66,8 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     `scale_gradient` has the correct derivatives of all orders. `jax.experimental.jet` supports this function, but not
     the gradient of this function.
     """
-    _tree.check_tree(tree, "scale_gradient(tree=...)", "To scale the gradient of a function, pass its result.")
+    suggestion = "To scale the gradient of a function, apply `scale_gradient` to the result of the function."
+    _tree.check_tree(tree, "scale_gradient(tree=...)", suggestion)
     _check_order(tree, "scale_gradient")
     loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
     if isinstance(loss_scale, NoOpLossScale):
@@ -84,18 +85,19 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         forward:   y = x
         backward:  cotangent(x) = cotangent(y) / scale
 
-    Together with `scale_gradient`, this function gives part of a model a separate scale, for models in which no single
-    scale is suitable for all parts. Apply this function to all parameters and inputs of the part, and apply
-    `scale_gradient` to its result::
+    Together, `unscale_gradient` and `scale_gradient` give part of a model a separate scale, for models in which no
+    single scale is suitable for all parts. Apply `unscale_gradient` to all parameters and inputs of this part of the
+    model, and apply `scale_gradient` to the result of this part::
 
         def branch_loss(params, x):
             params, x = jls.unscale_gradient((params, x), branch_scale)  # both in float32
             ...  # the cast to float16 must be here, after `unscale_gradient`
             return jls.scale_gradient(result, branch_scale)
 
-    The gradients outside the part are not affected by ``branch_scale``: they are either unscaled, or scaled with the
-    loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.** If a leaf
-    is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the scale.
+    The gradients in the rest of the model are not affected by ``branch_scale``: they are either unscaled, or scaled
+    with the loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.**
+    If a leaf is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the
+    scale.
 
     Args:
       tree: any pytree of arrays whose dtypes have at least the range of float32. Leaves that are not inexact arrays,
@@ -133,7 +135,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     """Return ``value`` unchanged, and multiply its cotangent by the loss scale in the backward pass.
 
-    This function is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
+    `seed_gradient` is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
     `scale_gradient` differ only inside `jax.shard_map`, if the scale varies over mesh axes over which the value does
     not vary. `seed_gradient` then preserves the type of ``value``, and the computed gradient is the gradient of the sum
     of ``scale * value`` over the devices along these axes.
@@ -156,7 +158,8 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
 def _check_order(tree: chex.ArrayTree, function: str) -> None:
     """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
 
-    Without this check, a scalar loss would be accepted as the scale if the arguments were swapped.
+    Without `_check_order`, a scalar loss would be accepted as the scale if the arguments ``tree`` and ``scale`` were
+    swapped.
     """
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
@@ -212,14 +215,14 @@ def _differentiate_identity(
 def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """Return ``leaf`` unchanged, as the result of a linear map whose transpose is defined as ``adjoint``.
 
-    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` cannot be used here, because it does not
-    support forward mode, and because it would apply the scale again in a backward pass through the backward pass.
-    `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive with a
-    custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support `jax.lax.custom_linear_solve`, so
-    this function is applied only to tangents.
+    The transpose of ``adjoint`` is the linear map itself. `jax.custom_vjp` is not used to define the transpose, because
+    it does not support forward mode, and because it would apply the scale again in a backward pass through the backward
+    pass. `jax.lax.custom_linear_solve`, which is used to solve the system ``x = leaf``, is the only public primitive
+    with a custom transpose that supports `jax.vmap`. `jax.experimental.jet` does not support
+    `jax.lax.custom_linear_solve`, so `_linear_identity` is applied only to tangents.
     """
-    # The scale is marked as varying here because `custom_linear_solve` makes its operands vary over the same axes only
-    # after it has traced `transpose_solve`.
+    # The scale is marked as varying over the mesh axes of the leaf, because `custom_linear_solve` makes its operands
+    # vary over the same axes only after it has traced `transpose_solve`.
     scale = vary(scale, axes_varied_over(leaf))
     return jax.lax.custom_linear_solve(
         lambda x: x,

@@ -28,9 +28,10 @@ def value_and_scaled_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a function that computes the value of ``fun``, and the gradients of ``fun`` multiplied by a loss scale.
 
-    This function replaces `jax.value_and_grad` in a training step with loss scaling. The result contains the gradients
-    of ``scale * fun(...)``, but the unscaled value of ``fun(...)``. Call this function inside the training step with
-    the current optimizer state. If you call this function once before the training loop, all steps use the first scale.
+    In a training step with loss scaling, `value_and_scaled_grad` replaces `jax.value_and_grad`. The result contains the
+    gradients of ``scale * fun(...)``, but the unscaled value of ``fun(...)``. Call `value_and_scaled_grad` inside the
+    training step with the current optimizer state. If you call `value_and_scaled_grad` once before the training loop,
+    all steps use the first scale.
 
     Args:
       fun: a scalar-valued function to differentiate.
@@ -79,14 +80,14 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that computes the same values as ``fun``, but whose backward pass starts from the loss scale.
+    """Return a function that computes the same values as ``fun``, but whose backward pass starts with the loss scale.
 
     Args:
       fun: a scalar-valued function.
       loss_scale: the loss scale.
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data.
       in_a_loop: whether the function is traced as the body of a loop created by `accumulate_gradients`. The scale is
-        intentionally constant in this loop, so there is no warning about a constant scale.
+        intentionally constant in the loop over micro-batches, so there is no warning about a constant scale.
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
@@ -117,7 +118,7 @@ def scaled_grad(
 ) -> Callable[..., Any]:
     """Return a function that computes the gradients of ``fun`` multiplied by a loss scale.
 
-    This function replaces `jax.grad` in a training step with loss scaling. For details, see `value_and_scaled_grad`.
+    In a training step with loss scaling, `scaled_grad` replaces `jax.grad`. For details, see `value_and_scaled_grad`.
 
     Args:
       fun: a scalar-valued function to differentiate.

@@ -46,7 +46,7 @@ def is_frozen(loss_scale: LossScale) -> bool:
     fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
     if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
         return False
-    # If the result of a simple operation is not a tracer, this code is not traced by `jax.jit`, so a constant scale is
+    # If the result of a simple operation is not a tracer, no `jax.jit` is being traced, so a constant scale is
     # harmless.
     return isinstance(jnp.logical_not(False), jax.core.Tracer)
 

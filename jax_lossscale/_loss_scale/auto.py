@@ -27,8 +27,8 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Maximum of the sum of margin and allowance after an overflow below the target. Normal float16 numbers span 30 powers
-# of two.
+# Maximum of the sum of margin and allowance (in bits) after an overflow below the target. Normal float16 numbers span
+# 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
 # underflow in float16.
@@ -49,16 +49,17 @@ class AutoLossScale(BoundedLossScale):
     the number of bits that must remain free is learned from overflows. The required number of free bits is the sum of
     a margin and the magnitude of an allowance, both of which increase after overflows and then decay slowly.
 
-    Each step updates the state by the following rule. All quantities in the rule are base-2 logarithms, including
-    ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is the largest scale with
-    enough free bits::
+    Each step updates the state of the loss scale by the following rule. All quantities in the rule are base-2
+    logarithms, including ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is
+    the largest scale that leaves the required number of bits free::
 
         target = floor(min(log2(65512) - log2_headroom - peak, ceiling + 1) - margin - abs(allowance))
 
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
-    is at most ``ceiling``. For each event, apply the first row whose condition is true, and then the row "finally". All
-    rows use the values before the step, except that the row "finally" uses the new target, which is computed from the
-    new peak, margin and allowance. Quantities that the two rows do not mention are unchanged::
+    is at most ``ceiling``. For each event, apply the first row of the table whose condition is true, and then the row
+    "finally". All rows use the values before the step, except that the row "finally" uses the new target, which is
+    computed from the new peak, margin and allowance. Quantities that neither of the two applied rows mentions do not
+    change::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -79,14 +80,15 @@ class AutoLossScale(BoundedLossScale):
                    finally                         scale = min(scale, target) - 8, and the step is skipped
 
     The events are: all gradients are finite and at least one of them is not zero ("finite"), all gradients are zero
-    ("all zero"), and some gradients are not finite ("overflow"). The allowance decays toward 0, even if it is negative.
+    ("all zero"), and some gradients are not finite ("overflow"). A negative allowance also decays toward 0.
 
     Args:
       initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
         they are equal to one of the bounds.
       min_loss_scale: the lower bound of the scale, a positive number that need not be a power of two.
       max_loss_scale: the upper bound of the scale, which need not be a power of two. The default is ``2**126``.
-      log2_headroom: the number of additional bits that always remain free, a nonnegative number that can be a fraction.
+      log2_headroom: the number of additional bits that always remain free; a nonnegative number, which can be a
+        fraction.
       current_loss_scale: the initial value of the attribute of the same name, which is part of the state, not of the
         configuration. To change the state of an existing object, use this argument with `dataclasses.replace`.
       log2_peak: the initial value of the attribute of the same name, which is part of the state.
@@ -96,11 +98,13 @@ class AutoLossScale(BoundedLossScale):
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
       log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
-        that is not zero. The peak is a leaf.
-      log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before there is
-        a peak, the margin can be larger, because the margin alone determines the target. The margin is a leaf.
+        that is not zero. The peak is a leaf of the pytree.
+      log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before the
+        first gradient that is not zero, the margin can be larger than 30, because there is no peak and the margin alone
+        determines the target. The margin is a leaf of the pytree.
       log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
-        free for some time. The allowance is negative if a lower scale did not prevent the overflows. It is a leaf.
+        free for some time. The allowance is negative if a lower scale did not prevent the last overflows. The allowance
+        is a leaf of the pytree.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
@@ -230,9 +234,9 @@ class AutoLossScale(BoundedLossScale):
         Args:
           grads_finite: ``bool[]``, whether the gradients on all devices are finite.
           largest: ``float32[]``, the largest magnitude among the *unscaled* gradients of all devices, or 0 if all
-            gradients are zero. If the magnitude was not measured, omit this argument or pass NaN. Without a measured
-            magnitude, the loss scale changes only if the gradients are not finite. If the gradients are not finite,
-            ``largest`` is ignored.
+            gradients are zero. If the largest magnitude was not measured, omit ``largest`` or pass NaN. Without a
+            measured magnitude, the loss scale changes only if the gradients are not finite. If the gradients are not
+            finite, ``largest`` is ignored.
 
         Returns:
           The new loss scale, with the same tree structure, shapes and dtypes.
@@ -246,7 +250,7 @@ class AutoLossScale(BoundedLossScale):
         # Subnormal numbers count as zero, because XLA can flush them to zero.
         has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
-        # The leaves are selected by name because a subclass can have additional leaves.
+        # The leaves of the loss scale are selected by name because a subclass can have additional leaves.
         scale, *learned = (jnp.asarray(getattr(self, name)) for name in _LEAVES)
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
@@ -298,12 +302,14 @@ class AutoLossScale(BoundedLossScale):
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
         # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. Overflows below
-        # the target also end the test, because the scale does not reach the target if gradients underflow.
+        # the target also end the test of lower scales, because the scale does not reach the target if gradients
+        # underflow.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
-        # If there is no peak, the margin is increased so that the target is 24 bits below the scale that overflowed.
+        # If there is no peak (largest recent gradient), the margin is increased so that the target is 24 bits below the
+        # scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
@@ -314,12 +320,12 @@ class AutoLossScale(BoundedLossScale):
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:
-        """Return the target, which is the logarithm of the largest scale that leaves enough bits free."""
+        """Return the target: the base-2 logarithm of the largest scale that leaves the required number of bits free."""
         most = self._log2_ceiling() + _LOG2_LEAST_MARGIN
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 
     def _search_margin(self) -> int:
-        """Return the initial margin, with which the target is 40, or ``ceiling`` if ``ceiling`` is lower."""
+        """Return the initial margin, with which the initial target is 40, or ``ceiling`` if ``ceiling`` is lower."""
         return max(self._log2_ceiling() - _LOG2_SEARCH_TOP, 0) + _LOG2_LEAST_MARGIN
 
     def _log2_ceiling(self) -> int:

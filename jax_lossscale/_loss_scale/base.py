@@ -21,8 +21,8 @@ from jax_lossscale._measure import AxisName, finite_and_largest
 _T = TypeVar("_T", bound=type)
 _Kind = TypeVar("_Kind", bound="LossScale")
 
-# All subclasses of `LossScale` by name. If a class is defined again, for example because a notebook cell runs twice,
-# the new class replaces the old one.
+# A dictionary from the names of all subclasses of `LossScale` to these subclasses. If a class is defined again, for
+# example because a notebook cell runs twice, the new class replaces the old one.
 KINDS: dict[str, type[LossScale]] = {}
 
 
@@ -37,15 +37,15 @@ class LossScale(abc.ABC):
         grads = loss_scale.unscale(scaled_grads)
         loss_scale, should_apply = loss_scale.update(grads)
 
-    To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. The subclass
-    must be a frozen dataclass that is registered as a pytree, for example with `jax.tree_util.register_dataclass`. All
-    functions in `jax_lossscale` accept instances of the subclass. The class attributes below describe additional
-    properties of a loss scale.
+    To define a new loss scale, write a subclass with the methods `__call__`, `adjust` and `get_config`. A subclass of
+    `LossScale` must be a frozen dataclass that is registered as a pytree, for example with
+    `jax.tree_util.register_dataclass`. All functions in `jax_lossscale` accept instances of user-defined subclasses.
+    The class attributes below describe additional properties of a loss scale.
 
     **Details.** The factor by which arrays are multiplied or divided is clipped to the range from ``2**-126`` to
     ``2**126``, in which its reciprocal is a normal float32 number. The clipped factor is used for the cotangent of the
-    loss, and in `scale` and `unscale`. The state itself is not clipped, so ``loss_scale()`` can return a number outside
-    this range. The updated state is a constant with respect to differentiation.
+    loss, and in `scale` and `unscale`. The scale in the state is not clipped, so ``loss_scale()`` can return a number
+    outside the range from ``2**-126`` to ``2**126``. The updated state is a constant with respect to differentiation.
 
     References:
       ``tf.compat.v1.mixed_precision.LossScale`` has the same interface, but assigns its state instead of returning it.
@@ -72,7 +72,7 @@ class LossScale(abc.ABC):
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return, as a ``float32[]``, the lowest scale that overflows can cause, or ``None`` if it is unknown."""
+        """Return the lowest scale to which overflows can lower the scale (a ``float32[]``), or ``None`` if unknown."""
         return None
 
     @abc.abstractmethod
@@ -100,7 +100,7 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Return a loss scale with the given configuration and a new state.
+        """Return a loss scale with the given configuration and the initial state.
 
         Args:
           config: the dictionary that `get_config` returned.
@@ -154,9 +154,9 @@ class LossScale(abc.ABC):
           tree: any pytree.
 
         Returns:
-          A pytree with the structure, shapes and dtypes of ``tree``. The factor is clipped to the range from
-          ``2**-126`` to ``2**126``. Elements of float16 leaves overflow to infinity if the product is too large for
-          float16.
+          A pytree with the structure, shapes and dtypes of ``tree``. The factor by which the leaves are multiplied is
+          clipped to the range from ``2**-126`` to ``2**126``. Elements of float16 leaves overflow to infinity if the
+          product is too large for float16.
         """
         _tree.check_tree(tree, f"{type(self).__name__}.scale(tree=...)")
         return _tree.scale(tree, self())
@@ -164,9 +164,9 @@ class LossScale(abc.ABC):
     def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Return the pytree with its floating and complex leaves divided by the scale, in at least float32.
 
-        If the scale is a power of two and the result is a normal number, the division is exact. In all other cases, the
-        rounding error of the division is at most two units in the last place. As in `scale`, the divisor is clipped to
-        the range from ``2**-126`` to ``2**126``.
+        If the scale is a power of two and the quotient is a normal number, the division is exact. In all other cases,
+        the rounding error of the division is at most two units in the last place. As in `scale`, the divisor is clipped
+        to the range from ``2**-126`` to ``2**126``.
 
         Args:
           tree: any pytree of scaled gradients.
@@ -188,7 +188,7 @@ class LossScale(abc.ABC):
 
         Returns:
           ``(loss_scale, should_apply)``, where ``should_apply`` is a ``bool[]``. If ``should_apply`` is false, use
-          `select_tree` to discard all changes made by this step, including changes to the parameters and the optimizer
+          `select_tree` to discard all changes made by the step, including changes to the parameters and the optimizer
           state.
 
         Raises:
@@ -198,7 +198,8 @@ class LossScale(abc.ABC):
         _tree.check_tree(grads, name)
         if getattr(grads, "dtype", type(grads)) in (bool, np.bool_):
             raise ValueError(
-                f"`{name}` must be the unscaled gradients, got {grads!r}. To pass a boolean, use `adjust`."
+                f"`{name}` must be the unscaled gradients, got {grads!r}. To update the loss scale with a "
+                "boolean, use `adjust`."
             )
         if not self.checks_gradients:
             return self, jnp.array(True)
@@ -257,11 +258,11 @@ def register(cls: _T) -> _T:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return a NumPy scalar as a JAX array, and any other leaf unchanged.
+    """Convert a NumPy scalar to a JAX array, and return any other leaf unchanged.
 
-    The constructor creates NumPy scalars, so that it does not initialize a JAX backend. When a loss scale is flattened,
-    its NumPy scalars are converted to JAX arrays. The leaves of a new loss scale then have the same types as those of
-    an updated loss scale, so a training step is compiled only once.
+    The constructor of a loss scale creates NumPy scalars, so that it does not initialize a JAX backend. When a loss
+    scale is flattened, its NumPy scalars are converted to JAX arrays. As a result, the leaves of new and updated loss
+    scales have the same types, so a training step is compiled only once.
     """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
@@ -279,7 +280,7 @@ def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
 
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:
-    """Return the static fields of a loss scale, by name."""
+    """Return a dictionary with the names and values of the static fields of a loss scale."""
     return {
         field.name: getattr(loss_scale, field.name)
         for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_lossscale._check import finite_number, is_array_or_scalar, is_real, positive_normal_number
 from jax_lossscale._loss_scale.base import LossScale, config_of
 
-# The dtype of a leaf, its initial value, and a function that validates a value given by the user.
+# A leaf of a loss scale: its dtype, its initial value, and a function that validates a value given by the user.
 Leaf = tuple[type[np.float32] | type[np.int32], float, Callable[[Any, str], float]]
 
 
@@ -78,7 +78,7 @@ class BoundedLossScale(LossScale):
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:
-        """Set fields of this frozen dataclass while it is being constructed."""
+        """Set fields of the loss scale, which is a frozen dataclass, while it is being constructed."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -86,8 +86,8 @@ class BoundedLossScale(LossScale):
 def leaf(value: Any, name: str, check: Callable[[Any, str], float], dtype: Any = np.float32) -> ArrayLike:
     """Return a leaf of a loss scale: a scalar of ``dtype``, or an array of ``dtype`` for a batch of loss scales.
 
-    If possible, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes a JAX backend nor
-    creates a tracer.
+    If ``value`` is a concrete scalar, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes
+    a JAX backend nor creates a tracer.
 
     Args:
       value: the value of the leaf. A tracer is not validated.

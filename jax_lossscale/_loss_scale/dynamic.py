@@ -33,22 +33,24 @@ class DynamicLossScale(BoundedLossScale):
     Every step whose gradients are not finite is skipped.
 
     Args:
-      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so this default
+      initial_loss_scale: the first scale. The default ``2**15`` is the largest power of two in float16, so the default
         can be used with a float16 loss.
       increment_period: the number N of consecutive finite steps after which the scale increases.
-      multiplier: the factor by which the scale increases, more than 1. A power of two avoids rounding errors.
+      multiplier: the factor by which the scale increases, more than 1. A multiplier that is a power of two avoids
+        rounding errors.
       backoff_factor: the factor by which the scale decreases after a non-finite step, a number between 0 and 1. The
         default is ``1 / multiplier``.
       min_loss_scale: the lower bound of the scale, positive.
-      max_loss_scale: the upper bound of the scale. The default is the largest finite float32 number.
+      max_loss_scale: the upper bound of the scale. The default upper bound is the largest finite float32 number.
       hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
         skipped, including those that do not lower the scale.
-      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, the count restarts after the
-        N-th consecutive finite step. With ``"finite"``, the count restarts after any finite step, so that only
-        consecutive non-finite steps are counted.
-      current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number. The
-        value can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the state, not of the
-        configuration. To set the scale of an existing object, use this argument with `dataclasses.replace`.
+      hysteresis_refill: when to restart the count of non-finite steps. With ``"growth"``, the count of non-finite steps
+        restarts after the N-th consecutive finite step (``N = increment_period``). With ``"finite"``, the count of
+        non-finite steps restarts after any finite step, so that only consecutive non-finite steps are counted.
+      current_loss_scale: the initial value of the attribute of the same name, any positive normal float32 number.
+        ``current_loss_scale`` can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the
+        state, not of the configuration. To set the scale of an existing object, use this argument with
+        `dataclasses.replace`.
       num_good_steps: the initial value of the attribute of the same name, which is part of the state.
       hysteresis_left: the initial value of the attribute of the same name, which is part of the state.
 
@@ -57,8 +59,9 @@ class DynamicLossScale(BoundedLossScale):
       num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
         leaf.
       hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
-        decrease of the scale, ``hysteresis_left`` is 0 until the count restarts, and each non-finite step lowers the
-        scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of a leaf.
+        decrease of the scale, ``hysteresis_left`` is 0 until the count of non-finite steps restarts, and until then,
+        each non-finite step lowers the scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of
+        a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
@@ -126,8 +129,8 @@ class DynamicLossScale(BoundedLossScale):
         _check.check_bool_scalar(grads_finite, "DynamicLossScale.adjust(grads_finite=...)")
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
-        # The counter can already exceed the period if the counter was restored from a run with a longer period.
-        # Therefore, the comparison uses `>=` instead of `==`.
+        # The counter `num_good_steps` can already exceed `increment_period` if it was restored from a run with a longer
+        # period. Therefore, the comparison of the two uses `>=` instead of `==`.
         period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier
@@ -167,15 +170,15 @@ class DynamicLossScale(BoundedLossScale):
         multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(
-                f"`{self._named('multiplier')}` must be more than 1 in float32, got {self.multiplier!r}. {to_fix}"
+                f"`{self._named('multiplier')}` must be greater than 1 in float32, got {self.multiplier!r}. {to_fix}"
             )
         backoff_factor = self.backoff_factor
         if backoff_factor is not None:
             backoff_factor = _check.finite_number(backoff_factor, self._named("backoff_factor"))
             if not 0 < np.float32(backoff_factor) < 1:
                 raise ValueError(
-                    f"`{self._named('backoff_factor')}` must be more than 0 and less than 1, got "
-                    f"{self.backoff_factor!r}. To use `1 / multiplier`, pass None."
+                    f"`{self._named('backoff_factor')}` must be greater than 0 and less than 1, got "
+                    f"{self.backoff_factor!r}. To use the default `1 / multiplier`, pass None."
                 )
         if self.hysteresis_refill not in ("growth", "finite"):
             raise ValueError(

@@ -25,9 +25,10 @@ class FixedLossScale(LossScale):
     scale. To skip steps with non-finite gradients, use ``skip_nonfinite=True``.
 
     Args:
-      loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A power of two avoids rounding errors.
-        An array of positive numbers or a tracer is also accepted, so that ``jax.vmap(FixedLossScale)(scales)`` creates
-        a batch of loss scales. The lower bound of 1 is not checked for arrays and tracers.
+      loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A scale that is a power of two avoids
+        rounding errors. An array of positive numbers or a tracer is also accepted, so that
+        ``jax.vmap(FixedLossScale)(scales)`` creates a batch of loss scales. The lower bound of 1 is not checked for
+        arrays and tracers.
       skip_nonfinite: whether to skip steps whose gradients are not finite.
 
     Attributes:
@@ -103,9 +104,10 @@ class FixedLossScale(LossScale):
 class NoOpLossScale(LossScale):
     """A loss scale that has no effect, for training in float32 or bfloat16.
 
-    A `NoOpLossScale` does not scale, check or skip anything, and it has no state. `scale` and `unscale` return their
-    argument unchanged. To check float32 gradients and skip non-finite steps without scaling, use
-    ``FixedLossScale(1, skip_nonfinite=True)``. Do not use a `NoOpLossScale` for training in float16.
+    A `NoOpLossScale` does not scale or check gradients, skips no steps, and has no state. The methods `scale` and
+    `unscale` of a `NoOpLossScale` return their argument unchanged. To check float32 gradients and skip non-finite steps
+    without scaling, use ``FixedLossScale(1, skip_nonfinite=True)``. Do not use a `NoOpLossScale` for training in
+    float16.
 
     Examples:
       >>> import jax_lossscale as jls

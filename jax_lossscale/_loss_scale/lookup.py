@@ -129,9 +129,9 @@ def not_a_state(argument: Any, name: str) -> ValueError:
 def unwrapped(tree: _Tree) -> _Tree:
     """Return the pytree with each object that has a ``__jax_array__`` method converted to an array.
 
-    `nnx.Optimizer` wraps each number in an optimizer state in an object with a ``__jax_array__`` method. Apply this
-    function only to pytrees of scalars, because the moments of an optimizer can be named arrays from haliax, which also
-    have a ``__jax_array__`` method but cannot be converted.
+    `nnx.Optimizer` wraps each number in an optimizer state in an object with a ``__jax_array__`` method. Apply
+    `unwrapped` only to pytrees of scalars, because the moments of an optimizer can be named arrays from haliax, which
+    also have a ``__jax_array__`` method but cannot be converted.
     """
 
     def is_wrapped(node: Any) -> bool:

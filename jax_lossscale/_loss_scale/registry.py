@@ -122,8 +122,8 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
       dtype: the dtype in which the forward and the backward pass are computed.
 
     Returns:
-      An `AutoLossScale` for float16, whose smallest normal number is 6e-5. A `NoOpLossScale` for bfloat16, float32 and
-      float64, whose smallest normal numbers are below 1e-37.
+      An `AutoLossScale` for float16, whose smallest normal number is 6e-5, or a `NoOpLossScale` for bfloat16, float32
+      and float64, whose smallest normal numbers are below 1e-37.
 
     Raises:
       ValueError: if ``dtype`` is any other dtype. A single loss scale is not sufficient for float8 dtypes, which
@@ -147,8 +147,9 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
     kind = type(loss_scale).__name__
     if jax.tree_util.all_leaves([loss_scale]):
         raise ValueError(
-            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of a state. "
-            "Add the decorator `@jax.tree_util.register_dataclass` above its `@dataclasses.dataclass(frozen=True)`."
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of an "
+            "optimizer state. Add the decorator `@jax.tree_util.register_dataclass` above its "
+            "`@dataclasses.dataclass(frozen=True)`."
         )
     return loss_scale
 
@@ -164,6 +165,6 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
 
 
 def _kinds() -> dict[str, type[LossScale]]:
-    """Return a dictionary that maps the names of all loss-scale classes that are not abstract to the classes."""
+    """Return a dictionary from names to classes that contains all loss-scale classes that are not abstract."""
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     return concrete | {kind.__name__: kind for kind in OWN_KINDS}

@@ -16,7 +16,7 @@ AxisName: TypeAlias = str | tuple[str, ...] | None
 def agree(
     flags: Sequence[jax.Array], largest: jax.Array | None, axis_name: AxisName
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Combine flags and a magnitude over the devices along mesh axes, in a single all-reduce.
+    """Combine boolean flags and a magnitude over the devices along mesh axes, in a single all-reduce.
 
     Args:
       flags: boolean scalars.
@@ -44,7 +44,7 @@ def largest_on_all(largest: jax.Array, axis_name: AxisName) -> jax.Array:
 def vary(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Return the array marked as varying over mesh axes, for use inside `jax.shard_map`.
 
-    Axes over which the array already varies are ignored.
+    Mesh axes over which the array already varies are ignored.
     """
     missing = tuple(sorted(axes - axes_varied_over(leaf)))
     return _compat.as_varying(leaf, missing) if missing else leaf

@@ -1,7 +1,7 @@
 """Search for the first leaf of a pytree that contains a NaN or an infinity.
 
-The results of the search are scalars, so that a compiled training step can compute the results and store them in its
-state.
+The results of the search are scalars, so that a compiled training step can compute the results and store them in the
+optimizer state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jax_lossscale._measure.leaves import as_read
 def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
     """Return the index of the first leaf that contains a NaN or an infinity.
 
-    The index can be computed inside `jax.jit` and stored in a state. To convert the index to the path of the leaf, use
-    `leaf_path` outside `jax.jit`.
+    The index of the leaf can be computed inside `jax.jit` and stored in an optimizer state. To convert the index to the
+    path of the leaf, use `leaf_path` outside `jax.jit`.
 
     Args:
       tree: any pytree. Only floating and complex leaves are checked. However, every leaf is counted, including each
@@ -71,7 +71,7 @@ def _first_fault(
 
 
 def _severity(leaf: jax.Array) -> jax.Array:
-    """Return `_NAN` if the leaf contains a NaN, `_INFINITE` if it contains only infinities, and 0 if it is finite.
+    """Return `_NAN` if a leaf contains a NaN, `_INFINITE` if it contains an infinity but no NaN, and 0 if it is finite.
 
     The result is an ``int32[]`` that is computed in a single reduction.
     """

@@ -1,10 +1,11 @@
 """`all_finite` and `finite_and_largest`: checks that are computed in every training step.
 
-Both functions compute a single number, which is the largest magnitude of all elements, or infinity if an element is not
-finite. ``python -m benchmarks finite`` measures the run time of this computation.
+`all_finite` and `finite_and_largest` compute a single number, which is the largest magnitude of all elements, or
+infinity if an element is not finite. ``python -m benchmarks finite`` measures the run time of this library's finiteness
+check.
 
 If a loss scale is given, the result refers to the elements divided by the scale. Division by a positive number does not
-change the order of the elements, so only the largest magnitude is divided.
+change the order of the elements, so only the largest magnitude is divided by the scale.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
     Args:
       tree: any pytree, whose arrays can be empty.
       axis_name: the name or names of the axes over which the result is combined, inside `jax.shard_map`, `jax.pmap` or
-        a `jax.vmap` with an axis name. All devices along the named axes then return the same result. Omit ``axis_name``
-        in a `jax.jit` over a mesh, because arrays are global in `jax.jit`.
+        a `jax.vmap` with an axis name. If ``axis_name`` is passed, all devices along the named axes return the same
+        result. Omit ``axis_name`` in a `jax.jit` over a mesh, because arrays are global in `jax.jit`.
 
     Returns:
       ``bool[]``, which is true if there are no floating or complex leaves.
@@ -79,7 +80,7 @@ def finite_and_largest(
       axis_name: the name or names of the mesh axes over which the results are combined, as in `all_finite`.
 
     Returns:
-      A ``bool[]`` that is true if all elements are finite, and a ``float32[]`` with the largest magnitude. The
+      A ``bool[]`` that is true if all elements are finite, and a ``float32[]`` with the largest magnitude. The largest
       magnitude is NaN if an element is not finite, and 0 if there are no elements. The magnitude of a complex number is
       the larger magnitude of its real and imaginary parts. A float64 number that is too large for float32 is replaced
       by the largest float32 number. XLA can flush subnormal numbers to 0.
@@ -108,8 +109,8 @@ def _all_finite(leaves: list[ArrayLike], axis_name: AxisName) -> jax.Array:
 def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
     """Return the largest magnitude divided by the scale as a ``float32[]``.
 
-    The result is infinite only if the magnitude itself is infinite. If a float64 result is too large for float32, the
-    largest float32 number is returned instead.
+    The result is infinite only if the largest magnitude itself is infinite. If a float64 result is too large for
+    float32, the largest float32 number is returned instead.
     """
     largest = jnp.asarray(largest if scale is None else _tree.unscale(largest, scale))
     if largest.dtype == jnp.float32:

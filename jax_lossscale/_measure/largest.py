@@ -6,8 +6,8 @@ There are three implementations, which return the same result:
 - `on_cpu` is optimized for arrays on a single CPU device.
 - `anywhere` is optimized for arrays on a single device of any other platform.
 
-`of_local` selects `on_cpu` or `anywhere`. Arrays of 64-bit numbers and arrays of smaller numbers are never passed in
-the same call.
+`of_local` selects `on_cpu` or `anywhere`. The arrays in one call consist either all of 64-bit numbers or all of smaller
+numbers.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ def of_local(*leaves: jax.Array) -> jax.Array:
 
 
 def anywhere(*leaves: jax.Array) -> jax.Array:
-    """Return the largest magnitude, with as few reductions as possible.
+    """Return the largest magnitude of a list of arrays, with as few reductions as possible.
 
     On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last kernel has
-    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The run time on a GPU has not
-    been measured.
+    finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The run time of `anywhere` on a
+    GPU has not been measured.
     """
     return _largest_of(map(_largest_of_group, _groups(leaves)))
 
 
 def on_cpu(*leaves: jax.Array) -> jax.Array:
-    """Return the largest magnitude, with elementwise maxima of whole arrays followed by a reduction of one array.
+    """Return the largest magnitude of a list of arrays, computed by elementwise maxima of arrays and few reductions.
 
-    On a CPU, a reduction that also computes its elements is not vectorized. The magnitudes are therefore first combined
-    elementwise over arrays of the same shape and dtype, and only the result is reduced. If there are too few arrays of
-    the same shape and dtype, the arrays are split into parts.
+    On a CPU, XLA does not vectorize a reduction whose elements are computed in the same loop. Therefore, arrays of the
+    same shape and dtype are first combined to the elementwise maximum of their magnitudes, and only this elementwise
+    maximum is reduced. If there are too few arrays of the same shape and dtype, the arrays are split into parts.
     """
     groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]
@@ -78,9 +78,10 @@ def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
 def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
     """Return the largest magnitude in arrays of the same shape and dtype, counting NaN as infinity.
 
-    The arrays are compared as integers, because the maximum of floating-point numbers ignores NaN on a CPU. Without the
-    sign bit, the integers have the same order as the magnitudes, and NaN is greater than infinity. After NaN has been
-    replaced by infinity, the remaining array is reduced in floating point, which is faster.
+    The binary representations of the arrays are compared as integers, because the maximum of floating-point numbers
+    ignores NaN on a CPU. Without the sign bit, these integers have the same order as the magnitudes of the numbers, and
+    NaN is greater than infinity. After NaN has been replaced by infinity, the elementwise maximum is reduced in
+    floating point, which is faster than in integers.
     """
     dtype = group[0].dtype
     word = np.dtype(f"int{jnp.finfo(dtype).bits}")
@@ -106,7 +107,7 @@ def _real_and_imaginary(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 def _largest_of(magnitudes: Iterable[jax.Array]) -> jax.Array:
     """Return the largest of several scalars.
 
-    Scalars of the same dtype are compared first, so that only one scalar of each dtype is converted.
+    Scalars of the same dtype are compared first, so that only one scalar of each dtype is cast to float32 or float64.
     """
     by_dtype: dict[jnp.dtype, jax.Array] = {}
     for magnitude in magnitudes:

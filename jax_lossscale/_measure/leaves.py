@@ -21,8 +21,8 @@ _BLOCK = 2**18
 def as_read(leaf: ArrayLike) -> jax.Array:
     """Return the leaf as an array of at least 16 bits per number, with stopped derivatives."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
-    # Leaves of 8 bits or less are cast to float32, which can represent all their values. Some dtypes of 8 bits or less
-    # have no infinity.
+    # Leaves with a dtype of 8 bits or less are cast to float32, which can represent all numbers of these dtypes. Some
+    # dtypes of 8 bits or less have no infinity.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 

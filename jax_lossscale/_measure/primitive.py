@@ -12,13 +12,14 @@ on any other mesh                        `of_each`, which processes each array s
 =======================================  ==========================================================================
 
 On a mesh with axes that are neither explicit nor bound by `jax.shard_map`, the shardings of the arrays are not known
-when the program is lowered. If two arrays were processed together, XLA would first have to convert them to the same
-sharding, and would therefore gather whole gradients. If each array is processed separately, each reduction returns a
-scalar, and XLA merges the all-reduces of these scalars.
+when the program is lowered. If two arrays were processed together, XLA would first have to convert both arrays to the
+same sharding, and would therefore gather whole gradients. If each array is processed separately, each reduction returns
+a scalar, and XLA merges the all-reduces of these scalars.
 
-The number of devices is not known when a program is traced, but it is known when the program is lowered. The
-computation is therefore a primitive whose lowering rule selects the implementation. The primitive does not use host
-callbacks, so compiled programs can be stored in the persistent compilation cache and exported with `jax.export`.
+The number of devices is not known when a program is traced, but it is known when the program is lowered. The largest
+magnitude is therefore computed by a primitive whose lowering rule selects the implementation. The primitive does not
+use host callbacks, so compiled programs can be stored in the persistent compilation cache and exported with
+`jax.export`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from jax_lossscale._measure.largest import of_each, of_local, width
 def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the largest magnitude of a list of arrays, or infinity if an element is not finite.
 
-    The list and its arrays must not be empty. The result is a ``float64[]`` for arrays of 64-bit numbers, and a
-    ``float32[]`` otherwise.
+    The list must not be empty, and each array in it must have at least one element. The result is a ``float64[]`` for
+    arrays of 64-bit numbers, and a ``float32[]`` otherwise.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not all(isinstance(leaf.size, int) for leaf in leaves):
@@ -75,7 +76,7 @@ mlir.register_lowering(_largest_magnitude, _lower)
 
 
 def _have_explicit_shardings(types: Sequence[Any]) -> bool:
-    """Return whether the types of the arrays contain their complete shardings over a single mesh.
+    """Return whether the types of the arrays contain the complete shardings of the arrays over a single mesh.
 
     The types contain the complete shardings if all arrays that are on a mesh are on the same mesh, if all axes of this
     mesh are explicit, and if no array is an unreduced sum.

@@ -23,8 +23,8 @@ def run_or_skip(
     """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
 
     If ``should_apply`` is traced, ``skip`` determines whether the compiled program contains a branch (``"cond"``) or
-    computes both results and selects one (``"select"``). ``"auto"`` uses a branch on CPUs and a selection on all other
-    platforms.
+    computes both results and selects one (``"select"``). ``skip="auto"`` uses a branch on CPUs and a selection on
+    all other platforms.
     """
     if should_apply is None or not isinstance(should_apply, jax.core.Tracer):
         return run() if should_apply is None or should_apply else leave()
@@ -39,9 +39,9 @@ def run_or_skip(
     if skip == "auto":
         # On a CPU, a selection takes two to three times as long as a branch, because XLA copies both operands of the
         # selection (measured by `python -m benchmarks optimizer`). In programs compiled for a GPU, a branch copies all
-        # its results, whereas XLA fuses a selection into the kernel that computes the step. The branch therefore reads
-        # and writes twice as many bytes as the selection (counted by `python -m benchmarks cuda`; the programs were not
-        # timed on a GPU).
+        # its results, whereas XLA fuses a selection into the kernel that computes the step. In these GPU programs, the
+        # branch therefore reads and writes twice as many bytes as the selection (counted by
+        # `python -m benchmarks cuda`; the programs were not timed on a GPU).
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 
@@ -52,9 +52,9 @@ def _with_same_varying_axes(
     """Return two functions whose corresponding results vary over the same mesh axes.
 
     Inside `jax.shard_map` with ``check_vma=True``, both branches of a `jax.lax.cond` must return values that vary over
-    the same axes. However, newly created zeros do not vary over any axis, and the initial optimizer state varies over
-    fewer axes than the state after the first sharded gradient. Each result is therefore marked as varying over the axes
-    of both branches, and over the axes of ``should_apply``.
+    the same axes. However, newly created zeros do not vary over any mesh axis, and the initial optimizer state varies
+    over fewer axes than the state after the first sharded gradient. Each result is therefore marked as varying over the
+    mesh axes of both branches, and over the mesh axes of ``should_apply``.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave

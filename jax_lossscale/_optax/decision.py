@@ -1,7 +1,7 @@
 """Functions that decide whether a step is applied, and compute the next loss scale.
 
-A table in the docstring of `loss_scaled` shows the rule for the loss scale. `decide` checks the step on each device,
-combines the results of these checks over all devices, and then makes the decision.
+A table in the docstring of `loss_scaled` shows how the loss scale is updated. `decide` checks the step on each device,
+combines the results of the checks over all devices, and then decides whether the step is applied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_lossscale._measure import AxisName, agree, finite_and_largest
 
 
 class StepInputs(NamedTuple):
-    """The optional arguments of ``update`` on which the decision depends, or ``None`` for omitted arguments.
+    """The optional arguments of ``update`` on which the decision about a step depends. Omitted arguments are ``None``.
 
     Attributes:
       value: the unscaled loss.
@@ -36,7 +36,7 @@ class StepInputs(NamedTuple):
 class StepChecks(NamedTuple):
     """The results of the checks of one step, or ``None`` for each check that is not needed.
 
-    Each of the first three checks counts as passed if the check is not needed.
+    If one of the checks ``grads_finite``, ``value_finite`` and ``allowed`` is not needed, it counts as passed.
 
     Attributes:
       grads_finite: ``bool[]``, whether all gradients are finite, or ``None`` if the loss scale does not check gradients
@@ -77,7 +77,7 @@ def decide(
     *,
     are_scaled: bool,
 ) -> StepDecision:
-    """Return the decision about a step, given its gradients and the loss scale of their backward pass.
+    """Return the decision about a step, given its gradients and the loss scale of the backward pass.
 
     The devices along ``axis_name`` communicate in a single all-reduce. If ``are_scaled`` is false, the gradients have
     already been divided by the loss scale.
@@ -105,7 +105,7 @@ def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are
 
 
 def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
-    """Return the results of the checks, combined over all devices along ``axis_name``.
+    """Return the results of a step's checks, combined over all devices along ``axis_name``.
 
     A combined check passes if the check passes on every device. The combined ``largest`` is the maximum over all
     devices.

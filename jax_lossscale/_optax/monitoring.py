@@ -1,6 +1,6 @@
 """Functions that report the metrics of a training run, and that raise an error if the run is stuck.
 
-All functions take an optimizer state that contains a `LossScaledState`.
+All functions in this module take an optimizer state that contains a `LossScaledState`.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
-    """Raise an error if a run keeps skipping steps that a lower scale cannot fix, or if its gradients are not scaled.
+    """Raise an error if a run keeps skipping steps and a lower scale would not help, or if gradients are not scaled.
 
-    This function waits for the device, so call it outside `jax.jit`, and only occasionally, for example once in 100
-    steps. A run is stuck in the following cases:
+    `raise_if_stuck` waits for the device, so call `raise_if_stuck` outside `jax.jit`, and only occasionally, for
+    example once in 100 steps. A run is stuck in the following cases:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
@@ -90,7 +90,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     Raises:
       RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message lists the
-        possible causes.
+        possible causes of the problem.
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
         is not an integer of at least 1.
 
@@ -165,9 +165,9 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
-    """Return the only `LossScaledState` in an optimizer state, with arrays in place of wrapped numbers.
+    """Return the only `LossScaledState` in an optimizer state, after converting wrapped numbers (see `unwrapped`).
 
-    Wrapped numbers in ``inner_state`` are not converted.
+    Wrapped numbers in the attribute ``inner_state`` are not converted to arrays.
 
     Args:
       opt_state: any optimizer state.

@@ -1,13 +1,13 @@
 """Evidence of whether the gradients are scaled, collected in the first steps of a run.
 
-Let g be the largest gradient that the user passes to ``update``. The loss scale measures ``largest = g / scale``. If
-the user has scaled the gradients, ``largest`` does not depend on the scale. If the user has not scaled the gradients,
-``largest`` is inversely proportional to the scale. A new `AutoLossScale` changes its scale by many powers of two in the
-first steps, whereas the gradients change much less. The changes of ``largest`` in the first steps therefore show
-whether the user has scaled the gradients.
+`loss_scaled` measures ``largest = g / scale``, where g is the largest gradient that the user passes to ``update``. If
+the user has scaled the gradients, ``largest`` does not depend on the loss scale. If the user has not scaled the
+gradients, ``largest`` is inversely proportional to the loss scale. A new `AutoLossScale` changes its scale by many
+powers of two in the first steps, whereas the gradients change much less. The changes in ``largest`` during the first
+steps therefore show whether the user has scaled the gradients.
 
 If the scaled gradients are clipped to a constant norm outside of `loss_scaled`, ``largest`` is also inversely
-proportional to the scale.
+proportional to the loss scale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUTED = -_FIRST_STEPS  # added for a step that contradicts the assumption, so
 class ScalingEvidence(NamedTuple):
     """Measurements from the first steps, from which `seem_unscaled` determines whether the gradients are scaled.
 
-    Steps whose largest gradient is zero or not finite are not counted.
+    Steps whose largest gradient is zero or not finite are ignored.
 
     Attributes:
       scale: the loss scale of the first step that counts; 0 before this step.
@@ -49,15 +49,15 @@ class ScalingEvidence(NamedTuple):
 
 
 def no_evidence() -> ScalingEvidence:
-    """Return the initial evidence, in which all fields are 0."""
+    """Return the `ScalingEvidence` before the first step, in which all fields are 0."""
     scale, largest = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
     return ScalingEvidence(scale, largest, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
 
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
-    """Return the evidence updated with the measurements of a step.
+    """Return the `ScalingEvidence` after a step, which includes the measurements of this step.
 
-    The evidence changes only in the first 10 steps whose largest gradient is finite and not zero.
+    Only the first 10 steps whose largest gradient is finite and not zero change the `ScalingEvidence`.
 
     Args:
       evidence: the evidence from all previous steps.
@@ -83,9 +83,9 @@ def seem_unscaled(
 ) -> np.ndarray:
     """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
-    The result is true only if the largest gradient of the last step is still far below the peak. If the user has
-    started to scale the gradients, for example after loading a checkpoint, the largest gradient is close to the peak
-    again.
+    The result is true only if the largest gradient of the last step is still far below the peak of the `AutoLossScale`.
+    If the user has started to scale the gradients, for example after loading a checkpoint, the largest gradient is
+    close to this peak again.
 
     Args:
       evidence: the evidence from the first steps of the run.

@@ -20,7 +20,7 @@ from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
 # The possible causes of a bad step, and the clause that describes each cause in a report. `BadStep.kind` is an index
-# into the keys of this dictionary.
+# into the keys of `CAUSES`.
 CAUSES = {
     "none": "nothing was wrong",
     "loss": "its loss was not finite",
@@ -34,7 +34,7 @@ CAUSES = {
 class BadStep(NamedTuple):
     """A record of the last bad step, that is, the last step that was skipped or had non-finite gradients.
 
-    The state of ``loss_scaled(..., record_bad_steps=True)`` contains this record.
+    The state of ``loss_scaled(..., record_bad_steps=True)`` contains a `BadStep`.
 
     Attributes:
       step: ``int32[]``, the index of the step, counted from 0 over applied and skipped steps; -1 if there was no bad
@@ -43,7 +43,7 @@ class BadStep(NamedTuple):
         `jls.diagnostics.leaf_path` converts the index to a path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at the same
-        scale are finite, the scale did not cause the bad step.
+        loss scale are finite, the loss scale did not cause the bad step.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
@@ -103,12 +103,12 @@ class LossScaledState(NamedTuple):
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
     """Return the optimizer state before the first step.
 
-    Each leaf of the state has its own buffer, because JAX cannot donate the same buffer twice.
+    Each leaf of the optimizer state has its own buffer, because JAX cannot donate the same buffer twice.
     """
     inner_state = _with_own_buffers(inner_state)
     return LossScaledState(
-        # The leaves are copied because the caller can donate the state and then use `loss_scale` again. The explicit
-        # dtype prevents weakly typed arrays.
+        # The leaves of the loss scale are copied because the caller can donate the state and then use `loss_scale`
+        # again. The explicit dtype prevents weakly typed arrays.
         loss_scale=jax.tree.map(lambda leaf: jnp.array(leaf, jnp.result_type(leaf)), loss_scale),
         inner_state=with_dtypes_of(inner_state, inner_state),
         grads_finite=jnp.array(True),
@@ -169,8 +169,9 @@ def check_state(state: Any, method: str, order: str) -> None:
 def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None:
     """Return the ``largest`` field of the next state.
 
-    A user can replace the loss scale in a state with a loss scale of a different class. The structure of the state must
-    not change even then, so ``None`` remains ``None``, and an array remains an array.
+    A user can replace the loss scale in an optimizer state with a loss scale of a different class. Because the
+    structure of the optimizer state must not change, a ``largest`` of ``None`` remains ``None``, and an array remains
+    an array.
     """
     if state.largest is None:
         return None
@@ -185,7 +186,7 @@ def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> Scaling
 
 
 def _not_measured() -> jax.Array:
-    # This NaN is intended, so the option `jax_debug_nans` must not report it.
+    # The NaN for a gradient that was not measured is intended, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
         return jnp.asarray(np.float32(np.nan))
 
@@ -216,9 +217,10 @@ def _last_bad_step(
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
-    """Return ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
+    """Return the optimizer state ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
 
-    If the dtypes or the weak types changed in the first step, the second step would be traced and compiled again.
+    If the dtypes or the weak types of an optimizer state changed in the first step, the second step would be traced and
+    compiled again.
     """
 
     def with_dtype(a: Any, b: Any) -> Any:
@@ -233,7 +235,7 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
 
 
 def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """Return the state with a copy of each array that occurs more than once.
+    """Return the optimizer state with a copy of each array that occurs in it more than once.
 
     The initial states of some optimizers contain the same array several times, and JAX cannot donate an array twice.
     """

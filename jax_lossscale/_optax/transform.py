@@ -23,17 +23,18 @@ from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation with the additional method ``update_and_apply``, as returned by `loss_scaled`.
 
-    Like every optax transformation, an instance is a tuple ``(init, update)`` and can be used wherever optax expects
-    such a tuple. Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`, ``_replace``
-    and `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through ``update``.
+    Like every optax transformation, a `LossScaledTransformation` is a tuple ``(init, update)`` and can be used wherever
+    optax expects such a tuple. Functions and classes that rebuild the tuple, such as `copy.deepcopy`, `jax.tree.map`,
+    ``_replace`` and `equinox.Module`, preserve ``update_and_apply``, because the method is looked up through
+    ``update``.
     """
 
     @functools.cached_property
     def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
         """A function that computes the updates and applies them to the parameters.
 
-        Call it as ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``.
-        The result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
+        Call ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``. The
+        result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
         ``update_and_apply`` is faster.
         """
         wrapper = getattr(self.update, "__self__", None)
@@ -74,48 +75,49 @@ def loss_scaled(
         because a step outside `jax.jit` is compiled as well.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
-        whether to skip a step, so that all devices skip the same steps. To reach this agreement, the devices perform
-        one small all-reduce. The wrapper does not sum or average the gradients over devices. Sum or average them
-        yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
+        whether to skip a step, so that all devices skip the same steps. To agree, the devices perform one small
+        all-reduce in each step. The wrapper does not sum or average the gradients over devices. Sum or average the
+        gradients yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
         `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the weights,
         both in float16 and in bfloat16.
-      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects the
-        new or the old values. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all other platforms,
-        ``"auto"`` uses ``"select"``, because a program compiled for a GPU then moves half as many bytes (this has not
-        been timed on a GPU). All options return the same results. Use ``"cond"`` if you differentiate through optimizer
-        steps, as in meta-learning, because the derivative of ``"select"`` can be NaN if the unused values are not
-        finite.
+      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects either
+        the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
+        other platforms, ``"auto"`` uses ``"select"``, because a program compiled for a GPU moves half as many bytes
+        with ``"select"`` (this has not been timed on a GPU). All values of ``skip`` lead to the same results. Use
+        ``"cond"`` if you differentiate through optimizer steps, as in meta-learning, because the derivative of
+        ``"select"`` can be NaN if the unused values are not finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
-        the first leaf of its gradients that was not finite. The record adds one branch to every step and one reduction
-        per leaf to the compiled program.
+        the first leaf of its gradients that was not finite. Recording bad steps adds one branch to every step, and one
+        reduction per leaf to the compiled program.
 
     Returns:
       A `LossScaledTransformation` with the methods ``init(params)``, ``update`` and ``update_and_apply``.
 
       ``update(updates, state, params=None, *, value, skip_if, grads_finite, **extra_args)`` returns
       ``(updates, state)``. The argument ``updates`` contains the gradients of the scaled loss, as computed by
-      `value_and_scaled_grad` with this state. The following arguments are optional:
+      `value_and_scaled_grad` with ``state``. The following arguments are optional:
 
       - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
       - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
       - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
         known, for example from the norm of the gradients. If ``grads_finite`` is passed, the wrapper uses this value
-        without checking the gradients itself. However, a loss scale with ``needs_largest`` still reads the gradients to
-        measure their largest magnitude.
-      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. If these arguments contain
-        gradients, the gradients must be unscaled.
+        without checking the gradients itself. However, if the loss scale needs the largest gradient
+        (``needs_largest``), the wrapper still reads the gradients to measure their largest magnitude.
+      - ``extra_args``: other arguments, which are passed to the inner optimizer unchanged. If ``extra_args`` contains
+        gradients, these gradients must be unscaled.
 
       ``update_and_apply(scaled_grads, state, params, **kwargs)`` takes the keyword arguments of ``update`` and returns
       ``(params, state)``. The result is the same as that of ``update`` followed by `optax.apply_updates`, but
-      ``update_and_apply`` is faster. Leaves that are not inexact arrays, or whose gradient is ``None``, are returned as
-      the same objects.
+      ``update_and_apply`` is faster. Parameters that are not inexact arrays, or whose gradient is ``None``, are
+      returned as the same objects.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation or already contains a `loss_scaled`, or if
         ``loss_scale``, ``skip`` or ``record_bad_steps`` is not one of the values described above. ``update`` and
         ``update_and_apply`` raise a `ValueError` if ``state`` was not created by ``init``, if ``value`` is not a real
         scalar, if ``skip_if`` or ``grads_finite`` is not a boolean scalar, or if a surrounding `optax.masked` or
-        `optax.partition` masks some gradients. Pass masked transformations as ``inner`` instead.
+        `optax.partition` masks some gradients. Instead of masking the result of `loss_scaled`, pass a masked
+        transformation as ``inner``.
 
     Warns:
       UserWarning: if the parameters passed to ``init`` include float16 arrays, because small updates of such parameters

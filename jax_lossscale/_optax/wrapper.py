@@ -1,7 +1,7 @@
 """`Wrapper`: the methods ``init``, ``update`` and ``update_and_apply`` of a `loss_scaled` optimizer.
 
-The methods check their arguments, replace the leaves that are not trained with ``None``, and call a common function
-that computes the step.
+The methods of `Wrapper` check their arguments, replace the parameters that are not trained with ``None``, and call a
+common function that computes the step.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Compute a step on the inexact leaves. Outside `jax.jit`, call the compiled step if all arguments permit it.
+        """Compute a step on the inexact leaves. Outside `jax.jit`, the compiled step is used if possible.
 
         If ``extra_args`` contains anything but arrays, the step is not compiled. Functions cannot be arguments of a
         compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use
@@ -140,7 +140,7 @@ class Wrapper:
     def _compiled_step(self) -> Callable[..., _Stepped]:
         """Return the compiled step.
 
-        The compiled function is stored in the wrapper, so that the function is freed together with the inner optimizer.
+        The compiled step is stored in the wrapper, so that it is freed together with the inner optimizer.
         """
         return jax.jit(self._step, static_argnums=0)
 
@@ -204,8 +204,9 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
 def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The update of each array is zero. A Python number whose gradient is ``None`` is part of the configuration of the
-    model, so its update is ``None``. If ``params`` is ``None``, the gradients themselves are returned.
+    The update of each array that the inner optimizer does not receive is zero. A Python number whose gradient is
+    ``None`` is part of the configuration of the model, so its update is ``None``. If ``params`` is ``None``, the
+    gradients themselves are returned.
     """
     if params is None:
         return grads
@@ -225,8 +226,8 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     """Return parameters or unscaled gradients, cast to at least float32 for the inner optimizer.
 
     With a `NoOpLossScale`, bfloat16 leaves are not cast, so that the step is the same as without the wrapper. Float16
-    leaves are always cast, because the square of a small gradient is zero in float16, and Adam would then divide zero
-    by zero.
+    leaves are always cast, because the square of a small gradient is zero in float16, so that Adam would divide zero by
+    zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
@@ -242,9 +243,9 @@ def _warn_about_float16(params: optax.Params) -> None:
     if paths:
         warn_user(
             f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
-            "Updates that are smaller than 1/4096 of such a parameter are lost. Cast the parameters to float32 with "
+            "Updates that are smaller than 1/4096 of a float16 parameter are lost. Cast the parameters to float32 with "
             "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
-            "initialize their layer with a float32 input, because some layers create parameters in the dtype of their "
+            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
             "input."
         )
 
@@ -267,7 +268,7 @@ def _check_arguments(
         hint = did_you_mean(argument, StepInputs._fields)
         if hint:
             raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # Without this check, `restore_from` would be passed to the inner optimizer, which would ignore it.
+    # If `restore_from` did not raise an error, it would be passed to the inner optimizer, which would ignore it.
     if "restore_from" in extra_args:
         raise ValueError(
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "

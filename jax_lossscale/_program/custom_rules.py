@@ -1,8 +1,8 @@
-"""Evaluation of equations with custom rules, such as `jax.custom_jvp` and `jax.custom_vjp`, by a given evaluator.
+"""Evaluation of equations with custom rules, such as those of `jax.custom_jvp`, by a given evaluator of jaxprs.
 
-The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. The custom rule is not
-called directly, because it is a private parameter of the equation. Instead, JAX transforms the original equation, which
-applies the rule, and the evaluator evaluates the resulting jaxpr.
+The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. A custom rule is not
+called directly, because it is a private parameter of its equation. Instead, JAX transforms the original equation, which
+applies the custom rule, and the evaluator evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _Result = TypeVar("_Result")
-# A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from the dtypes that
-# are declared in the jaxpr.
+# A function that evaluates a jaxpr and returns its outputs. The inputs of the jaxpr may have other dtypes than the
+# jaxpr declares.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
@@ -29,16 +29,16 @@ Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
 class EvaluateRule(Protocol):
-    """Evaluator for the jaxpr of a function with a custom rule, and for the jaxprs obtained by applying the rule."""
+    """A function that evaluates the jaxpr of a function with a custom rule, and jaxprs traced from this rule."""
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
-        """Return the outputs of a jaxpr.
+        """Evaluate a jaxpr and return its outputs.
 
         Args:
           closed: the jaxpr.
-          inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs correspond to the operands of
-            the equation. In the transpose of a `linear_call`, the cotangents are in the positions of the linear
-            operands. Neither the cotangents nor the linear operands of a `linear_call` are constants.
+          inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs of the jaxpr correspond to the
+            operands of the equation. In the transpose of a `linear_call`, the cotangents are in the positions of the
+            linear operands. Neither the cotangents nor the linear operands of a `linear_call` are constants.
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. The outputs of
             ``forward`` are the results of the equation, followed by the residuals, which are the first inputs of
             ``closed``.
@@ -67,7 +67,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
 
 def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) -> tuple[ClosedJaxpr, list[bool]]:
-    """Return the derivative of an equation.
+    """Return the derivative of an equation as a jaxpr.
 
     Args:
       eqn: the equation.
@@ -76,8 +76,9 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
 
     Returns:
       A jaxpr and a list. The inputs of the jaxpr are all operands of the equation, followed by the tangents of the
-      perturbed operands. The outputs of the jaxpr are the results of the equation, followed by the nonzero tangents of
-      the results. The list contains, for each result, whether its tangent is a symbolic zero.
+      perturbed operands (those at the positions ``perturbed``). The outputs of the jaxpr are the results of the
+      equation, followed by the nonzero tangents of the results. The list contains, for each result of the equation,
+      whether its tangent is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
@@ -137,7 +138,7 @@ def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> 
 
 @jax.tree_util.register_static
 class _Linearized:
-    """A `jax.custom_vjp` function, linearized with respect to its perturbed operands.
+    """A `jax.custom_vjp` function, linearized with respect to its perturbed (differentiated) operands.
 
     Attributes:
       jaxpr: the jaxpr of the forward pass, which computes the results and the residuals from the operands.
@@ -167,18 +168,18 @@ class _Linearized:
         self._structure = jax.tree.structure(linear)
 
     def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
-        """Return the jaxpr of the backward pass.
+        """Return the jaxpr of the function's backward pass.
 
         The inputs of the jaxpr are the residuals, followed by the cotangents of the results at the positions
         ``nonzero``. The outputs of the jaxpr are the nonzero cotangents of the operands.
 
         Args:
           nonzero: the positions of the results whose cotangents are inputs. The custom rule receives symbolic zeros as
-            the cotangents of the results at all other positions.
+            the cotangents of all other results.
 
         Returns:
-          The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of all other
-          operands are symbolic zeros.
+          The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of operands
+          at all other positions are symbolic zeros.
         """
         tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]
 
@@ -261,7 +262,7 @@ def shard_map(
     """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map`, and return its outputs.
 
     The new `jax.shard_map` is necessary because it binds the axis names that the jaxpr uses. ``evaluate`` may return
-    more outputs than the jaxpr has. ``more_out_specs`` contains the partition specs of the additional outputs.
+    more outputs than the jaxpr has, and ``more_out_specs`` contains the partition specs of these additional outputs.
     """
     closed = ClosedJaxpr(eqn.params["jaxpr"], ())
     function = jax.shard_map(
@@ -276,7 +277,7 @@ def shard_map(
 
 
 def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
-    """Call a function while the axis names of a `jax.shard_map` are bound, and return its result."""
+    """Call a function while the axis names of a `jax.shard_map` are bound, and return the result of the function."""
     results: list[_Result] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:

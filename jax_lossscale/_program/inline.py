@@ -9,7 +9,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 
-# The identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in each call.
+# The identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in the two
+# calls.
 ValueId: TypeAlias = int
 
 
@@ -30,7 +31,7 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A jaxpr as a list of nodes, in an order in which the nodes can be evaluated.
+    """A jaxpr as a list of nodes (equations), in an order in which the nodes can be evaluated.
 
     Attributes:
       inputs: the identifiers of the jaxpr's arguments.
@@ -102,5 +103,5 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
 
 
 def value_ids(atoms: Sequence[ValueId | Literal]) -> tuple[ValueId, ...]:
-    """Return the identifiers of all operands or results that are not literals."""
+    """Return the identifiers of all ``atoms`` (operands or results of an equation) that are not literals."""
     return tuple(atom for atom in atoms if not isinstance(atom, Literal))

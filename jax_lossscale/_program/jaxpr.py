@@ -22,21 +22,21 @@ _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 class Traced:
     """A function that has been traced to a jaxpr.
 
-    The arrays in the arguments of the function are traced. Leaves that are not arrays are passed to the function
-    unchanged.
+    The arrays in the arguments of the function are traced. Leaves of the arguments that are not arrays are passed to
+    the function unchanged.
 
     Attributes:
-      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are ``inputs``. The outputs of the jaxpr are the arrays in the
-        result of the function and in the parts of nnx objects that the function changes.
+      jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are the arrays ``inputs``. The outputs of the jaxpr are the
+        arrays in the result of the function and in the parts of nnx objects that the function changes.
       inputs: the leaves of the arguments that are arrays.
-      positions: the positions of these arrays among all leaves of the arguments.
+      positions: the positions of ``inputs`` among all leaves of the arguments.
 
     Args:
       fun: the function to trace.
       args: the positional arguments of the function.
       kwargs: the keyword arguments of the function.
-      dtype: the dtype with which float32 arguments are traced. By default, all arguments are traced with their own
-        dtypes.
+      dtype: the dtype with which float32 arguments are traced. If ``dtype`` is None, all arguments are traced with
+        their own dtypes.
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
@@ -62,22 +62,22 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the inputs of the jaxpr for new arguments with the tree structure of the original arguments."""
+        """Return the inputs of the jaxpr for new arguments, which must have the structure of the traced arguments."""
         leaves = nnx_objects.flattened((args, kwargs)).leaves
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Convert the outputs of the jaxpr to the result of the function and the changed parts of its nnx objects."""
+        """Convert the outputs of the jaxpr to the function's result and the parts of nnx objects that it changes."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
 
     def array_result(self, outputs: Sequence[Any]) -> Any:
-        """Return the same value as `result`, but first convert literals among the outputs to `jax.Array`s."""
+        """Return the same value as `result`, but convert all arrays and numbers in ``outputs`` to `jax.Array`s."""
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the function's result for these outputs, and apply the function's changes to nnx objects."""
+        """Return the function's result for outputs of the jaxpr, and apply the function's changes to nnx objects."""
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
@@ -104,13 +104,13 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_half(aval: Any) -> bool:
-    """Return whether a type is an array type (not a reference) of a floating dtype of fewer than 32 bits."""
+    """Return whether a type is that of an array (not of a reference) with a floating dtype of fewer than 32 bits."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def is_float32(aval: Any) -> bool:
-    """Return whether a value of this type is a float32 array, or a reference to one."""
+    """Return whether a value of the type ``aval`` is a float32 array, or a reference to a float32 array."""
     return getattr(aval, "dtype", None) == np.float32
 
 
@@ -120,17 +120,20 @@ def with_dtype(aval: Any, dtype: Any) -> Any:
 
 
 def size_of(aval: Any) -> int:
-    """Return the number of elements of a value of this type."""
+    """Return the number of elements of a value of the type ``aval``."""
     return size_of_shape(getattr(aval, "shape", ()))
 
 
 def size_of_shape(shape: Iterable[Any]) -> int:
-    """Return the number of elements for an array shape. A symbolic dimension of `jax.export` counts as 2**20."""
+    """Return the number of elements of an array with a given shape.
+
+    A symbolic dimension of `jax.export` counts as 2**20.
+    """
     return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
 
 
 def is_reference(atom: Any) -> bool:
-    """Return whether an atom is a mutable array reference, such as the result of `jax.new_ref`."""
+    """Return whether a variable is a mutable array reference, such as the result of `jax.new_ref`."""
     return hasattr(atom.aval, "inner_aval")
 
 
@@ -173,10 +176,10 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
-    """Give new equations the name stack, source line and mesh of ``eqn``.
+    """Give equations that are traced in this context the name stack, source line and mesh of ``eqn``.
 
-    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of these calls precede
-    the name stack of ``eqn``.
+    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of the inlined calls
+    precede the name stack of ``eqn``.
     """
     stack = current_name_stack()
     for holder in (*within, eqn):
@@ -192,7 +195,10 @@ def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any
 
 
 def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Bind the primitive of an equation, and return its outputs. The caller must have entered `in_context`."""
+    """Bind the primitive of an equation, and return its outputs.
+
+    The caller must have entered the context `in_context(eqn)`.
+    """
     outputs = bind_primitive(eqn.primitive, inputs, params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
@@ -202,10 +208,10 @@ class RuleError(Exception):
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Call `bind_here`, and convert any exception to a `RuleError`.
+    """Call `bind_here`, and convert any exception that it raises to a `RuleError`.
 
-    JAX calls the differentiation rule of an equation while the equation is bound. An exception is therefore caused by
-    the rule, not by the code that differentiates the equation.
+    JAX calls the differentiation rule of an equation while the equation is bound. An exception in `bind_here` is
+    therefore caused by this rule, not by the code that differentiates the equation.
     """
     try:
         return bind_here(eqn, inputs, params)
@@ -216,14 +222,17 @@ def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, An
 def bind_primitive(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """Bind a primitive with the parameters that its equation has in a jaxpr."""
     bound = primitive.get_bind_params(params)
-    if isinstance(bound, tuple):  # Before jax 0.9.0, `get_bind_params` returns a tuple.
+    if isinstance(bound, tuple):  # Before jax 0.9.0, `get_bind_params` returned a tuple.
         functions, options = bound
         return primitive.bind(*functions, *inputs, **options)
     return primitive.bind(*inputs, **bound)
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:
-    """Return ``value`` cast to ``dtype``. Python and NumPy values become NumPy values, so they remain constants."""
+    """Return ``value`` cast to ``dtype``.
+
+    Python and NumPy values are converted to NumPy values, so that they remain constants.
+    """
     if getattr(value, "dtype", None) == dtype:
         return value
     if isinstance(value, jax.Array):

@@ -20,10 +20,10 @@ _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|cu
 _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack, and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-# Scopes whose names begin with this prefix are omitted from locations.
+# The prefix of the names of scopes that are omitted from locations.
 HIDDEN_SCOPE = "jls: "
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect handler, not a layer.
-# Each directory must end in a separator, because otherwise the directory of `jax` would be a prefix of the directory of
+# The path of each directory ends in a separator, because otherwise the path of `jax` would be a prefix of the path of
 # `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
 _OURS = os.path.join(Path(__file__).parent.parent, "")
@@ -45,7 +45,7 @@ class Location(NamedTuple):
       functions: the names of the functions outside of JAX that were running, the innermost first.
       is_backward: whether the equation belongs to the backward pass.
       instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
-        equations have the same bytecode positions only if the same user code was executed twice.
+        equations have the same bytecode positions only if the same user code was executed for both.
       parameter: the tree path of the argument leaf that the equation uses; "" if the path was not determined.
     """
 
@@ -70,8 +70,8 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(
         stack=stack,
         layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # If the equations of a separately compiled function lack the frames of user code, the location of the enclosing
-        # equation is used.
+        # If an equation of a separately compiled function has no stack frames of user code, the source line of the
+        # enclosing equation is used.
         source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
@@ -89,7 +89,7 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
-    """Return whether at least one of the equations is in a scope with exactly this name."""
+    """Return whether at least one of the equations was traced in the scope ``name`` (the exact name)."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
 
 
@@ -99,14 +99,14 @@ def _shown_names(stack: Any) -> str:
 
 
 def _layer(stack: str) -> str:
-    """Return the names of layers in a name stack, without the names that JAX adds."""
+    """Return the names of the layers in a name stack, without the names that JAX adds to the name stack."""
     while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
         stack = stripped
     names: list[str] = []
     for name in stack.split("/"):
         # A name with an arrow is the specification of an `einsum`, such as "ij,jk->ik".
         names += [name] if name not in _NO_LAYERS and "->" not in name else []
-        # In recomputed equations, the names of the scopes around `jax.checkpoint` occur twice.
+        # In equations that `jax.checkpoint` recomputes, the names of the scopes around `jax.checkpoint` occur twice.
         for number in range(1, len(names)):
             if names[-number:] == names[-2 * number : -number]:
                 del names[-number:]
@@ -114,15 +114,15 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """Return the frames outside JAX and this library, from the innermost frame to the one that traced the function."""
+    """Return the stack frames outside of JAX and this library, from the innermost frame to the start of the tracing."""
     traceback = eqn.source_info.traceback
-    # Before jax 0.9.1, a traceback also includes the callers of the tracing function, whose classes are not layers.
+    # Before jax 0.9.1, a traceback also included the callers of the tracing function, whose classes are not layers.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
 
 def _instructions(traceback: Any) -> tuple[int, ...]:
-    """Return the bytecode positions of the frames up to and including the innermost frame of user code."""
+    """Return the bytecode positions of the stack frames up to and including the innermost frame of user code."""
     codes, positions = traceback.raw_frames() if traceback else ([], [])
     number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
     return tuple(positions[:number])
@@ -139,9 +139,9 @@ def _readable(file_name: str) -> str:
 
 
 def _classes(frames: list[Any]) -> list[str]:
-    """Return the classes whose ``__call__`` is running, the outermost first.
+    """Return the classes whose ``__call__`` was running when an equation was traced, the outermost first.
 
-    For nnx and equinox modules, classes are used instead of scopes, because these modules do not add names to the name
+    The layers of nnx and equinox models are named after classes, because nnx and equinox add no names to the name
     stack.
     """
     calls = [frame.function_name.split(".") for frame in frames if frame.function_name.endswith(".__call__")]

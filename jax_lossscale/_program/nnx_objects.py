@@ -1,9 +1,10 @@
 """Support for modules and variables of flax nnx in the arguments of a traced function.
 
-Modules and variables of nnx are mutable, and a function may change them while it runs. If modules were flattened as
-pytrees, the function would change copies of the modules (for example, of the batch statistics and the counters of
-random streams), and the changes would be silently lost. Therefore, modules and variables are split and merged with
-`nnx.split` and `nnx.merge`, and the changed parts become additional results of the traced function.
+Modules and variables of nnx are mutable, and a function may change them while it runs. If nnx modules were flattened as
+pytrees, the traced function would change copies of the modules (for example, of the batch statistics and the counters
+of random streams), and these changes would be silently lost. Therefore, nnx modules and variables are split and merged
+with `nnx.split` and `nnx.merge`, and the parts that a function changes become additional results of the traced
+function.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def flattened(tree: Any) -> Flattened:
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
-    """Return, by path, the leaves of each variable in nnx objects, and the values of all other attributes and items."""
+    """Return a dictionary from paths to the leaves of variables and the other values in nnx objects."""
     return {
         path: jax.tree.leaves(value.get_raw_value()) if isinstance(value, _nnx().Variable) else [value]
         for path, value in _parts(objects)
@@ -58,7 +59,7 @@ def contents(objects: list[Any]) -> dict[Any, Any]:
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return, by path, the parts of nnx objects that have changed since `contents` returned ``before``."""
+    """Return a dictionary from paths to the parts of nnx objects that changed after `contents` returned ``before``."""
     now = contents(objects)
     return {
         path: value
@@ -74,7 +75,8 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            if holder is not None:  # If `holder` is None, the value is in a new container, which is set as a whole.
+            # If `holder` is None, the container of the value is new, and the container itself is one of the changes.
+            if holder is not None:
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
             nodes[path].set_value(value.get_raw_value())
@@ -83,7 +85,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
 
 
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function, and the nnx object that it needs as its first argument.
+    """Return a function, and a tuple with the nnx object that the function needs as its first argument.
 
     If ``fun`` is an nnx module or a method of an nnx module, the result is the unbound method and a tuple with the
     module. Any other function is returned unchanged, together with an empty tuple.
@@ -95,14 +97,14 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the paths and values of all variables, and of all other values in modules, dictionaries and lists."""
+    """Return the path and value of each variable in nnx objects, and of each other value in their containers."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
 
 
 def _held(holder: Any) -> list[tuple[Any, Any]]:
-    """Return the names and values of the items in a module, dictionary or list, except nnx modules and variables."""
+    """Return the name and value of each item in a module, dictionary or list, except nnx modules and variables."""
     if isinstance(holder, list):
         named: Iterable[tuple[Any, Any]] = enumerate(holder)
     elif isinstance(holder, dict):
@@ -121,6 +123,6 @@ def _is_object(value: Any) -> bool:
 def _nnx() -> Any:
     """Return the `flax.nnx` module, or None if it has not been imported.
 
-    Without this import, there cannot be any nnx objects.
+    If `flax.nnx` has not been imported, there cannot be any nnx objects.
     """
     return sys.modules.get("flax.nnx")

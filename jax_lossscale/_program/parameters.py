@@ -1,4 +1,4 @@
-"""Tree paths of the parameters used by operations, to distinguish layers with the same class and source line."""
+"""Tree paths of the parameters that operations use, which distinguish layers with the same class and source line."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# The equations that contain an equation, the outermost first, followed by the equation itself.
+# The path of an equation: the equations that contain it, the outermost first, followed by the equation itself.
 Path: TypeAlias = tuple[Any, ...]
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:
     """Return, for each operation, the tree path of the argument leaf that the operation uses.
 
-    Data movement and casts may be applied to the leaf before the operation uses it. If an operation uses several
-    leaves, the leaf of the first argument is returned, because the first argument usually contains the parameters. If
-    there are nnx objects in the arguments, the result is empty.
+    Data movement and casts may be applied to the argument leaf before the operation uses it. If an operation uses
+    several argument leaves, the leaf that belongs to the first argument is returned, because the first argument usually
+    contains the parameters. If there are nnx objects in the arguments, an empty dictionary is returned.
     """
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}
@@ -37,14 +37,17 @@ def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -
 
 
 class _Leaf(NamedTuple):
-    """A leaf of an argument: the number of the argument, and the path of the leaf in the argument."""
+    """A leaf of an argument, described by the number of the argument and the path of the leaf in the argument."""
 
     argument: int
     path: str
 
 
 class _Taken(Propagation[_Leaf | None]):
-    """Determine which values are leaves of the arguments. ``found`` maps each operation to the path of its leaf."""
+    """Find the values that are leaves of the arguments.
+
+    ``found`` maps each operation to the path of the leaf that it uses.
+    """
 
     follows = Propagation.follows | {"shard_map"}
 

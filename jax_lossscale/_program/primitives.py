@@ -1,7 +1,8 @@
 """Tables of JAX primitives, grouped by kind of operation.
 
-A primitive that is not in any table is computed in float32, and the jaxprs in its parameters are evaluated unchanged,
-because this is correct for every primitive. Reports list the names of primitives that are not in any table.
+`autocast` computes a primitive that is not in any table in float32, and evaluates the jaxprs in its parameters
+unchanged, because this treatment is correct for every primitive. Reports list the names of all primitives that are not
+in any table of this module.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
 
 
 def _names(words: str) -> frozenset[str]:
-    """Return the set of names in a string that is separated by spaces."""
+    """Return the set of the names in a string, which are separated by spaces."""
     return frozenset(words.split())
 
 
@@ -33,7 +34,8 @@ PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# Operations that only move numbers or select numbers by a mask. All moved operands and all results have the same dtype.
+# Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data movement
+# have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
@@ -42,28 +44,29 @@ PLAIN_DATA_MOVEMENT = (
     | PLACEMENTS
     | {SAVED}
 )
-# Data movement that may replicate a number. The transpose of replication is arithmetic, because the cotangents of all
-# copies are summed.
+# Data movement that may replicate a number. The backward pass of replication is arithmetic, because it sums the
+# cotangents of all copies.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
-# Data movement between devices. Its results are saved for the backward pass, so that no result is communicated again.
+# Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
+# the results are not communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
     "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
 )
 # Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# Operations that select one of several numbers by comparing them. The numbers can be rounded before or after the
-# selection, because rounding preserves their order. Max and min pooling select one number from each window.
+# Operations that select one of several numbers by comparing the numbers. The numbers can be rounded before or after the
+# selection, because rounding preserves the order of numbers. Max and min pooling select one number from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = (
     PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 )
-# The number of leading operands that are moved, for data movement with additional operands such as indices or sizes.
+# For data movement with additional operands, such as indices or sizes: the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
-# Operations that convert their operand to another dtype or precision.
+# Operations that convert an operand to another dtype or precision.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
 # Sums of many numbers, which may cancel if the numbers have different signs.
@@ -83,20 +86,21 @@ CHEAP = _names(
     "reshape select_n squeeze stop_gradient sub transpose xor"
 )
 
-# Operations whose operands must not be rounded, because rounding changes the result for nearly singular matrices.
+# Operations whose operands must not be rounded, because rounding a nearly singular matrix can change the result
+# strongly.
 LINEAR_ALGEBRA = _names(
     "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu "
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve"
 )
-# Operations whose computation is not described by a jaxpr or is written for specific dtypes or memory spaces.
+# Operations whose computation is not described by a jaxpr, or is written for specific dtypes or memory spaces.
 OPAQUE = _names(
     "call_exported compute_on custom_partitioning dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The start and done operations of asynchronous collectives, between which the value is a future without a dtype.
+# The start and done operations of asynchronous collectives. A start operation returns a future, which has no dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(
@@ -117,7 +121,7 @@ COMPUTED_ONCE = (
     | LINEAR_ALGEBRA
     | OPAQUE
 )
-# Operations that have no result, or whose result depends on the bits of the operand.
+# Operations that have no result, or whose result depends on the binary representation of the operand.
 BITS = _names("bitcast_convert_type debug_callback debug_print")
 # Operations that read, write, order or check state that is not a value of the jaxpr.
 EFFECTS = _names(
@@ -143,7 +147,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
     """Return, for each result of a data movement or cast, the positions of the operands whose numbers it can contain.
 
     Operands such as masks, indices and sizes are ignored, because these operands only determine which numbers are
-    moved, and to which positions. For operations that are neither data movement nor casts, return None.
+    moved, and to which positions. If the operation is neither data movement nor a cast, return None.
     """
     name = eqn.primitive.name
     if name not in DATA_MOVEMENT | CONVERSIONS:
@@ -156,7 +160,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive, followed by the name of the library that defines it unless this is JAX."""
+    """Return the name of a primitive, followed by the library that defines the primitive unless it is JAX."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"

@@ -1,8 +1,8 @@
 """Propagation of static information through the values of a jaxpr, from operation to operation.
 
 A subclass of `Propagation` defines which information is propagated. For each operation, the subclass computes the
-information about the results from the information about the operands. The base class propagates the information through
-calls, loops and branches.
+information about the results from the information about the operands. The base class `Propagation` propagates the
+information through calls, loops and branches.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class Propagation(Walk[Known]):
         raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
-        """Return the information about a carry inside a loop, given the information about its initial value."""
+        """Return the information about a carry inside a loop, given the information about the carry's initial value."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:
-        """Process the information about a carry at the start (``within``) and the end (``at_end``) of an iteration."""
+        """Process the information about a carry at the start (``within``) and end (``at_end``) of a loop iteration."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
-        """Return the information about an equation's results; enter its sub-jaxprs if `follows` contains its name."""
+        """Return the information about an equation's results.
+
+        Sub-jaxprs are entered if `follows` contains the primitive's name.
+        """
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
@@ -62,7 +65,7 @@ class Propagation(Walk[Known]):
         ]
         self.within, self._location = outside
         for result, operand in inner.carried:
-            (results,) = results_of_jaxprs  # A loop has exactly one body.
+            (results,) = results_of_jaxprs  # A loop has exactly one jaxpr that is a body.
             self.carried_on(carries[operand], results[result])
         if len(results_of_jaxprs) == 1:
             return results_of_jaxprs[0]

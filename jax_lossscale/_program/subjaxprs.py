@@ -1,7 +1,7 @@
 """The jaxprs in the equations of higher-order primitives, such as `scan`, `while` and `cond`.
 
 `subjaxprs` maps the operands and results of an equation to the inputs and outputs of its sub-jaxprs. All code in
-`jax_lossscale` that enters sub-jaxprs uses this mapping.
+`jax_lossscale` that enters sub-jaxprs uses `subjaxprs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.jaxpr import bind_here
 
-# Primitives that only evaluate their jaxpr.
+# Primitives that only evaluate the jaxpr in their parameters.
 CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` to `eval_jaxpr`.
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
@@ -46,7 +46,8 @@ class SubJaxprs(NamedTuple):
     """All jaxprs in the parameters of an equation.
 
     Attributes:
-      jaxprs: the jaxprs. The last jaxpr of a loop is its body. The jaxprs of a conditional are its branches.
+      jaxprs: the jaxprs. The last of the jaxprs of a loop is the body of the loop. The jaxprs of a conditional are its
+        branches.
       carried: for each carry of a loop, the position of its final value among the results, and the position of its
         initial value among the operands.
       sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
@@ -60,7 +61,10 @@ class SubJaxprs(NamedTuple):
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
-    """Return the sub-jaxprs of an equation, or an empty result if its primitive is not a known higher-order one."""
+    """Return the sub-jaxprs of an equation.
+
+    An equation whose primitive is not a known higher-order primitive has no sub-jaxprs.
+    """
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn) if rule else SubJaxprs(())
 
@@ -75,7 +79,7 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     else:
         (closed,) = jaxprs
         name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-        # A `Jaxpr` cannot contain constants, so the constants become arguments.
+        # A `Jaxpr` (unlike a `ClosedJaxpr`) cannot contain constants, so the constants become arguments.
         if not isinstance(params[name], ClosedJaxpr):
             jaxpr, consts = closed.jaxpr, list(closed.consts)
             closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -87,13 +91,13 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
 
 
 def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
-    """Return a `SubJaxpr` whose results are, by default, the results of the equation."""
+    """Return a `SubJaxpr`; by default, the results of the jaxpr correspond to the results of the equation."""
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
     return SubJaxpr(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 
 
 def _called(*names: str) -> Callable[[Any], SubJaxprs]:
-    """Return a rule for primitives that call the jaxpr in the first of the parameters ``names`` that exists."""
+    """Return a function that implements `subjaxprs` for primitives with a jaxpr in one of the parameters ``names``."""
 
     def rule(eqn: Any) -> SubJaxprs:
         jaxpr = next(eqn.params[name] for name in names if name in eqn.params)

@@ -1,7 +1,7 @@
-"""Base class of jaxpr interpreters that visit each equation once, in order.
+"""Base class of jaxpr interpreters that visit each equation of a jaxpr once, in order.
 
-Each subclass chooses how to represent a value: as an array, as a tuple of arrays, or as static information that is
-available at trace time.
+Each subclass of `Walk` chooses how to represent a value of the jaxpr: as an array, as a tuple of arrays, or as static
+information that is available at trace time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ class Walk(Generic[Datum]):
     """Base class that interprets a jaxpr and deletes each value after its last use."""
 
     def value_of(self, constant: Any, aval: Any) -> Datum:
-        """Return the value that represents a literal or a constant. ``aval`` is the type of the literal or constant."""
+        """Return the value that represents a literal or a constant.
+
+        ``aval`` is the type of this literal or constant.
+        """
         raise NotImplementedError
 
     def equation(self, eqn: Any, operands: list[Datum]) -> Sequence[Datum]:

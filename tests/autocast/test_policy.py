@@ -335,10 +335,8 @@ def test_rule_has_no_effect_on_a_matmul_with_a_constant_out_of_range(precision, 
     np.testing.assert_allclose(found[1], plain[1], rtol=1e-6)
     for each in jls.diagnostics.autocast_report(loss, X, policy=policy):
         if each.is_matmul:
-            assert (
-                each.reason
-                == f"its constant operand is outside the range of float16, so {policy.rules[0]!r} has no effect here"
-            )
+            outside = "its constant operand is outside the range of float16"
+            assert each.reason == f"{outside}, so {policy.rules[0]!r} has no effect on this matmul"
     assert matmul_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
 

@@ -56,8 +56,8 @@ jls.AutoLossScale().unscale("x")
 jls.AutoLossScale().update("x")
     `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
 jls.AutoLossScale().update(jnp.array(False))
-    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To pass a
-    boolean, use `adjust`.
+    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To
+    update the loss scale with a boolean, use `adjust`.
 jls.AutoLossScale().adjust(1)
     `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
     `jnp.any`.
@@ -114,9 +114,9 @@ jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match everything, omit this argument.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match all operations, omit `layer`.
 jls.PrecisionRule("float32", layer=3)
-    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match everything, omit this argument.
+    `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match all operations, omit `layer`.
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
@@ -127,7 +127,7 @@ jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     2 positional arguments. Pass the batch and the differentiated arguments by position.
 jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
     `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not have arguments in common, because the
-    gradients with respect to a batch cannot be summed over its parts. Use `value_and_scaled_grad` instead.
+    gradients with respect to a batch cannot be summed over micro-batches. Use `value_and_scaled_grad` instead.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
     `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
     3 examples. Change the batch size, for example by omitting some examples.
@@ -227,8 +227,8 @@ COMPILED(jls.raise_if_stuck)(STATE)
 jls.scale_gradient(PARAMS, "8")
     `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
-    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. To scale the gradient of a function, pass
-    its result.
+    `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. To scale the gradient of a function, apply
+    `scale_gradient` to the result of the function.
 jls.scaled_backward(3, 8)
     `scaled_backward(fun=...)` must be a function, got 3.
 jls.scaled_grad(3, 8)

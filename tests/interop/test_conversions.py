@@ -230,7 +230,7 @@ def test_conversion_to_another_library_and_back(peer, data):
         (lambda: from_torch({**TORCH, "growth_interval": 2.5}), ["growth_interval", "integer", "2.5"]),
         (lambda: from_keras(KERAS, {}, min_loss_scale=1.0), ["from_keras(state=...)", "dynamic_scale"]),
         (lambda: from_tensorflow({"loss_scale": 1.0}), ["from_tensorflow(config=...)", "multiplier", "loss_scale"]),
-        (lambda: from_tensorflow({**TENSORFLOW, "multiplier": 0.5}), ["multiplier", "more than 1"]),
+        (lambda: from_tensorflow({**TENSORFLOW, "multiplier": 0.5}), ["multiplier", "greater than 1"]),
         (
             lambda: to_torch(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale())),
             ["must be one `DynamicLossScale`", "one by one"],
