@@ -113,11 +113,13 @@ class MixedPrecision:
     scale to both places.
 
     - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
-      restored state afterwards. The gradients are unscaled, so this does not change their values.
+      restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
+      are rounded to zero at the initial scale. This can only affect the first step.
     - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
-    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. To export a
-      function for inference, use `autocast`, because `jax.export` does not support references.
+    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
+      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
+      `autocast` there, and to export a function for inference, because `jax.export` does not support references.
     - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
@@ -184,7 +186,7 @@ class MixedPrecision:
         It is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for `jax.export`. Wrap the function
         before it is compiled. The function must make only one update, because `loss` uses the same loss scale during
         the whole call. If the trainer compiles a loop over several steps, such as `jax.lax.scan`, wrap the body of the
-        loop.
+        loop. Inside `jax.vmap`, also use `jax.jit`. Otherwise, JAX compiles every operation again in each call.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The state of the
@@ -295,7 +297,7 @@ class _SharedLossScale:
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
         token = self._of_step.set(loss_scale)
         try:
-            # Each trace of a step has its own tracers. Outside `jax.jit`, all steps use the same compiled functions.
+            # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
             with _in_step(object() if is_traced else self):
                 yield
         finally:
