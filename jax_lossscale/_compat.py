@@ -8,11 +8,19 @@ version of JAX.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 
 _JAX = jax.__version_info__
+
+
+def new_cache_context() -> Any:
+    """Return a function of a value that returns a context, in which JAX does not reuse traces from other contexts."""
+    if hasattr(jax, "make_user_context"):
+        return jax.make_user_context()
+    return contextlib.nullcontext  # needed before jax 0.7.2
 
 
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

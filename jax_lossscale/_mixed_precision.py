@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -22,6 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jax_lossscale import _compat
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
@@ -34,8 +36,13 @@ from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
 from jax_lossscale._optax.wrapper import Wrapper, is_concrete_array
 from jax_lossscale._scaled_backward import scaled_backward
+from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# `MixedPrecision.step` uses this context, because the caches of JAX do not know the loss scale that it sets. Otherwise,
+# JAX would reuse functions that it traced in another step, such as the argument of `jax.checkpoint`.
+_in_step = _compat.new_cache_context()
 
 _USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
 
@@ -50,12 +57,12 @@ class MixedPrecision:
         trainer = Trainer(loss_fn=mp.loss(loss_fn), optimizer=mp.optimizer)
 
     The loss function is evaluated under `autocast`, and its backward pass runs at the current loss scale. The trainer
-    receives only unscaled values: the loss, the auxiliary outputs and the gradients. The trainer can therefore log,
-    clip or accumulate gradients as usual. After an overflow, the gradients are not finite, and the optimizer skips the
-    step and adjusts the loss scale.
+    receives only unscaled values: the loss, the auxiliary outputs and the gradients. The trainer can therefore log the
+    gradients, clip them by their norm, or average them over micro-batches as usual. After an overflow, the gradients are
+    not finite, and the optimizer skips the step and adjusts the loss scale.
 
-    Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, the training step needs a third line of code, because JAX does
-    not support references in these transformations: ``trainer.train_step = mp.step(trainer.train_step)``.
+    Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for `jax.export`, the training step needs a third line of
+    code, because JAX does not support references there: ``trainer.train_step = mp.step(trainer.train_step)``.
 
     Args:
       optimizer: an optax transformation, or `optax.MultiSteps`.
@@ -66,7 +73,9 @@ class MixedPrecision:
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
       mesh: the devices of the training step. The mesh is needed only if the step runs on several devices,
-        `jax.set_mesh` is not used, and ``mp.optimizer.init`` is called inside `jax.jit`.
+        `jax.set_mesh` is not used, and the parameters are not yet on these devices in ``mp.optimizer.init``, for
+        example because ``init`` is called inside `jax.jit`. If the mesh is missing, JAX raises the error "Received
+        incompatible devices for jitted computation".
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -106,12 +115,25 @@ class MixedPrecision:
     scale to both places.
 
     - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
-      restored state afterwards. The gradients are unscaled, so this does not change their values.
+      restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
+      are rounded to zero at the initial scale. This can only affect the first step.
     - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
-    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step.
-    - **Meshes.** The references are created on the devices of ``mesh``, of the parameters in ``mp.optimizer.init``, or
-      of the mesh of `jax.set_mesh`, whichever is known first. Use one object under one mesh only.
+    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
+      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
+      `autocast` there, and to export a function for inference, because `jax.export` does not support references.
+    - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
+      gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
+      so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
+      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
+    - **Float16 parameters.** The gradients of float16 parameters are float16 arrays, so small unscaled gradients are
+      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where it is possible.
+    - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
+      of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
+      call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
+    - **Devices.** The references are created on the devices of ``mesh``, of the parameters in ``mp.optimizer.init``, or
+      of the mesh of `jax.set_mesh`, whichever is known first. They cannot be moved, so use one object on one device or
+      one mesh only.
     """
 
     def __init__(
@@ -164,10 +186,11 @@ class MixedPrecision:
     def step(self, train_step: _Function, path: str | None = None) -> _Function:
         """Return a training step that passes the loss scale in its arguments to the functions returned by `loss`.
 
-        Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`. Wrap the
-        function that the trainer compiles, not the compiled function. If this function runs several updates in
-        `jax.lax.scan`, also wrap the body of the scan. Otherwise, all gradients in the scan are computed at the loss
-        scale with which the scan starts.
+        Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for
+        `jax.export`. Wrap the function before it is compiled. The function must make only one update, because `loss`
+        uses the same loss scale during the whole call. If the trainer compiles a loop over several steps, such as
+        `jax.lax.scan`, wrap the body of the loop. Inside `jax.vmap`, also use `jax.jit`. Otherwise, JAX compiles every
+        operation again in each call.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The arguments of
@@ -212,6 +235,7 @@ class _SharedLossScale:
         self._initial = initial
         self._of_step: contextvars.ContextVar[LossScale | None] = contextvars.ContextVar("of_step", default=None)
         self._references: list[Any] | None = None
+        self._device: Any = None
         if mesh is not None:
             self._create_references(mesh)
 
@@ -259,18 +283,31 @@ class _SharedLossScale:
                 ) from error
 
     def place_like(self, params: Any) -> None:
-        """Create the references to the loss scale on the mesh of the parameters, if it has more than one device."""
-        shardings = [leaf.sharding for leaf in jax.tree.leaves(params) if is_concrete_array(leaf)]
+        """Choose the devices of the references to the loss scale, if the parameters have been placed on devices.
+
+        The CPU is ignored if there is an accelerator, because parameters that were created on the CPU are usually moved
+        to the accelerator before the first step.
+        """
+        arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and is_concrete_array(leaf)]
+        shardings = [array.sharding for array in arrays if array.committed]
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-        if self._references is None and meshes and meshes[0].size > 1:
+        if self._references is not None or not shardings:
+            return
+        if meshes and meshes[0].size > 1:
             self._create_references(meshes[0])
+        elif len(shardings[0].device_set) == 1:
+            device: Any = next(iter(shardings[0].device_set))
+            self._device = device if device.platform == jax.default_backend() else None
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
         """Inside the ``with`` block, use ``loss_scale`` instead of the loss scale in the references."""
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
         token = self._of_step.set(loss_scale)
         try:
-            yield
+            # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
+            with _in_step(object() if is_traced else self):
+                yield
         finally:
             self._of_step.reset(token)
 
@@ -305,11 +342,13 @@ class _SharedLossScale:
         if not hasattr(jax, "new_ref"):
             raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
         leaves = self._leaves()
-        with jax.core.eval_context():
+        with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
             initial = jax.jit(lambda: [jnp.array(leaf, jnp.result_type(leaf)) for leaf in (False, *leaves)])()
             if isinstance(mesh, Mesh):
                 initial = jax.device_put(initial, NamedSharding(mesh, PartitionSpec()))
+            elif mesh.empty:
+                initial = jax.device_put(initial, self._device)
             self._references = list(map(jax.new_ref, initial))
         self._mesh = mesh
         return self._references
@@ -332,6 +371,8 @@ class _UnscaledWrapper(Wrapper):
 
     def init(self, params: optax.Params) -> LossScaledState:
         """Return the state before the first step, and create the shared loss scale on the devices of the parameters."""
+        if self.initial_loss_scale.skip_nonfinite:
+            _warn_if_in_multi_steps()
         self.shared.place_like(params)
         return super().init(params)
 
@@ -342,3 +383,18 @@ class _UnscaledWrapper(Wrapper):
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.write(state.loss_scale)
         return result, state
+
+
+def _warn_if_in_multi_steps() -> None:
+    """Warn if this function is called in `optax.MultiSteps.init`, which passes nothing that identifies the caller."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
+            warn_user(
+                "`MixedPrecision.optimizer` is inside `optax.MultiSteps`, which never recovers from an overflow: it "
+                "multiplies the accumulated gradients by zero, and infinity times zero is NaN. Pass "
+                "`MixedPrecision(optax.MultiSteps(optimizer, ...))` to the trainer instead, and turn off its gradient "
+                "accumulation."
+            )
+            return
+        frame = frame.f_back

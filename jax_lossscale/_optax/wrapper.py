@@ -63,12 +63,13 @@ class Wrapper:
         """Return the state before the first step. ``params`` contains arrays or `jax.ShapeDtypeStruct` objects."""
         _tree.check_tree(params, "init(params=...)")
         if self.initial_loss_scale.checks_gradients:
-            _check_not_masked(params, "init(params=...)")
-            _warn_about_float16(params)
+            _check_not_masked(params, "init(params=...)", self.takes_scaled_gradients)
+            _warn_about_float16(params, self.takes_scaled_gradients)
         inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
         if _holds(inner_state, LossScale):
+            argument = "loss_scaled(inner=...)" if self.takes_scaled_gradients else "MixedPrecision(optimizer=...)"
             raise ValueError(
-                "`loss_scaled(inner=...)` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
+                f"`{argument}` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
                 "Wrap the complete optimizer once."
             )
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
@@ -86,7 +87,7 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments("update", "updates", updates, state, inputs, extra_args)
+        _check_arguments(self.takes_scaled_gradients, "update", "updates", updates, state, inputs, extra_args)
         with _structures_named("update(updates=...)", updates, params):
             new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
             return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
@@ -109,7 +110,9 @@ class Wrapper:
                 "parameters, use `update`."
             )
         inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments("update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args)
+        _check_arguments(
+            self.takes_scaled_gradients, "update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args
+        )
         _tree.check_tree(params, "update_and_apply(params=...)")
         with _structures_named("update_and_apply(scaled_grads=...)", scaled_grads, params):
             trained = only_with_gradients(params, scaled_grads)
@@ -233,24 +236,26 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
-def _warn_about_float16(params: optax.Params) -> None:
-    """Warn about float16 parameters.
+def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
+    """Warn about float16 parameters. ``are_scaled`` is whether the optimizer takes scaled gradients.
 
     Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
     if paths:
+        gradients = "" if are_scaled else ", and unscaled gradients below 3e-8 are rounded to zero"
         warn_user(
             f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
-            "Updates that are smaller than 1/4096 of a float16 parameter are lost. Cast the parameters to float32 with "
-            "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
-            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
-            "input."
+            f"Updates that are smaller than 1/4096 of a float16 parameter are lost{gradients}. Cast the parameters to "
+            "float32 with `params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by "
+            "mistake, initialize the layers with a float32 input, because some layers create parameters in the dtype "
+            "of their input."
         )
 
 
 def _check_arguments(
+    are_scaled: bool,
     method: str,
     grads_name: str,
     scaled_grads: optax.Updates,
@@ -275,7 +280,7 @@ def _check_arguments(
             "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
     if state.loss_scale.checks_gradients:
-        _check_not_masked(scaled_grads, name)
+        _check_not_masked(scaled_grads, name, are_scaled)
 
 
 def _check_inputs(inputs: StepInputs, method: str) -> None:
@@ -330,14 +335,19 @@ def _have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
         return False
 
 
-def _check_not_masked(tree: optax.Params, name: str) -> None:
+def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
-    if _holds(tree, optax.MaskedNode):
-        raise ValueError(
-            f"`{name}` contains an `optax.MaskedNode`, so `loss_scaled` is inside `optax.masked` or `optax.partition`. "
-            "Gradients outside the mask would remain scaled. Wrap the complete optimizer instead, as in "
-            "`loss_scaled(optax.masked(inner, mask))` or `loss_scaled(optax.partition(...))`."
-        )
+    if not _holds(tree, optax.MaskedNode):
+        return
+    if are_scaled:
+        wrapper, reason = "loss_scaled", "Gradients outside the mask would remain scaled."
+    else:
+        wrapper, reason = "MixedPrecision", "An overflow of gradients outside the mask would not be noticed."
+    raise ValueError(
+        f"`{name}` contains an `optax.MaskedNode`, so `{wrapper}` is inside `optax.masked` or `optax.partition`. "
+        f"{reason} Wrap the complete optimizer instead, as in `{wrapper}(optax.masked(inner, mask))` or "
+        f"`{wrapper}(optax.partition(...))`."
+    )
 
 
 def _holds(tree: chex.ArrayTree, kind: type) -> bool:
