@@ -85,6 +85,7 @@ class Planner:
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
+        self._known_cuts: dict[Any, Any] = {}
 
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
@@ -238,7 +239,8 @@ class Planner:
         half = {*half}
         if self.policy.half_residual_stream:
             half |= {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
-        min_cut = MinCut(graph.types, half, self.dtype, float(self.policy.recompute), self._operands_needed)
+        price_saved = float(self.policy.recompute)
+        min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
         broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
         nodes_of = [[(graph.nodes[n], node_plans[n]) for n in segment.nodes] for segment in groups]
         groups = [
