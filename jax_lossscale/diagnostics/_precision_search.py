@@ -28,7 +28,7 @@ from jax_lossscale.diagnostics._precision_probes import (
     RoundingEvaluator,
     with_probes,
 )
-from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
+from jax_lossscale.diagnostics._report import Progress, off, power_of_two
 
 # The maximum number of evaluations of the gradients per batch.
 MOST_GRADIENTS = 30
@@ -119,6 +119,9 @@ class Search:
     """A search for the matmuls that must be in float32. It performs trials with one or more batches.
 
     Attributes:
+      dtype: the half-precision dtype.
+      tolerance: the largest accepted error.
+      batches: the number of batches.
       sites: the sites of the matmuls that `autocast` computes in half precision by default.
       numbers: the number of matmuls at each site, ``int[sites]``.
       spent: the number of evaluations of the gradients per batch so far.
@@ -126,11 +129,16 @@ class Search:
     """
 
     def __init__(
-        self, batches: Sequence[LossCall], dtype: jnp.dtype, tolerance: float, progress: bool, names_parameters: bool
+        self,
+        batches: Sequence[LossCall],
+        dtype: jnp.dtype,
+        tolerance: float,
+        progress: Progress,
+        names_parameters: bool,
     ) -> None:
         self._call, self._batches, self._progress = batches[0], batches, progress
-        self._dtype, self._tolerance, self._overflow = dtype, tolerance, limits_of(dtype).overflow
-        self.spent = 0
+        self.dtype, self.tolerance, self._overflow = dtype, tolerance, limits_of(dtype).overflow
+        self.batches, self.spent = len(batches), 0
         self._known: dict[bytes, Trial] = {}
 
         # Trace and compile one program for all trials.
@@ -160,7 +168,7 @@ class Search:
 
     def _evaluated(self, strengths: Any, scale: Any, inputs: Any) -> Any:
         """Evaluate the program with probes, and return its outputs and the measurements of the probes."""
-        evaluator = RoundingEvaluator(self._dtype, strengths)
+        evaluator = RoundingEvaluator(self.dtype, strengths)
         outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         return outputs, jnp.asarray(rows)
 
@@ -192,12 +200,12 @@ class Search:
             If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
-                return self._tolerance
-            return min(max(coarse, self._tolerance), _MOST_SENSITIVE * self._tolerance)
+                return self.tolerance
+            return min(max(coarse, self.tolerance), _MOST_SENSITIVE * self.tolerance)
 
-        tolerances = [allowed(errors.relative_error(coarse[0], value), of_value) * (of_value <= self._tolerance / 2)]
+        tolerances = [allowed(errors.relative_error(coarse[0], value), of_value) * (of_value <= self.tolerance / 2)]
         for leaf in reports:
-            is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
+            is_judged = leaf.norm > 0 and not leaf.rounding > self.tolerance / 2
             times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
             tolerances.append(is_judged * times * allowed(leaf.relative_error[0], leaf.rounding))
         tolerances.append(allowed(total.relative_error[0], total.rounding))
@@ -249,7 +257,7 @@ class Search:
         Return the largest ratio of an error to its tolerance, with the error and its quantity, as in `Trial`.
         """
         self.spent += 1
-        traced = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
+        traced = self._call._replace(fun=autocast(self._call.fun, self.dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 
@@ -260,13 +268,12 @@ class Search:
         return self._errors(results, scale)
 
     def report(self, text: str) -> None:
-        """Print a line about the progress of the search if ``progress`` is true."""
-        if self._progress:
-            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
+        """Report the progress of the search."""
+        self._progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
         """Return the loss scale for a trial: a power of two at which no cotangent in half precision overflows."""
-        if self._dtype != jnp.float16:
+        if self.dtype != jnp.float16:
             return 1.0
         largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
         if not 0 < largest < math.inf:
@@ -343,7 +350,7 @@ class Search:
 
         The limit is about eight times the mean relative rounding error of normal numbers.
         """
-        return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
+        return np.asarray(measured.error > 2 * float(jnp.finfo(self.dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
         """Return, for each site, the reason why it is not in half precision; "" if it is in half precision.
@@ -382,9 +389,7 @@ class Search:
         for role, value in of_values:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
-                return (
-                    f"{value} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
-                )
+                return f"{value} is at most {largest:.2g}, and many of its elements are too small for {self.dtype.name}"
         gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
@@ -392,7 +397,7 @@ class Search:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
                 f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
-                f"for {self._dtype.name}, and other gradients overflow at larger scales; to compute it in half "
+                f"for {self.dtype.name}, and other gradients overflow at larger scales; to compute it in half "
                 "precision, give this part of the model a separate loss scale: "
                 f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
@@ -402,7 +407,7 @@ class Search:
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "
-                f"too small for {self._dtype.name}; to compute it in half precision, give the part of the model with "
+                f"too small for {self.dtype.name}; to compute it in half precision, give the part of the model with "
                 "the small gradients a separate loss scale, with `jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""
