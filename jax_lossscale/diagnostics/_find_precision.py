@@ -41,7 +41,9 @@ def find_precision(
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
     ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
-    float32. The gradients are computed at most 30 times per batch.
+    float32. The gradients are computed at most 30 times per batch. The parameters and gradients need at most ``3 + n``
+    times the memory of the parameters, where ``n`` is the number of batches, in addition to the memory of the
+    activations.
 
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`.

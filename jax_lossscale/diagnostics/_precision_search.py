@@ -161,7 +161,11 @@ class Search:
         self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
 
         # Derive the tolerances from the effects of two nudges (small changes of the parameters) in float32.
-        fine, coarse = (self._run(in_float32, 1.0, self._nudged(by))[0] for by in (errors.NUDGE, _COARSE))
+        def measured_change(number: int, value: Any, leaves: dict[str, Any]) -> tuple[float, list[errors.Measurement]]:
+            exact_value, exact_leaves = exact[number]
+            return errors.relative_error(value, exact_value), errors.measure(leaves, exact_leaves, 1.0)
+
+        fine, coarse = (self._run(in_float32, 1.0, measured_change, by)[0] for by in (errors.NUDGE, _COARSE))
         self._exact = [self._with_tolerances(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
         rounding = self._exact[0].rounding
         self.leaves, _ = errors.reports_of(self._exact[0].leaves, [rounding], rounding)
@@ -171,10 +175,6 @@ class Search:
         evaluator = RoundingEvaluator(self.dtype, strengths)
         outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         return outputs, jnp.asarray(rows)
-
-    def _nudged(self, by: float) -> list[list[Any]]:
-        """Return the arguments for each batch, with the parameters changed by the fraction ``by``."""
-        return [errors.nudged(batch, keep_dtypes=False, by=by) for batch in self._batches]
 
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
@@ -186,13 +186,13 @@ class Search:
 
         Args:
           exact: the value and the gradients in float32.
-          fine: the value and the gradients in float32, after a nudge by `errors.NUDGE`.
-          coarse: the value and the gradients in float32, after a nudge by `_COARSE`.
+          fine: the relative change of the value and the measurements of the gradients, after a nudge by
+            `errors.NUDGE`.
+          coarse: the same, after a nudge by `_COARSE`.
         """
         value, leaves = exact
-        rounding = errors.measure(fine[1], leaves, 1.0)
-        reports, total = errors.reports_of(leaves, [errors.measure(coarse[1], leaves, 1.0)], rounding)
-        of_value = errors.relative_error(fine[0], value)
+        (of_value, rounding), (coarse_of_value, measured) = fine, coarse
+        reports, total = errors.reports_of(leaves, [measured], rounding)
 
         def allowed(coarse: float, fine: float) -> float:
             """Return the tolerance of a quantity that the coarse and the fine nudge change by these errors.
@@ -203,7 +203,7 @@ class Search:
                 return self.tolerance
             return min(max(coarse, self.tolerance), _MOST_SENSITIVE * self.tolerance)
 
-        tolerances = [allowed(errors.relative_error(coarse[0], value), of_value) * (of_value <= self.tolerance / 2)]
+        tolerances = [allowed(coarse_of_value, of_value) * (of_value <= self.tolerance / 2)]
         for leaf in reports:
             is_judged = leaf.norm > 0 and not leaf.rounding > self.tolerance / 2
             times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
@@ -212,33 +212,57 @@ class Search:
         return _Exact(value, leaves, rounding, tolerances, total.norm)
 
     def _run(
-        self, levels: np.ndarray, scale: float, batches: Sequence[Sequence[Any]] | None = None
+        self,
+        levels: np.ndarray,
+        scale: float,
+        result_of: Callable[[int, Any, dict[str, Any]], Any] = lambda number, value, leaves: (value, leaves),
+        by: float = 0.0,
     ) -> tuple[list[Any], Measured]:
         """Evaluate the program for each batch.
 
-        Return the value and the gradients by path for each batch, and the maxima of the measurements over all batches.
+        Return a list of results, and the maxima of the measurements over all batches. The results are computed one by
+        one, so only the gradients of one batch are in memory at a time, unless they are part of the result.
+
+        Args:
+          levels: the precision of each site.
+          scale: the loss scale.
+          result_of: a function from the index of a batch, the value, and the gradients by path to the result.
+          by: the fraction by which the parameters are changed.
         """
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
         worst, results = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields))), []
-        for args in batches or [batch.args for batch in self._batches]:
+        for number, batch in enumerate(self._batches):
+            args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
             inputs = self._traced.inputs_from((np.float32(1), *args), self._call.kwargs)[1:]
             outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
+            del args, inputs
             for site_and_role, row in zip(self._row_names, np.asarray(rows), strict=True):
                 worst[site_and_role] = np.maximum(worst[site_and_role], row)
-            results.append(errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux))
+            value, leaves = errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux)
+            results.append(result_of(number, value, leaves))
+            del outputs, leaves
         return results, Measured(*np.moveaxis(worst, -1, 0))
 
     def _measured_at(self, scale: float) -> Measured:
         """Return the measurements of the probes in float32 at a loss scale."""
-        return self._run(np.full(len(self.sites), FLOAT32), scale)[1]
+        return self._run(np.full(len(self.sites), FLOAT32), scale, lambda *_: None)[1]
 
-    def _errors(self, results: Callable[[], Sequence[Any]], scale: float) -> tuple[float, float, str]:
-        """Return the largest ratio of an error to its tolerance among all batches, with the error and its quantity."""
+    def _errors(self, run: Callable[[Any], object], scale: float) -> tuple[float, float, str]:
+        """Return the largest ratio of an error to its tolerance among all batches, with the error and its quantity.
+
+        Args:
+          run: a function that evaluates the gradients. Its argument is a function that ``run`` calls for each batch,
+            with the index of the batch, the value, and the scaled gradients by path.
+          scale: the loss scale.
+        """
         found = [(0.0, 0.0, "nothing")]
+
+        def compare(number: int, value: Any, leaves: dict[str, Any]) -> None:
+            found.extend(self._exact[number].errors_of(value, leaves, scale))
+
         try:
-            for (value, leaves), exact in zip(results(), self._exact, strict=True):
-                found += exact.errors_of(value, leaves, scale)
+            run(compare)
         # For example, linear solvers raise an error if their input is not finite.
         except (RuntimeError, ValueError) as error:
             if not errors.is_raised_in_callback(error):
@@ -261,11 +285,13 @@ class Search:
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 
-        def results() -> list[Any]:
-            inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self._batches)
-            return [errors.value_and_leaves(traced.result(compiled(*each)), self._call.has_aux) for each in inputs]
+        def run(compare: Callable[[int, Any, dict[str, Any]], None]) -> None:
+            for number, batch in enumerate(self._batches):
+                outputs = compiled(*traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs))
+                compare(number, *errors.value_and_leaves(traced.result(outputs), self._call.has_aux))
+                del outputs
 
-        return self._errors(results, scale)
+        return self._errors(run, scale)
 
     def report(self, text: str) -> None:
         """Report the progress of the search."""
@@ -284,7 +310,7 @@ class Search:
         """Return the result of a trial with these levels at the best loss scale. The results are cached."""
         if levels.tobytes() not in self._known:
             scale = self._best_scale(levels)
-            trial = Trial(levels, scale, *self._errors(lambda: self._run(levels, scale)[0], scale))
+            trial = Trial(levels, scale, *self._errors(lambda compare: self._run(levels, scale, compare), scale))
             float32, result = (int(self.numbers[levels == level].sum()) for level in (FLOAT32, FLOAT32_RESULT))
             self.report(
                 f"{float32} of {self.numbers.sum()} matmuls in float32, {result} with a float32 result, loss scale "
