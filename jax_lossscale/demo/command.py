@@ -14,7 +14,7 @@ from jax_lossscale.demo import job, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all trainings and report the results.
+    """Perform all training runs and report the results.
 
     Args:
       argv: the options; by default, the options of the command line.
@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Run the five trainings one after the other, and return their results by name.
+    """Perform the five training runs one after another, and return their results by name.
 
-    All trainings have the same number of steps and the same initial parameters. If stderr is a terminal, a
-    progress bar is shown there.
+    All training runs have the same number of steps and the same initial parameters. A progress bar is shown if stderr
+    is a terminal.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -68,7 +68,7 @@ def run(*, steps: int, seed: int) -> dict[str, job.Result]:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command-line options."""
+    """Return the parser for the command-line options."""
     description = (
         "Train a small neural network on a photograph five times: in float32, in float16 without a loss scale, and in "
         "float16 with a fixed, a dynamic and an automatic loss scale. Then print a table of the results."
@@ -81,7 +81,7 @@ def _make_parser() -> argparse.ArgumentParser:
         type=_positive_integer,
         default=job.STEPS,
         metavar="N",
-        help=f"number of steps of each training {default}",
+        help=f"number of steps in each training run {default}",
     )
     seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)

@@ -3,13 +3,13 @@
 A photograph (``china.jpg`` from scikit-learn) is divided into patches of 4 x 4 pixels. Each patch has a code of 32
 numbers, and a small network decodes each code into the 48 values of its patch. The codes and the network are trained
 together by gradient descent on the mean squared error (an *auto-decoder*, as in DeepSDF). The network is smooth, and
-each step uses all patches. Differences between the results are therefore caused by the precision, and not by random
+each step uses all patches. Differences between the results are therefore caused by the precision and not by random
 batches.
 
-The loss is a mean over 814,080 values. The gradient of each value is therefore 2.5e-6 times its error. Gradients below
-``2**-25`` = 3e-8 become zero in float16. The better a patch is decoded, the more of its gradients become zero, and
-training in float16 without a loss scale stops making progress. In larger networks, large batches, long contexts and
-dense prediction have the same effect.
+The loss is a mean over 814,080 values. The gradient with respect to each decoded value is therefore 2.5e-6 times the
+error of this value. Gradients below ``2**-25`` = 3e-8 become zero in float16. The better a patch is decoded, the more
+of its gradients become zero, and training in float16 without a loss scale stops making progress. In larger networks,
+gradients become similarly small because of large batches, long contexts and dense prediction.
 
 References:
   Park et al., DeepSDF: Learning Continuous Signed Distance Functions for Shape Representation, CVPR 2019.
@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 import jax_lossscale as jls
 
 STEPS = 700
-STEPS_PER_CHUNK = 20  # The progress bar is updated after each chunk.
+STEPS_PER_CHUNK = 20  # The progress bar is updated after each chunk of steps.
 PATCH_SIZE = 4
 CODE_SIZE = 32
 HIDDEN_SIZE = 64
@@ -46,12 +46,12 @@ _clock = time.perf_counter  # seconds
 
 
 class Trace(NamedTuple):
-    """Metrics of each step of a training.
+    """Metrics for each step of a training run.
 
     Attributes:
       loss: the loss before the step.
       zero_fraction: the fraction of gradient values that are exactly zero, over all values of all parameters. The
-        gradients are the result of the backward pass, before they are unscaled.
+        fraction is measured after the backward pass, before the gradients are unscaled.
       loss_scale: the loss scale after the step, from `jls.metrics`; 1 without a loss scale.
       skipped_steps: the number of steps that were skipped so far, including the current step.
     """
@@ -64,7 +64,7 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of one training.
+    """The result of one training run.
 
     Attributes:
       final_loss: the mean squared error after the training, which is always computed in float32.
@@ -93,12 +93,13 @@ class Result:
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
-    """Return the settings of the five trainings by name: the dtype of matmuls, and the argument of `jls.get`."""
+    """Return the settings of the five training runs by name: the dtype of matmuls and the argument for `jls.get`."""
     return {
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
         "float16_fixed": (jnp.float16, 2.0**15),
-        # The initial scale is far too high and grows often, to show that it still reaches a suitable value.
+        # The initial scale is far too high, and the scale grows often, to show that a dynamic scale still reaches a
+        # suitable value.
         "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
         # The automatic scale does not need any settings.
         "float16_auto": (jnp.float16, jls.AutoLossScale()),
@@ -156,7 +157,7 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 def train(
     patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, advance: Callable[[int], None]
 ) -> Result:
-    """Run one training and return its result.
+    """Perform one training run and return its result.
 
     Args:
       patches: ``float32[patches, values]``, the patches to learn, from `load_patches`.

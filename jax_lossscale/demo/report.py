@@ -22,7 +22,7 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_dynamic": {"color": "black", "linewidth": 1.4, "linestyle": (0, (4, 2.5))},
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-# The settings of `job.arms` as text for the legend.
+# Text for the legend that describes the settings in `job.arms`.
 _DYNAMIC = "from 2^32, doubled after 50 finite steps"
 _SETTINGS = {
     "float32": "float32",
@@ -35,7 +35,7 @@ _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skip
 
 
 def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a table with one row for each training, and the conclusion; by default, to standard output."""
+    """Print a table with one row per training run and then the conclusion, by default to standard output."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -82,7 +82,7 @@ def conclusion(results: dict[str, Result]) -> str:
 
 
 def _beside_float32(name: str, results: dict[str, Result]) -> str:
-    """Compare the final loss of a training with the final loss in float32, in words."""
+    """Return a phrase that compares the final loss of a training run with the final loss in float32."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     if not math.isfinite(loss + reference):
         return f"{loss:.2e} (in float32: {reference:.2e})"
@@ -109,7 +109,7 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Plot the losses, the fractions of zero gradients, and the loss scales that change, with their skipped steps.
+    """Plot the losses, the fractions of zero gradients, and the loss scales that change, and mark the skipped steps.
 
     The suffix of ``path`` determines the format of the file.
     """

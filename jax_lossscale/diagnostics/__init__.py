@@ -1,4 +1,4 @@
-"""Diagnostics of half-precision training: reports on gradients, skipped steps, loss scales and dtypes."""
+"""Diagnostics for half-precision training: reports on gradients, skipped steps, loss scales and dtypes."""
 
 from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report

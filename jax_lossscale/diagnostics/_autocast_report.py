@@ -1,4 +1,4 @@
-"""Report on the dtypes of all operations of a function and its gradient under `autocast`."""
+"""Report on the dtypes of all operations in a function and its gradient under `autocast`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "r
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AutocastReport(Report[OperationPrecision]):
-    """The result of `autocast_report`: the dtype, location and reason for each operation.
+    """The result of `autocast_report`: the dtype and location of each operation, and the reason for the dtype.
 
-    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision,
-    and the location of the first matmul in another dtype. A table then lists the matmuls. Notebooks display the report
-    as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar operations on
-    floats. Matmuls that are not in half precision come first, then all other matmuls, then the other operations.
+    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision and
+    the location of the first matmul in another dtype. The report then lists the matmuls in a table. Notebooks display
+    the report as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar
+    operations on floats. Matmuls that are not in half precision come first, followed by all other matmuls and then by
+    all other operations.
 
     Attributes:
       operations: the operations of the value and the gradient.
@@ -51,7 +52,7 @@ class AutocastReport(Report[OperationPrecision]):
         excluding its arguments.
       casts: the number of casts between floating dtypes in the value and the gradient with `autocast`.
       opaque_operations: the name and line of each operation whose implementation `autocast` cannot inspect, such as a
-        kernel. These operations are computed as written.
+        kernel. Opaque operations are computed as written.
       arguments: one sentence for each leaf of the arguments that contains NaN.
       not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
     """
@@ -75,15 +76,15 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def half_share(self) -> float:
-        """The fraction of the floating-point operations of all matmuls that is done in half precision.
+        """The fraction of all floating-point operations in matmuls that is performed in half precision.
 
-        It is 1 if there are no matmuls.
+        The fraction is 1 if there are no matmuls.
         """
         return self.summary.half_share
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
+        """The number of matmuls in half precision, and the reason why the first of the remaining matmuls is not."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
@@ -93,7 +94,7 @@ class AutocastReport(Report[OperationPrecision]):
         return (
             f"{self.summary}\n"
             f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
-            f"{percent(self.half_share)} of their floating-point operations are in {self.dtype}.\n"
+            f"{percent(self.half_share)} of all floating-point operations in matmuls are in {self.dtype}.\n"
             f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
         )
 
@@ -120,13 +121,13 @@ def autocast_report(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> AutocastReport:
-    """Report the dtype, location and reason for each operation of a function and its gradient under `autocast`.
+    """Report the dtype in which `autocast` computes each operation of a function and its gradient, and the reason.
 
-    The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced, but not run.
+    The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced but not run.
 
     Args:
-      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, or already uses `autocast`,
-        the report includes these casts.
+      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts or already uses `autocast`,
+        the report includes the existing casts.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`.
       dtype: the half-precision dtype, as in `autocast`.
@@ -134,7 +135,7 @@ def autocast_report(
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
-        `autocast_report` must be bound to ``fun`` beforehand, with `functools.partial`.
+        `autocast_report` must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
       An `AutocastReport`.
@@ -188,7 +189,7 @@ def autocast_report(
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_saved(call)
-    # The trace under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
+    # Tracing under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
     except Exception:
         bytes_before = None
     return AutocastReport(

@@ -1,7 +1,7 @@
-"""Conversion of floating-point numbers to integers that have the same order as the magnitudes of the numbers.
+"""Conversion of floating-point numbers to integers that sort in the same order as the magnitudes of the numbers.
 
-On a CPU, XLA flushes subnormal numbers to zero, but not integers that contain their bits. Therefore, all statistics
-about the range of numbers are computed from the bits.
+On a CPU, XLA flushes subnormal floats to zero, but it does not change integers that contain the same bits. Therefore,
+all statistics about the range of floats are computed from their bits as integers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_LOG2_SCALE = 127
 
 
 class Layout(NamedTuple):
-    """The layout of the bits of an IEEE floating-point format: a sign, an exponent and a mantissa."""
+    """The bit layout of an IEEE floating-point format: a sign, an exponent and a mantissa."""
 
     integer: type[np.unsignedinteger[Any]]
     floating: type[np.floating[Any]]
@@ -35,7 +35,10 @@ class Layout(NamedTuple):
 
     @property
     def infinity(self) -> Any:
-        """The bits of infinity. Larger integers represent NaN, and smaller integers represent finite numbers."""
+        """The bits of infinity.
+
+        Integers larger than the bits of infinity represent NaN, and smaller integers represent finite numbers.
+        """
         return self.integer(self.largest_field << self.mantissa_bits)
 
 
@@ -49,7 +52,7 @@ def layout_of(dtype: DTypeLike) -> Layout:
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Return the bits of the absolute values of a leaf in float32 or float64, as integers with the same order.
+    """Return the bits of the absolute values of a leaf in float32 or float64 as integers, which sort in the same order.
 
     The real and imaginary parts of a complex leaf are stacked along a new last axis.
     """
@@ -58,7 +61,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     layout = layout_of(leaf.dtype)
     if leaf.dtype == jnp.bfloat16:
-        # A conversion to float32 may flush subnormal numbers to zero, so the bits are shifted instead.
+        # A conversion from bfloat16 to float32 may flush subnormal numbers to zero, so the bits are shifted instead.
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:
         bits = jax.lax.bitcast_convert_type(leaf.astype(layout.floating), layout.integer)
@@ -66,7 +69,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """Return the bits of the largest number in the layout that is at most ``number``, as a NumPy integer."""
+    """Round ``number`` down to a number in the given layout, and return the bits as a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -80,28 +83,28 @@ def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
 
 
 def number_of(magnitude: int, layout: Layout) -> float:
-    """Return the number whose bits are ``magnitude``, on the host."""
+    """Return the number that has the bits ``magnitude`` as a Python float."""
     return float(layout.integer(magnitude).view(layout.floating))
 
 
 def as_float32_bits(largest: jax.Array) -> jax.Array:
-    """Convert the bits of a number in either layout to the bits of the nearest float32 number, ``uint32``."""
+    """Convert the bits of a float32 or float64 number to the bits of the nearest float32 number, as ``uint32``."""
     if largest.dtype == jnp.uint32:
         return largest
     number = jax.lax.bitcast_convert_type(largest, jnp.float64)
     converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
-    # The conversion may flush subnormal numbers to zero. The bits of a subnormal float32 number are its value
-    # divided by 2**-149, so they are computed directly.
+    # A conversion to float32 may flush subnormal numbers to zero. The bits of a subnormal float32 number, read as an
+    # integer, equal the number divided by 2**-149, so this quotient is computed instead.
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
 def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Group leaves into lists, each of which is processed by one call of a compiled function.
+    """Group leaves into lists, each of which is processed by one call to a compiled function.
 
     Outside of `jax.jit`, all small leaves with the same dtype and device are in one list, and each large leaf is in a
-    list by itself. The function is compiled only once for large leaves with the same shape and dtype. Under `jax.jit`,
-    or on several devices, every leaf is in a list by itself. Otherwise, XLA would have to gather leaves with different
-    shardings in order to concatenate them.
+    list by itself. The function that processes the lists is compiled only once for all large leaves with the same shape
+    and dtype. Under `jax.jit` or on several devices, every leaf is in a list by itself, because XLA would have to
+    gather leaves with different shardings in order to concatenate them.
     """
     small: dict[Any, list[Any]] = {}
     for leaf in leaves:
@@ -114,7 +117,10 @@ def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _only_device(leaf: Any) -> Any:
-    """Return the device of a leaf, or None if it is traced or on several devices; "host" if it is not a `jax.Array`."""
+    """Return the device of a leaf.
+
+    Return None if the leaf is traced or on several devices, and "host" if the leaf is not a `jax.Array`.
+    """
     if not isinstance(leaf, jax.Array):
         return "host"
     if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
@@ -123,7 +129,10 @@ def _only_device(leaf: Any) -> Any:
 
 
 def joined(part: Sequence[ArrayLike]) -> jax.Array:
-    """Return the `magnitudes` of a list of leaves: one leaf keeps its shape, several leaves become one vector."""
+    """Return the `magnitudes` of a list of leaves.
+
+    A single leaf keeps its shape, but several leaves are concatenated into a vector.
+    """
     if len(part) == 1:
         return magnitudes(part[0])
     return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])
@@ -132,13 +141,13 @@ def joined(part: Sequence[ArrayLike]) -> jax.Array:
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
     """Return the largest magnitude in each array of ``largest`` and the sum of each array of ``sums``.
 
-    All arrays must have the same shape, and 32-bit or 64-bit elements. They are reduced together, and only the results
-    are communicated between devices.
+    All arrays must have the same shape and 32-bit or 64-bit elements. The arrays are reduced together, and only the
+    results are communicated between devices.
 
-    If an array contains NaN, its largest magnitude is NaN. The bits are compared as integers, in which NaN is larger
-    than any number, because XLA ignores NaN in a maximum of floats on a CPU. Booleans are counted in ``uint32``. Floats
-    are added one by one, first along the last axis and then over the remaining axes. A sum of more than ``2**24``
-    floats along one of these axes may be too small.
+    If an array contains NaN, its largest magnitude is NaN. Floats are compared by their bits as integers, because XLA
+    ignores NaN in a maximum of floats on a CPU. As an integer, NaN is larger than any number. Booleans are counted in
+    ``uint32``. Floats are added one by one, first along the last axis and then over the remaining axes. If more than
+    ``2**24`` floats are added along the last axis or over the remaining axes, their sum may be too small.
     """
     words = [magnitudes(array) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in largest]
     counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]

@@ -1,4 +1,4 @@
-"""Identification of the operations in which errors of the value and gradients begin, and suggestions to fix them."""
+"""Identification of the operations in which errors of the value and the gradients originate, and suggested fixes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax_lossscale.diagnostics._sites import Dataflow, Site
 _WRONG = 0.1
 # If an operation amplifies an error by less than this factor, the error is assumed to accumulate in a loop.
 ACCUMULATED = 2
-# An operation is reported if more than this fraction of its results becomes zero.
+# An operation is reported if more than this fraction of the elements of its result becomes zero.
 MANY_ZEROS = 0.5
-# Values of at least this magnitude are assumed to be the fill value of a mask.
+# A value of at least this magnitude is assumed to be the fill value of a mask.
 _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
 
@@ -31,29 +31,29 @@ def blame(
       flow: the dataflow of the function.
       measured: the statistics of each node that is not a carry.
       results: the nodes that represent the results of the function.
-      least: the threshold for errors. Larger errors are traced to their origin.
+      least: the error threshold. Errors above this threshold are traced to their origin.
 
     Returns:
       A pair of sets of nodes: the inaccurate nodes through which an error propagates to a result, and the subset of
       nodes in which these errors begin.
     """
     # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
-    # However, a result of the function only counts as inaccurate if its error including outliers is large.
+    # However, a result of the function counts as inaccurate only if its error including outliers is large.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. The overflow is included
-    # anyway, because the derivative of this operation may be wrong.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. An overflow that
+    # disappears is included anyway, because the derivative of the later operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
-    # If an error accumulates over the iterations of a loop, no single operation amplifies it. The operation that
-    # computes the carry is reported instead.
+    # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that
+    # computes the loop carry is reported.
     ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_carries[loop]}
     return harmful, begins or harmful & ends
 
 
 def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
-    """Search backwards from the results, through nodes that satisfy a condition, and return the visited nodes."""
+    """Search backward from the results through the nodes that satisfy a condition, and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
@@ -65,10 +65,11 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
 
 
 def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
-    """Find the half-precision values whose rounding errors are amplified by an operation of the forward pass.
+    """Find the half-precision values whose rounding errors are amplified by an operation in the forward pass.
 
-    An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. To make its
-    result accurate, the half-precision values from which it is computed must be in float32 as well.
+    An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. However, the
+    result of an operation that amplifies errors is accurate only if the values from which the result is computed are in
+    float32 as well.
 
     Returns:
       A dictionary from each half-precision value to the operation that amplifies its rounding error, both as nodes.
@@ -93,7 +94,7 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Search backwards from some nodes, and return the first node of each path that does not satisfy a condition."""
+    """Search backward from some nodes, and return the first node on each path that does not satisfy a condition."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 
@@ -107,7 +108,7 @@ _FLOAT32_RESULT = (
     "make the matmul return float32 (with `jls.keep_float32` under `autocast`, or with `preferred_element_type` in "
     "code with manual casts)."
 )
-# Suggestions for overflows in the forward pass, by operation, if no more specific suggestion applies.
+# For each operation, the suggestion for an overflow in the forward pass if no more specific suggestion applies.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
     "dot_general": f"Make the operands smaller, or {_FLOAT32_RESULT}",
@@ -164,7 +165,7 @@ def suggestion_for(
         )
     if measured.overflow and is_autocast and site.operation == "convert_element_type":
         return (
-            "`autocast` casts this operand of a matmul on the same line. Keep the matmul in float32 with "
+            "`autocast` casts this value, an operand of a matmul on the same line. Keep the matmul in float32 with "
             "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32."
         )
     if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
@@ -204,8 +205,8 @@ def suggestion_for(
         )
     if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
         return (
-            "A sum in 16 bits stops changing when the added numbers are smaller than its last bit. Compute the sum in "
-            "float32."
+            "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the sum. Compute "
+            "the sum in float32."
         )
     where = "this operation and its operands in float32" if is_half(site.aval) else "the operands in float32 as well"
     return f"This operation amplifies the rounding errors of its operands. Compute {where}."

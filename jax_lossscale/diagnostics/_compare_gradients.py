@@ -30,11 +30,11 @@ from jax_lossscale.diagnostics._traced_gradients import trace_gradients
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientComparison(Report[LeafGradientError]):
-    """The result of `compare_gradients`: a verdict, and the errors of the gradients of each leaf.
+    """The result of `compare_gradients`: a verdict and the errors of the gradients of each leaf.
 
-    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision,
-    and the verdict on whether the function will train. A table then lists the errors of the leaves, with the largest
-    errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
+    The printed report first shows the number of matrix multiplications and convolutions (matmuls) in half precision and
+    the verdict on whether the function will train. The report then lists the errors of the leaves in a table, with the
+    largest errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
     `LeafGradientError` per leaf.
 
     Attributes:
@@ -62,7 +62,8 @@ class GradientComparison(Report[LeafGradientError]):
         not in ``dtype``.
       working_scales: the loss scales at which all gradients are accurate.
       run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
-        error counts as an overflow. The message is the first sentence of the original error message.
+        error that the program raises at a loss scale counts as an overflow. The ``message`` is the first sentence of
+        the original error message.
     """
 
     verdict: str
@@ -93,7 +94,7 @@ class GradientComparison(Report[LeafGradientError]):
             (first, message), *_ = self.run_time_errors
             lines.append(
                 f"At a loss scale of {power_of_two(first)}, the program raises an error, which counts as an overflow: "
-                f"{message} A training step at this loss scale would raise it as well. If equinox raises the error "
+                f"{message} A training step at this loss scale would raise the same error. If equinox raises the error "
                 "(lineax, optimistix and diffrax use equinox), set the environment variable EQX_ON_ERROR=nan so that "
                 "the step is skipped instead."
             )
@@ -156,8 +157,8 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compare the half-precision gradients of a function with its float32 gradients at several loss scales.
 
-    The comparison shows whether the function will train in half precision, and with which initial loss scale. The
-    result is valid for one batch and one set of parameters, so repeat the comparison after some training.
+    The comparison shows whether the function will train in half precision and with which initial loss scale. The result
+    is valid for one batch and one set of parameters, so repeat the comparison after some training.
 
     Args:
       fun: a scalar-valued function that casts to ``dtype`` internally, as it does in the training step.
@@ -169,13 +170,13 @@ def compare_gradients(
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
         ``2**-8`` and ``2**24`` are compared, and further powers of two if the gradients are very large or very small. A
         power of two is skipped if the errors at a smaller and a larger power of two are the same.
-      reference: a float32 version of ``fun`` with the same arguments. By default, the reference is derived from
-        ``fun``, as by `in_precision`.
+      reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
+        in place of half precision, as computed by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in
         terminals and notebooks, from the fifth second on. If ``progress`` is a function, such as ``tqdm.tqdm`` or
         ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
-        `compare_gradients` must be bound to ``fun`` beforehand, with `functools.partial`.
+        `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
       A `GradientComparison`.

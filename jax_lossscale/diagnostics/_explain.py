@@ -27,28 +27,29 @@ from jax_lossscale._optax.state import CAUSES
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
-# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If a
-# larger fraction of the steps is skipped, there is another cause.
+# A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction. If
+# more than this fraction of the steps is skipped, the growth of the loss scale is not the only cause.
 _LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
 # If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be
 # the cause.
 _FRACTION_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
-# Starting from the default loss scale, 2**15, 15 consecutive skipped steps lower the scale to 1. If more consecutive
-# steps are skipped, the cause is not an overflow.
+# Starting from the default loss scale, 2**15, 15 consecutive skipped steps lower the scale to 1. If at least 16
+# consecutive steps are skipped, the cause is probably not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
 # Unused headroom of the loss scale is reported if it is at least this number of bits. `AutoLossScale` always leaves a
 # few bits unused.
 _REPORTED_HEADROOM = 6
-# If at least this number of bits is unused, the gradients may be unscaled, or clipped outside of `loss_scaled`.
+# If at least this number of bits is unused, the user may have forgotten to scale the gradients, or may clip the
+# gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# The causes of skipped steps that concern the gradients.
+# The causes of skipped steps that are related to the gradients.
 _GRADIENT_CAUSES = ("nan", "infinity", "grads_finite", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
-# Clauses that describe the causes. The last two causes are used if the cause was not recorded.
+# Clauses that describe the causes of skipped steps. The last two causes are used if the exact cause was not recorded.
 _CLAUSES = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
@@ -58,14 +59,17 @@ _INSIDE_THE_STEP = (
     "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
     "changes"
 )
-_HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the loss scale "dynamic".'
+_HOW_TO_SKIP = (
+    "To skip steps with non-finite gradients, use `FixedLossScale(..., skip_nonfinite=True)` or the "
+    '"dynamic" loss scale.'
+)
 _LOSS = (
     f"The loss does not depend on the loss scale. {_COMPARE} whether the loss is finite in float32, and which "
     "operation causes the problem.\n"
     "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by zero, "
     "and the learning rate."
 )
-# Advice for the causes that do not concern the gradients.
+# Advice for skipped steps whose cause is not related to the gradients.
 _ADVICE = {
     "loss": _LOSS,
     "skip_if": "`skip_if` is your own condition, and it does not change the loss scale.",
@@ -73,7 +77,7 @@ _ADVICE = {
 }
 _BATCH_CHECKS = (
     "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
-    "every element. `range_report(loss_fn, params, batch)` shows the line of code."
+    "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (
@@ -87,16 +91,16 @@ _HOW_TO_RECORD = (
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> str:
-    """Return a text that explains the state of a training run, why steps are skipped, and how to fix the cause.
+    """Return text that explains the state of a training run, why steps were skipped, and how to fix the cause.
 
     Call this function on the host, because it waits for the device.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
-      params: the current parameters. The text reports whether they are finite, because a NaN in the parameters makes
-        every later step non-finite. The parameters also provide the path of the non-finite leaf. ``None`` counts as a
-        leaf, as in `first_nonfinite`. Without ``params``, the path is taken from a part of the optimizer state with the
-        same tree structure, such as a moment of Adam.
+      params: the current parameters. The text reports whether the parameters are finite, because a NaN in the
+        parameters makes every later step non-finite. The path of the non-finite leaf is also taken from the parameters.
+        ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is taken from a part of the
+        optimizer state with the same tree structure, such as a moment of Adam.
 
     Returns:
       A few lines of text.
@@ -117,7 +121,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       The loss scale is 2^0 = 1 (AutoLossScale).
       Of 1 step, 0 were applied and 1 was skipped.
       The last step was skipped because there was an infinity in the gradients, first in ['kernel'].
-      This is how the loss scale adapts to the size of the gradients. You do not need to do anything.
+      Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.
 
     The text depends on the configuration of `loss_scaled`:
 
@@ -201,11 +205,14 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
                 f"The largest parameter is {largest.largest_finite:.2g}, in {where}, and may exceed the range of "
                 "float16 if it is cast or multiplied."
             )
-            yield "If it became so large during training, restart from a checkpoint with a smaller learning rate."
+            yield (
+                "If this parameter became so large during training, restart from a checkpoint with a smaller learning "
+                "rate."
+            )
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Return why the last step was skipped or not finite, or "" if it was applied and finite."""
+    """Return the cause of a skipped or non-finite last step, or "" if the step was applied and finite."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -242,7 +249,7 @@ def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> 
 
 
 def _parts(inner_state: Any) -> list[Any]:
-    """Return the fields of the states of all inner transformations, which are tuples, as a flat list."""
+    """Return the fields of the inner optimizer states, which are nested tuples, as a flat list."""
     if not isinstance(inner_state, tuple):
         return [inner_state]
     return [part for each in inner_state for part in _parts(each)]
@@ -260,16 +267,18 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
     if is_at_floor:
         yield "The loss scale is at its lower bound."
     if not is_at_floor and cause == "infinity":
-        yield "This is how the loss scale adapts to the size of the gradients. You do not need to do anything."
+        yield (
+            "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything."
+        )
     elif not is_at_floor and state.consecutive_skips < _MANY_SKIPS_IN_A_ROW:
-        yield "If an overflow caused this, a lower loss scale will fix it. You do not need to do anything."
+        yield "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything."
     elif cause == "gradients":
         yield "To find the non-finite leaf, you can also call `nonfinite_report(grads)`."
         yield _ADVICE[_LOSS_OR_CONDITION]
     elif cause == "nan":
         yield f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins."
     elif isinstance(loss_scale, FixedLossScale):
-        yield 'Use a smaller loss scale, or "dynamic", which finds a suitable one.'
+        yield 'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.'
     elif loss_scale() <= 1:
         yield f"The gradients overflow even at a loss scale of {power_of_two(float(loss_scale()))}."
         yield f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}."
@@ -279,7 +288,7 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Yield sentences about earlier steps, if the last step was applied and finite."""
+    """Yield sentences about the earlier steps of a run whose last step was applied and finite."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
@@ -291,13 +300,17 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
         yield f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}."
         was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
         again = (
-            f"Therefore, the cause was that batch, not the scale.\nIf it happens again, check the batch {_BATCH_CHECKS}"
+            "Therefore, the cause was the batch, not the loss scale.\n"
+            f"If this happens again, check the batch {_BATCH_CHECKS}"
         )
         if cause == "loss":
             yield f"All later losses were finite, and the loss does not depend on the loss scale. {again}"
         elif moves and was_the_batch:
             now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
-            yield f"The loss scale is again as high as in that step ({now} now, {then} then), and steps are finite."
+            yield (
+                f"The loss scale is again as high as in the step with the NaN ({now} now, {then} then), and steps are "
+                "finite."
+            )
             yield again
         elif moves and cause in _GRADIENT_CAUSES and loss_scale() < record.loss_scale:
             yield "Since then, the loss scale has been lower and all steps were finite, as usual after an overflow."
@@ -321,9 +334,9 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
-    """Return whether so many steps were skipped that the search for the loss scale does not explain them."""
+    """Return whether more steps were skipped than the search for a suitable loss scale explains."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
-    # Each growth of the loss scale may cause an overflow.
+    # Each increase of the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     steps = int(state.applied_steps) + int(state.skipped_steps)
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
@@ -346,25 +359,28 @@ def _advice_on_many_skips(cause: str, loss_scale: LossScale) -> Iterator[str]:
 
 
 def _steps_of_a_search(loss_scale: LossScale) -> float:
-    """Return the number of skipped steps that would lower the scale from its initial value to the current value."""
+    """Return the number of skipped steps that would lower the loss scale from its initial to its current value."""
     start = getattr(loss_scale, "initial_loss_scale", None)
     return max(0.0, math.log2(start) - math.log2(float(loss_scale()))) if start else 0.0
 
 
 def _about_gradients(state: LossScaledState) -> Iterator[str]:
-    """Yield sentences about the size of the gradients, if the last step was applied and finite."""
+    """Yield sentences about the size of the gradients in a run whose last step was applied and finite."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())
     if math.isnan(largest):
         yield (
             "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
-            "`update`, this was wrong, because the gradients were not finite. The step was applied."
+            "`update`, this argument was wrong, because the gradients were not finite. The step was applied."
         )
         return
     if largest == 0:
         yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32."
-        yield "If they are not, they underflowed in float16 or were not scaled. Use `jls.value_and_scaled_grad`."
+        yield (
+            "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. Use "
+            "`jls.value_and_scaled_grad`."
+        )
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
@@ -376,7 +392,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         )
         yield HOW_TO_SCALE
     elif room >= _REPORTED_HEADROOM:
-        yield f"The loss scale could be 2^{room} times larger without an overflow of this gradient in float16."
+        yield f"The loss scale could be 2^{room} times larger before this gradient overflows in float16."
         if room >= _HEADROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
 

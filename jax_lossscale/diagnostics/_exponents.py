@@ -1,4 +1,4 @@
-"""Histograms of floating-point exponents, the fraction of gradients that underflow, and loss scales that prevent it."""
+"""Histograms of floating-point exponents, the fraction of gradients that underflow, and suggested loss scales."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
-    "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute them once "
-    "in float32 or with a larger loss scale."
+    "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute the "
+    "gradients once in float32 or with a larger loss scale."
 )
 
 
@@ -34,7 +34,7 @@ _ALL_ZERO = (
 )
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
-    """The number of values between each power of two and the next. A histogram is a pytree.
+    """A histogram of the magnitudes of values, with one bar for each power of two. The histogram is a pytree.
 
     Attributes:
       counts: ``uint32[n]``. ``counts[i]`` is the number of values whose magnitude is at least ``2**exponents[i]`` and
@@ -65,7 +65,7 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
     several devices are not gathered.
 
     Args:
-      tree: a pytree of arrays. The values in its floating and complex leaves are counted. The real and imaginary parts
+      tree: a pytree of arrays. Only the values in floating and complex leaves are counted. The real and imaginary parts
         of a complex value are counted separately.
       per_leaf: whether to return one histogram per leaf.
 
@@ -184,7 +184,7 @@ class LossScaleSuggestion(NamedTuple):
             return f"No loss scale can be suggested. {_ALL_ZERO}"
         return (
             f"A loss scale of 2^{int(np.log2(self.loss_scale))} = {self.loss_scale:.10g} fits the largest gradient, "
-            f"{self.largest:.4g}.\nIt prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
+            f"{self.largest:.4g}.\nThis scale prevents the underflow of {self.rescued:.3%} of the nonzero gradients. "
             f"{self.already_zero:.3%} of all gradients are already zero."
         )
 
@@ -192,14 +192,15 @@ class LossScaleSuggestion(NamedTuple):
 def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, per_leaf: bool = False) -> Any:
     """Return the fraction of gradients that would underflow in a dtype.
 
-    Gradients that are already zero or are not finite are excluded from these fractions. For example, half of the
-    gradients of a ReLU are exactly zero, although no dtype lost them. However, gradients that underflowed in a float16
-    backward pass are exactly zero as well. The fraction of zeros is therefore returned as ``already_zero``. If it is
+    Gradients that are already zero, infinite or NaN are excluded from the fraction. For example, about half of the
+    gradients of a ReLU are exactly zero in every dtype. However, gradients that underflowed in a float16 backward pass
+    are exactly zero as well. The fraction of zeros is therefore returned as ``already_zero``. If ``already_zero`` is
     large, compute ``grads`` in float32 and call this function again.
 
     Args:
       grads: a pytree of gradients. To measure the underflow of a run without a loss scale, pass *unscaled* gradients
-        that were computed in float32. To measure the underflow with a loss scale, multiply these gradients by it.
+        that were computed in float32. To measure the underflow with a loss scale, multiply the unscaled gradients by
+        the loss scale.
       dtype: the floating dtype to which the gradients would be cast. The cast rounds to nearest, with ties to even.
       per_leaf: whether to return the fractions of each leaf separately.
 
@@ -238,7 +239,7 @@ def suggest_loss_scale(
 ) -> LossScaleSuggestion:
     """Return the largest loss scale at which the gradients do not overflow, with some headroom.
 
-    The loss scale is the largest power of two that satisfies both conditions::
+    The loss scale is the largest power of two that satisfies both of the following conditions::
 
         largest * loss_scale * headroom <= finfo(dtype).max
         1 <= loss_scale <= 2**127
@@ -270,7 +271,7 @@ def suggest_loss_scale(
       (4194304.0, 0.5)
       >>> print(suggestion)
       A loss scale of 2^22 = 4194304 fits the largest gradient, 0.001.
-      It prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
+      This scale prevents the underflow of 50.000% of the nonzero gradients. 0.000% of all gradients are already zero.
     """
     _tree.check_tree(grads, "suggest_loss_scale(grads=...)")
     dtype = checked_floating_dtype(dtype, "suggest_loss_scale(dtype=...)")
@@ -284,7 +285,7 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """The largest finite number of some leaves, as bits in their `Layout`, and counts of numbers, ``uint32[]``."""
+    """The bits of the largest finite number in some leaves, and counts of their elements, ``uint32[]``."""
 
     largest: jax.Array
     numbers: jax.Array  # finite nonzero numbers
@@ -295,7 +296,7 @@ class _Counts(NamedTuple):
 
 @partial(jax.jit, static_argnums=1)
 def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
-    """Count the numbers of some leaves by the result of a cast to ``dtype`` at a loss scale of ``2**log2_scale``."""
+    """Count the elements that become zero or subnormal in ``dtype`` at a loss scale of ``2**log2_scale``."""
     numbers, layout = bits.joined(part), bits.layout_of(jnp.result_type(part[0]))
     limits = limits_of(dtype)
     # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it is excluded.
@@ -329,16 +330,16 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 
 def _total(counts: list[_Counts]) -> _Counts:
-    """Return the sums of the counts, and the largest number as the bits of a float32 number."""
+    """Return the sums of all counts, and the largest of all numbers as float32 bits."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
-    # The maximum is computed by sorting. XLA would fuse `max` with the second pass over each leaf, and the size of the
-    # program would be quadratic in the number of leaves.
+    # The maximum is computed by sorting, because XLA would fuse `max` with the second pass over each leaf, and the size
+    # of the program would be quadratic in the number of leaves.
     return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
 
 
 def _sum(counts: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of the counts in float32, because the sum may exceed the range of ``uint32``."""
+    """Return the sum of the counts as float32, because the sum may exceed the range of ``uint32``."""
     return jnp.stack([jnp.uint32(0), *counts]).astype(jnp.float32).sum()
 
 

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
 from jax_lossscale.diagnostics._report import Progress, off, percent
 
-# The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases in proportion.
+# The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
 _TOLERANCE = 0.01
 
 
@@ -37,7 +37,7 @@ def find_precision(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> PrecisionPolicy:
-    """Find the matmuls of a function that must be in float32 so that its gradients are accurate under `autocast`.
+    """Find the matmuls that must be in float32 so that the gradients of a function are accurate under `autocast`.
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
     ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
@@ -53,21 +53,21 @@ def find_precision(
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: float16 or bfloat16.
       tolerance: the largest accepted error, relative to the float32 result, of the value, of the gradient of each leaf
-        and of the gradient of all leaves together. The default is 0.01 for float16 and 0.08 for bfloat16. The notes
-        below describe exceptions for small leaves.
-      batches: further batches for which the policy must be accurate. Each batch replaces the last element of ``args``
-        and must have the same structure, shapes and dtypes.
+        and of the gradient of all leaves together. The default tolerance is 0.01 for float16 and 0.08 for bfloat16. The
+        notes below describe exceptions for small leaves.
+      batches: further batches for which the policy must achieve the tolerance. Each batch replaces the last element of
+        ``args`` and must have the same structure, shapes and dtypes.
       progress: whether to print a line to standard error for each trial. By default, the lines are printed in terminals
         and notebooks, from the fifth second on.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
-        must be bound to ``fun`` beforehand, with `functools.partial`.
+        must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`. Each rule includes a reason, and identifies matmuls by layer, parameter,
+      A `PrecisionPolicy` for `autocast`. Each rule includes a reason and identifies matmuls by layer, parameter,
       operation or function. The policy therefore remains valid for other parameter values, for other batch sizes, and
       after changes elsewhere in the code. The attribute ``loss_scale`` of the policy is the loss scale of the last
-      trial. The attribute ``errors`` contains the error with all matmuls in half precision, and the error with the
-      rules.
+      trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error under the
+      policy.
 
     Raises:
       ValueError: if an argument is invalid, if there are no gradients, or if the function is called inside `jax.jit` or

@@ -1,6 +1,6 @@
 """Diagnosis of the differences between the half-precision gradients and the float32 gradients of a function.
 
-The result is a `Finding`: one cause, and the sentences of the verdict that `compare_gradients` prints.
+The result is a `Finding`, which contains one cause and the sentences of the verdict that `compare_gradients` prints.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause of inaccurate gradients, and the sentences that describe it.
+    """The cause of inaccurate gradients, and the sentences that describe this cause.
 
     Attributes:
       cause: the name of the cause, as documented in `GradientComparison`.
       sentences: the sentences of the verdict. Empty strings are ignored.
       at: the index of the loss scale that shows the cause best.
-      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, the leaves whose
-        gradients are inaccurate without a loss scale.
+      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, ``leaves``
+        contains the leaves whose gradients are inaccurate without a loss scale.
       will_train: whether there is a loss scale at which all gradients are accurate.
       loss_scale: the loss scale with which training should start.
     """
@@ -51,12 +51,13 @@ class Finding(NamedTuple):
         return " ".join(filter(None, self.sentences))
 
 
-# A function from a loss scale to the range report. Each call compiles the program, so it is only called if necessary.
+# A function that returns the range report at a given loss scale. Each call compiles the program, so the function is
+# called only if necessary.
 Ranges: TypeAlias = Callable[[float], RangeReport]
 
 
 class Finder:
-    """Determines the most fundamental cause that explains the errors of the gradients.
+    """Search for the most fundamental cause that explains the errors of the gradients.
 
     Args:
       gradients: the traced gradients of the function.
@@ -70,7 +71,7 @@ class Finder:
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
-        """Return the finding, including sentences about divergence, gradients that are zero, and lost constants."""
+        """Return the finding, including sentences about divergence, zero gradients, and constants rounded to zero."""
         finding, reference = self._cause(), self._errors.reference_value
         if finding.cause == "no half precision":
             return finding
@@ -78,15 +79,15 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32 as well. If it became so large during training, training "
-                f"diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate and the "
-                "sign of the loss.",
+                f"The loss is {reference:.2g} in float32 as well. If the loss became so large during training, "
+                f"training diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate "
+                "and the sign of the loss.",
             )
         if not is_in_vain:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = f"{lost_constants[0]}, also in the float32 reference. Keep this constant in float32."
+            lost = f"{lost_constants[0]}, even in the float32 reference. Keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 
@@ -140,7 +141,7 @@ class Finder:
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
     def _reference_not_finite(self, bad: Sequence[LeafGradientError], sentence: str) -> Finding:
-        """Return the finding for a loss or gradients that are not finite in float32 either."""
+        """Return the finding for a function whose loss or gradients are not finite even in float32."""
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
@@ -154,7 +155,7 @@ class Finder:
         return Finding("reference not finite", sentences, leaves=bad)
 
     def _forward_overflow(self, at: int, inaccurate: Sequence[LeafGradientError]) -> Finding:
-        """Return the finding for an overflow in the forward pass, which no loss scale prevents."""
+        """Return the finding for an overflow in the forward pass, which no loss scale can prevent."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         locations = report.forward_overflows() or [operation for operation in report.bad if not operation.is_backward]
         wrong = f"The loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32."
@@ -192,7 +193,7 @@ class Finder:
         return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
-        """Return why the gradients are inaccurate at every loss scale at which they are finite."""
+        """Return the finding for gradients that are inaccurate at every loss scale at which they are finite."""
         errors, report = self._errors, self._ranges(self._errors.scales[at])
         inaccurate, error = errors.inaccurate_leaves(at), errors.total.relative_error[at]
         does_harm = any(operation.changes_result for operation in report.forward_overflows())
@@ -229,8 +230,8 @@ class Finder:
             advice = "Compare larger loss scales by passing `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
             advice = (
-                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute its "
-                "final mean in float32, and return the loss in float32."
+                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute the "
+                "final mean of the loss in float32, and return the loss in float32."
             )
         else:
             advice = (
@@ -294,7 +295,7 @@ class Finder:
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe the error at the first location, with its suggestion. Return "" if there are no locations."""
+        """Describe the error at the first location, and suggest a fix. Return "" if there are no locations."""
         if not locations:
             return ""
         operation = locations[0]

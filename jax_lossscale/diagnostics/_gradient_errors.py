@@ -1,7 +1,7 @@
 """Errors of half-precision gradients relative to float32 gradients, and the choice of the initial loss scale.
 
-For each leaf and each loss scale, the device computes a few numbers, such as a squared error. The host then computes
-the error of each leaf from these numbers.
+For each leaf and each loss scale, the device computes a few numbers, such as a squared error, from which the host then
+computes the error of the leaf.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 # If a change of the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.
 _MOSTLY_ROUNDING = 0.05
-# The parameters are changed by this fraction to measure rounding errors, because it is close to the smallest relative
+# The parameters are changed by this fraction to measure rounding errors. The fraction is close to the smallest relative
 # change that float32 can represent.
 NUDGE = 2.0**-22
-# Gradients are wrong if the relative error of all leaves together, or the relative error of a single leaf, is above
-# these limits. If training works, the error is usually below 0.01 in float16 and below 0.05 in bfloat16.
+# Gradients count as wrong if the relative error of all leaves together exceeds the first limit or the relative error of
+# a single leaf exceeds the second limit. If training works, the error is usually below 0.01 in float16 and below 0.05
+# in bfloat16.
 LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
@@ -76,8 +77,8 @@ class LeafGradientError:
         precision.
       nonfinite: for each loss scale, the fraction of the elements that are not finite in half precision.
       rounding: the relative change of the float32 gradient if the parameters change by a few units in the last place.
-        If this change is large, the float32 gradient consists of rounding errors, and ``relative_error`` is
-        meaningless. An example is the gradient of a bias in front of a batch normalization.
+        If ``rounding`` is large, the float32 gradient consists of rounding errors, and ``relative_error`` is
+        meaningless. For example, the gradient of a bias before a batch normalization consists of rounding errors.
     """
 
     path: str
@@ -135,7 +136,7 @@ class Measurement(NamedTuple):
 
 
 def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
-    """Return the measurements of each leaf, as numbers on the host.
+    """Return the measurements of each leaf as numbers on the host.
 
     One program is compiled for all leaves of the same shape and dtype.
 
@@ -208,7 +209,7 @@ def overflown(measured: Measurement, exact: Any) -> Measurement:
 def reports_of(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> tuple[list[LeafGradientError], LeafGradientError]:
-    """Compute the errors of each leaf, and the errors of all leaves together.
+    """Compute the errors of each leaf and the errors of all leaves together.
 
     Args:
       exact: the float32 gradients by path.
@@ -216,7 +217,7 @@ def reports_of(
       rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
     # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
-    # fields that only depend on the float32 gradients are equal in all rows.
+    # fields that depend only on the float32 gradients are equal in all rows.
     of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
@@ -254,13 +255,13 @@ def reports_of(
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
     """Return the relative error above which the error of a loss is reported.
 
-    The limit is 0.01 for float16, and larger for dtypes with less precision.
+    The limit is 0.01 for float16 and larger for dtypes with less precision.
     """
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
 
 def relative_error(value: Any, exact: Any) -> float:
-    """Return the relative error of a number; infinite if the number or the exact number is not finite."""
+    """Return the relative error of a number. The error is infinite if the number or its exact value is not finite."""
     error = abs(float(value) - float(exact))
     if error == 0:
         return 0.0
@@ -268,7 +269,7 @@ def relative_error(value: Any, exact: Any) -> float:
 
 
 class GradientErrors(NamedTuple):
-    """The errors of the value and of the gradients of a function at several loss scales.
+    """The errors of the value and gradients of a function at several loss scales.
 
     Attributes:
       dtype: the half-precision dtype.
@@ -337,8 +338,8 @@ class GradientErrors(NamedTuple):
         """Return the index of the best loss scale among the scales with finite gradients.
 
         The best scale has the fewest inaccurate leaves. Among scales with equally many inaccurate leaves, the best
-        scale has the smallest error of all leaves together. If several scales are equally good, the largest is
-        returned, because the fewest gradients underflow at this scale.
+        scale has the smallest error of all leaves together. If several scales are equally good, the largest of them is
+        returned, because the fewest gradients underflow at the largest scale.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -346,9 +347,9 @@ class GradientErrors(NamedTuple):
     def start(self) -> float:
         """Return the recommended initial loss scale.
 
-        It is the largest scale that is about as accurate as the best scale and at least a factor of
-        ``2**_LOG2_HEADROOM`` below the largest scale with finite gradients. If no accurate scale leaves this headroom,
-        the smallest accurate scale is returned.
+        The recommended scale is the largest scale that is about as accurate as the best scale and at least a factor of
+        ``2**_LOG2_HEADROOM`` below the largest scale with finite gradients. If no accurate scale leaves this much
+        headroom, the smallest accurate scale is returned.
         """
         finite, errors, scales = self.finite(), self.total.relative_error, self.scales
         if not finite:
@@ -379,9 +380,10 @@ def errors_by_scale(
 
     Args:
       gradients: the traced gradients of the function.
-      float32_program: the program of the float32 reference, without a loss scale. By default, the program of the
-        function is evaluated in float32.
-      scales: the loss scales to compare. By default, they are selected by `_needed` from `_useful_scales`.
+      float32_program: the program of the float32 reference, without a loss scale. By default, the reference is the
+        program of ``gradients``, evaluated in float32.
+      scales: the loss scales to compare. By default, the candidates are chosen according to the largest gradient, and
+        `_compared` skips some of them.
       progress: a function that wraps the sequence of candidate loss scales, for example in a progress bar.
       compared: a function that is called after each comparison, with the number of comparisons so far, their maximum
         number, and the loss scale.
@@ -404,7 +406,7 @@ def errors_by_scale(
         return value, leaves, errors
 
     compiled = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})
-    # The value of the function does not depend on the loss scale. If the program fails at every scale, the value is
+    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value is
     # NaN.
     values, measured, run_time_errors = {-1: math.nan}, dict[int, list[Measurement]](), dict[int, str]()
 
@@ -417,7 +419,8 @@ def errors_by_scale(
                 errors[path] = _measure_errors(leaf, exact[path], known[path].largest, scale)
             values[n], errors = jax.device_get((values[n], errors))
             measured[n] = [with_errors(each, errors[path]) for path, each in known.items()]
-        # If a callback raises an exception, JAX raises one of these types, depending on the program.
+        # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
+        # program.
         except (RuntimeError, ValueError) as error:
             if not is_raised_in_callback(error):
                 raise
@@ -471,7 +474,7 @@ def _reference(
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
     """Return a sentence about the leaves whose float32 gradient is zero; "" if there are none.
 
-    For example, the gradients of all layers below a layer that is initialized with zeros are zero.
+    For example, if the weights of a layer are initialized to zero, the gradients of all layers below it are zero.
     """
     zero = [leaf for leaf in leaves if leaf.is_zero]
     share = sum(math.prod(leaf.shape) for leaf in zero) / max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
@@ -484,7 +487,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
 
 
 def is_raised_in_callback(error: Exception) -> bool:
-    """Return whether an error was raised in a callback of the program.
+    """Return whether an error was raised by a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """
@@ -498,10 +501,10 @@ def first_sentence(error: Exception) -> str:
 
 
 def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
-    """Return the powers of two to compare by default.
+    """Return the loss scales that are compared by default, which are powers of two.
 
     The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
-    finite number of the dtype is outside of 2**-4 to 2**20, powers of two around that scale are added.
+    finite number of the dtype is outside the range from 2**-4 to 2**20, powers of two around that scale are added.
     """
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
@@ -568,9 +571,9 @@ def _is_same(errors: GradientErrors, for_table: bool) -> bool:
     if not for_table:
         return printed_error(errors.total, 0) == printed_error(errors.total, 1)
     rows = [row for n in pair for row in sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS]]
-    # If all gradients overflow, or all gradients are zero, they also do at every loss scale in between.
+    # If every gradient overflows or is zero at both loss scales, so does every gradient at the loss scales in between.
     is_saturated = all(
-        leaf.is_zero or not math.isfinite(leaf.relative_error[0]) or leaf.lost[0] == 1 for leaf in leaves
+        leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves
     )
     is_noisy = errors.total.nonzero < _FEW_ELEMENTS and not is_saturated
     return not is_noisy and all(printed_error(leaf, 0) == printed_error(leaf, 1) for leaf in (errors.total, *rows))
@@ -585,14 +588,14 @@ def _coarse_to_fine(count: int, middle: int) -> list[int]:
 
 
 def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
-    """Return the arguments of a call, with small random changes of all differentiated elements.
+    """Return the arguments of a call with small random changes to all differentiated elements.
 
     Each element is multiplied by ``1 + by`` or by ``1 - by``.
 
     Args:
       call: the call.
-      keep_dtypes: whether to cast the changed leaves back to their original dtypes. If False, the dtypes of the changed
-        leaves are at least float32.
+      keep_dtypes: whether to cast the changed leaves back to their original dtypes. If ``keep_dtypes`` is False,
+        changed half-precision leaves become float32.
       by: the relative size of the change.
     """
     chosen = [call.args[position] for position in call.positions]
@@ -613,7 +616,7 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the value of the function and the gradients by path.
+    """Return the value of the function, and a dictionary from paths to gradients.
 
     Args:
       result: the result of `jax.value_and_grad`.

@@ -1,7 +1,7 @@
-"""Evaluation of a function with all half-precision values in a wider dtype.
+"""Evaluation of a function with all half-precision values in another dtype.
 
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
-matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore only depend on its
+matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore depend only on its
 original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same parameters as
 before, except that the dtypes in the parameters are replaced as well.
 """
@@ -39,18 +39,18 @@ from jax_lossscale._program.walk import Walk
 def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
     """Return a version of a function that computes all half-precision values in another dtype.
 
-    Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. With float32, the new function
-    is a reference that does not contain half precision.
+    Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. If ``dtype`` is float32, the new
+    function is a reference without half precision.
 
     Args:
-      fun: a function of arbitrary pytrees. Arrays are traced. Other arguments (Python numbers, strings, functions) are
-        passed to ``fun`` unchanged.
+      fun: a function of arbitrary pytrees. Arrays are traced. Arguments that are not arrays (Python numbers, strings,
+        functions) are passed to ``fun`` unchanged.
       dtype: a floating dtype; float32 by default. Values with more than 16 bits in ``fun`` keep their dtype.
 
     Returns:
       A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to
-      ``dtype``. Results that are in half precision in ``fun`` are returned in ``dtype``. The function traces ``fun`` in
-      each call, so compile it with `jax.jit`.
+      ``dtype``. Results that are in half precision in ``fun`` are returned in ``dtype``. The new function traces
+      ``fun`` in each call, so compile the new function with `jax.jit`.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or is float64 although 64-bit types are disabled.
@@ -120,7 +120,7 @@ def checked_precision(dtype: Any, name: str) -> jnp.dtype:
 
 
 class Evaluator(Walk[Any]):
-    """Evaluates jaxprs with ``dtype`` instead of half precision.
+    """Interpreter that evaluates jaxprs with ``dtype`` instead of half precision.
 
     Attributes:
       dtype: the dtype that replaces half precision.
@@ -133,7 +133,10 @@ class Evaluator(Walk[Any]):
         self._translated: dict[Jaxpr, ClosedJaxpr] = {}
 
     def evaluate(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
-        """Return the outputs of a jaxpr. Each input has either its original dtype or the new dtype."""
+        """Return the outputs of a jaxpr.
+
+        Each input of the jaxpr may have its original dtype or the new dtype.
+        """
         return self.outputs(closed, list(map(self.value_of, inputs, closed.in_avals)))
 
     def value_of(self, constant: Any, aval: Any) -> Any:
@@ -162,7 +165,7 @@ class Evaluator(Walk[Any]):
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
                 return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
-            except (NotImplementedError, TypeError, ValueError):  # The primitive only supports half precision.
+            except (NotImplementedError, TypeError, ValueError):  # Some primitives support only half precision.
                 self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
@@ -174,7 +177,8 @@ class Evaluator(Walk[Any]):
         if translated is None:
             types = [self._param(variable.aval) for variable in closed.jaxpr.invars]
             translated = jax.make_jaxpr(lambda *inputs: self.evaluate(closed, inputs))(*types)
-            # A jaxpr with constants is not cached, because another `ClosedJaxpr` may contain it with other constants.
+            # A jaxpr with constants is not cached, because another `ClosedJaxpr` may contain the same jaxpr with other
+            # constants.
             if not closed.consts:
                 self._translated[closed.jaxpr] = translated
         return translated
@@ -190,7 +194,7 @@ class Evaluator(Walk[Any]):
         return self._outputs(eqn, bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
-        """Return whether a `reduce_precision` has no effect, because it rounds to the precision of its operand.
+        """Return whether a `reduce_precision` has no effect because it rounds to the precision of its operand.
 
         `jax.checkpoint` inserts such operations.
         """
@@ -210,7 +214,7 @@ class Evaluator(Walk[Any]):
     def _param(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
             return self.translated(value)
-        if isinstance(value, Jaxpr):  # A reduction or a scatter contains the jaxpr that combines two numbers.
+        if isinstance(value, Jaxpr):  # The parameters of a reduction or scatter contain a jaxpr.
             return self.translated(ClosedJaxpr(value, ())).jaxpr
         if isinstance(value, np.dtype):
             return self.dtype if is_half(np.empty(0, value)) else value

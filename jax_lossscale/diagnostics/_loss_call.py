@@ -1,4 +1,4 @@
-"""Checking and tracing of the loss function and the arguments that the user passes to a report."""
+"""Checking and tracing of the loss function and its arguments, which the user passes to a report."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class LossCall(NamedTuple):
     names: list[str]
 
     def with_args(self, args: Sequence[Any]) -> LossCall:
-        """Return a call of this function with different positional arguments of the same structure."""
+        """Return a call to the same function with different positional arguments of the same structure."""
         chosen = list(args)
         for position in self.positions:
             chosen[position], _ = _selected(args[position])
         return self._replace(args=chosen)
 
     def value_and_grad(self) -> Traced:
-        """Trace the value and the gradients, without a loss scale."""
+        """Trace the value and the gradients without a loss scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
 
     def scaled(self) -> Traced:
@@ -79,7 +79,7 @@ class LossCall(NamedTuple):
         return traced
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
-        """Return pairs of a name and a leaf, in one list for each positional argument and each keyword argument."""
+        """Return one list of ``(name, leaf)`` pairs for each positional argument and each keyword argument."""
         return [
             [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
@@ -94,7 +94,7 @@ def check_call(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> LossCall:
-    """Check the arguments of a report, and return the call of the loss function.
+    """Check the arguments of a report, and return a `LossCall` for the loss function.
 
     Args:
       caller: the name of the report, for error messages.
@@ -146,8 +146,8 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     leaves = [leaf for _, leaf in with_paths]
     inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
     arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
-    # Python floats are only differentiated if there are no arrays, because in a model they are constants such as a
-    # dropout rate.
+    # Python floats are differentiated only if there are no arrays, because the Python floats in a model are constants,
+    # such as a dropout rate.
     positions = arrays or inexact
 
     def rebuilt(moved: Leaves) -> Any:
@@ -161,11 +161,11 @@ def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
 
 
 class ArgumentFaults(NamedTuple):
-    """Non-finite elements and largest magnitudes of the arguments.
+    """The non-finite elements and the largest magnitudes of the arguments of a loss function.
 
     Attributes:
       nan: one sentence for each leaf that contains NaN.
-      infinite: one sentence for each leaf that contains infinities but no NaN. The infinities may be intended, for
+      infinite: one sentence for each leaf that contains infinities but no NaN. Infinities may be intentional, for
         example in an attention mask.
       largest: the largest finite magnitude of each leaf, by the name of the leaf.
     """

@@ -15,7 +15,7 @@ from jax_lossscale._program.primitives import STEEP_AT_ZERO, moved_operands
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._report import at
 
-# An epsilon is a small constant that is used in one of these operations to keep the result away from zero.
+# An epsilon is a small constant that one of these operations uses to keep its result away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
 
 
@@ -41,9 +41,9 @@ class LostConstant(NamedTuple):
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
-    """Return the constants of the forward pass that became zero or infinite in half precision.
+    """Return the constants in the forward pass that became zero or infinite in half precision.
 
-    Epsilons come first. All other constants follow in program order.
+    Epsilons, which keep a result away from zero, come first. All other constants follow the epsilons in program order.
 
     Args:
       traced: the program.
@@ -67,7 +67,7 @@ class _Value(NamedTuple):
 
 
 class _Constants(Propagation[_Value]):
-    """Propagation of half-precision constants, and of sums that contain a lost epsilon, through a program."""
+    """Propagation of half-precision constants, and of sums with an epsilon that rounds to zero, through a program."""
 
     def __init__(self, is_autocast: bool) -> None:
         self.is_autocast = is_autocast
@@ -92,8 +92,8 @@ class _Constants(Propagation[_Value]):
                 # A maximum with zero is often intended, as in ReLU, so its operand is not an epsilon.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so it is
-            # not a lost constant.
+            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so
+            # rounding did not lose a constant.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

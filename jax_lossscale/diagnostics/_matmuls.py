@@ -1,4 +1,4 @@
-"""The number of matmuls in half precision, and the origin of the float32 operands of other matmuls."""
+"""The number of matmuls in half precision, and the origins of the float32 operands of all other matmuls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MatmulSummary(NamedTuple):
       matmuls: the number of matmuls in the value and the gradients. A matmul in the body of a loop counts once.
       half_matmuls: the number of matmuls whose operands have the half-precision dtype.
       first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
-      half_share: the fraction of the floating-point operations of all matmuls that is done in half precision; 1 if
+      half_share: the fraction of all floating-point operations in matmuls that is performed in half precision; 1 if
         there are no matmuls.
       is_autocast: whether the function, or a part of it, is under `autocast`.
     """
@@ -49,7 +49,7 @@ class MatmulSummary(NamedTuple):
 
     @property
     def no_half_precision(self) -> str:
-        """The explanation in a report if nothing is computed in the half-precision dtype."""
+        """The explanation that a report shows if nothing is computed in half precision."""
         if self.is_autocast and not self.matmuls:
             return (
                 f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
@@ -106,7 +106,7 @@ class Float32Origin(NamedTuple):
 
 
 def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
-    """Return the origins of the float32 operands of all matmuls. Matmuls of the forward pass come first.
+    """Return the origins of the float32 operands of all matmuls. Matmuls in the forward pass come first.
 
     Args:
       program: the program.

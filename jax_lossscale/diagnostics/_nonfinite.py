@@ -1,4 +1,4 @@
-"""Report of the NaN and infinite values in each leaf of a pytree, for use on the host."""
+"""Report on the NaN and infinite values in each leaf of a pytree, for use on the host."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Report[LeafReport]):
-    """A sequence with a `LeafReport` for each leaf of the gradients, the worst leaf first.
+    """A sequence with a `LeafReport` for each leaf of the gradients, with the worst leaf first.
 
     Leaves are sorted by the fraction of non-finite elements, then by the number of non-finite elements, and then by the
-    largest finite magnitude. Among finite leaves, the one closest to overflow therefore comes first. The report prints
-    as a table of the leaves that are not finite. Notebooks display it as an HTML table.
+    largest finite magnitude. Among finite leaves, the leaf closest to overflow therefore comes first. The report prints
+    as a table of the non-finite leaves. Notebooks display the report as an HTML table.
 
     Attributes:
       leaves: the report of each leaf.
@@ -106,7 +106,7 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
-    """Count the NaN and infinite elements of each leaf, and find the first one.
+    """Count the NaN and infinite elements of each leaf, and find the first non-finite element.
 
     Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
     `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with
@@ -117,7 +117,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
         and random keys, are ignored. Leaves may be sharded.
 
     Returns:
-      A `NonfiniteReport`, sorted such that the worst leaf comes first.
+      A `NonfiniteReport`, with the worst leaf first.
 
     Raises:
       ValueError: if ``grads`` is not a pytree of arrays, or if the function is called inside `jax.jit` or another
@@ -149,7 +149,10 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
 
 
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
-    """Return a report for each leaf, in the given order. Equal shapes and dtypes share one compiled program."""
+    """Return a report for each leaf, in the given order.
+
+    Leaves with the same shape and dtype share one compiled program.
+    """
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     reports = []
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
@@ -201,7 +204,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
 
 @jax.jit
 def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
-    """Return the bits of the largest finite magnitude plus 1 (0 if there is none), and the counts of NaN and ±inf."""
+    """Return 1 + the bits of the largest finite magnitude (or 0 if there is none), and the counts of NaN and ±inf."""
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)
     if jnp.iscomplexobj(leaf):
@@ -221,8 +224,8 @@ def _faults(leaf: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _first_bad_index(leaf: ArrayLike) -> list[jax.Array]:
     """Return the index of the first non-finite element, as one scalar per axis.
 
-    The index is determined axis by axis. A flat index may need more than 32 bits, and to flatten a sharded leaf, XLA
-    would have to gather it.
+    The index is determined axis by axis, because a flat index may need more than 32 bits, and because XLA would have to
+    gather a sharded leaf in order to flatten it.
     """
     flags = functools.reduce(jnp.logical_or, _faults(leaf))
     index: list[jax.Array] = []

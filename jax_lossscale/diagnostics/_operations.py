@@ -1,4 +1,4 @@
-"""Lists of the operations in a jaxpr, with their dtypes and locations, and of casts and opaque operations."""
+"""Functions that list the operations in a jaxpr with their dtypes and locations, and that count the casts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OperationPrecision:
       reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`;
         "" if it is.
       is_matmul: whether the operation is a matrix multiplication or a convolution. A `dot_general` whose contracted
-        axes all have size 1, such as an outer product, does not count.
+        axes all have size 1, such as an outer product, does not count as a matrix multiplication.
       index: the number of operations that precede the first of these operations in the program.
     """
 
@@ -105,9 +105,9 @@ def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
 
     Args:
       original: the jaxpr of the function without `autocast`.
-      rewritten: the jaxprs of the function and of its gradient under `autocast`, with reasons. Both are necessary,
-        because differentiation removes the equation of an `in_half` function, and because only the jaxpr of the
-        gradient contains the backward passes of custom rules.
+      rewritten: the jaxprs of the function and of its gradient under `autocast`, with reasons. Both jaxprs are
+        necessary, because differentiation removes the equation of an `in_half` function, and because only the jaxpr of
+        the gradient contains the backward passes of custom rules.
     """
     sources_by_reason: dict[str, dict[str, None]] = {}
     for program in rewritten:

@@ -1,14 +1,15 @@
-"""Probes that measure and round the operands, results and cotangents of every matmul of a program.
+"""Probes that measure and round the operands, results and cotangents of every matmul in a program.
 
-A probe is an identity operation. Its parameters are the index of a matmul and the role of the probed value, such as
-the result. In the backward pass, the probe inserts another probe for the cotangent.
+A probe is an identity operation. The parameters of a probe are the index of a matmul and the role of the probed value
+in the matmul, such as its result. In the backward pass, the probe inserts another probe for the cotangent.
 
 `RoundingEvaluator` evaluates a program with probes. An array argument of the compiled program determines which probes
-round their values to half precision. The same compiled program can therefore compute the function in float32, as under
-`autocast`, and as under any policy.
+round their values to half precision. The same compiled program can therefore compute the function in float32, under
+`autocast`, or under any policy.
 
-The probe of a cotangent has the corresponding value of the forward pass as a second operand. The cotangent multiplied
-by the rounding error of this value estimates how much the result of the program changes if the value is rounded.
+The probe of a cotangent has the corresponding value of the forward pass as a second operand. The product of a cotangent
+and the rounding error of its forward-pass value estimates how much the result of the program changes if the value is
+rounded.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
-# The levels of precision of a matmul, in ascending order.
+# The precision levels of a matmul, in ascending order.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
-# Each probed value of a matmul has one of three roles. The role of a cotangent is the role of its value plus 3, so the
-# two slices select the roles of all values and the roles of all cotangents.
+# Each probed value of a matmul has one of three roles, which are numbered from 0 to 2. The role of a cotangent is the
+# role of the corresponding value plus 3. `VALUES` selects the roles of all values, and `COTANGENTS` selects the roles
+# of all cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
 
 class MatmulSite(NamedTuple):
-    """The site of one or more matmuls, or calls of `in_half` functions, that the rules of a policy cannot distinguish.
+    """The site of one or more matmuls (or calls to `in_half` functions) that the rules of a policy cannot distinguish.
 
     Attributes:
       operation: the name of the primitive.
@@ -53,7 +55,7 @@ class MatmulSite(NamedTuple):
     location: Location
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A site maps to the set of its equations.
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A dictionary from each site to the set of its equations.
 
 
 class Measured(NamedTuple):
@@ -63,7 +65,8 @@ class Measured(NamedTuple):
       largest: the largest magnitude.
       error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
       damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of the corresponding
-        value. The damage estimates to first order how much the result of the program changes if the value is rounded.
+        value. The damage is a first-order estimate of how much the result of the program changes if the value is
+        rounded.
     """
 
     largest: Any
@@ -93,7 +96,7 @@ def with_probes(
             found.setdefault(site, set()).add(eqn)
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
-            # With a lower precision, a GPU could round operands that a trial keeps in float32.
+            # With a lower matmul precision, a GPU could round operands that a trial keeps in float32.
             exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if "precision" in eqn.params else {}
             return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
@@ -104,7 +107,7 @@ def with_probes(
     return probed
 
 
-# A probe returns its first operand. The second operand is the corresponding value of the forward pass.
+# A probe returns its first operand. The second operand of a probe is the corresponding value of the forward pass.
 _probe_primitive = Primitive("probe")
 _probe_primitive.def_impl(lambda number, value, **_: number)
 _probe_primitive.def_abstract_eval(lambda number, value, **_: number)
@@ -137,13 +140,13 @@ def _probe_float(value: Any, site: int, role: int) -> Any:
 
 
 class RoundingEvaluator(MeasuringEvaluator):
-    """Evaluates jaxprs with probes. Each probe adds a row that contains the fields of `Measured`.
+    """Interpreter for jaxprs with probes. Each probe measures one row, which contains the fields of `Measured`.
 
     Args:
       dtype: the half-precision dtype.
-      strengths: which values are rounded, an array ``float32[2, sites]`` of zeros and ones. The first row determines
-        whether the result of each matmul is rounded. The second row determines whether the operands and cotangents of
-        each matmul are rounded.
+      strengths: which values are rounded, an array ``float32[2, sites]`` of zeros and ones. The first row of
+        ``strengths`` determines whether the result of each matmul is rounded. The second row of ``strengths``
+        determines whether the operands and cotangents of each matmul are rounded.
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 
@@ -157,7 +160,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """Return the site and the role of a probe. The roles of cotangents follow the roles of values."""
+        """Return the site and the role of a probe. Roles of cotangents have larger numbers than roles of values."""
         if eqn.primitive is not _probe_primitive or eqn.params["kind"] == "tangent":
             return []
         roles = COTANGENTS if eqn.params["kind"] == "cotangent" else VALUES
@@ -177,7 +180,7 @@ class RoundingEvaluator(MeasuringEvaluator):
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
         """Evaluate a `jax.shard_map`.
 
-        The measurements of each shard are returned as additional outputs that are divided over the mesh.
+        The measurements of each shard are returned as additional outputs, which are partitioned over the mesh.
         """
         axes = custom_rules.axes_of_shard_map(eqn)
         of_shards = RoundingEvaluator(self._dtype, self._strengths, axes)

@@ -1,6 +1,7 @@
-"""Rules of a `PrecisionPolicy` for the matmuls that must not be in half precision.
+"""Generation of the `PrecisionPolicy` rules for the matmuls that must not be in half precision.
 
-To be easy to review, each rule contains only as many patterns as necessary to distinguish its matmuls from all others.
+Each rule contains only as many patterns as necessary to distinguish its matmuls from all other matmuls, so that the
+rules are easy to review.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
     """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
     The first matching rule of a policy applies, so the rules for float32 precede the rules for float32 results. If no
-    pattern distinguishes two matmuls, the rule gives both of them the higher precision.
+    pattern distinguishes two matmuls, both matmuls get the higher precision.
 
     Args:
       sites: the sites of the matmuls.
       levels: the precision of each site, ``int[sites]``.
-      reasons: for each site, the reason for its precision. If it is ``None``, the rules have no reasons.
+      reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules have no reasons.
     """
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
@@ -42,16 +43,16 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
-    """Return whether a rule has the same precision as another rule and matches all of its operations."""
+    """Return whether a rule has the same precision as another rule and matches every operation of the other rule."""
     patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
     return patterns < others
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
-    """Return sets of patterns that match a matmul, with those that survive most changes of the code first."""
+    """Return sets of patterns that match a matmul, starting with the patterns that survive most changes to the code."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
-    parameter = {"parameter": location.parameter}  # An empty pattern only matches matmuls without a parameter.
+    parameter = {"parameter": location.parameter}  # An empty pattern matches only matmuls without a parameter.
     function = {"function": location.functions[0]} if location.functions else {}
     ways = [layer, parameter if location.parameter else {}, function]
     ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]

@@ -40,13 +40,13 @@ _EXACT = {"xla_allow_excess_precision": False}
 # the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. If such a change of the parameters also causes large errors in float32, the precision of the matmuls
-# is not the cause. The tolerance then increases by up to the factor `_MOST_SENSITIVE`.
+# every layer does. If this change causes large errors even in float32, the precision of the matmuls is not the cause,
+# and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
-# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error may be
-# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf
-# below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
+# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is
+# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf whose
+# contribution is below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
 _SMALL_SHARE = 0.01
 _TINY_SHARE = 0.001
 _SMALL_LEAF = 10.0
@@ -71,7 +71,7 @@ class Trial(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether all errors are within the tolerance, or within half of it if any matmul is in float32."""
+        """Whether all errors are within the tolerance, or within half the tolerance if any matmul is in float32."""
         return self.ratio <= (0.5 if self.levels.any() else 1.0)
 
 
@@ -81,8 +81,8 @@ class _Exact(NamedTuple):
     Attributes:
       value: the value of the function.
       leaves: the gradients by path.
-      rounding: the measurements of the gradients of each leaf at slightly changed parameters. The changes of the
-        gradients show rounding errors.
+      rounding: the measurements of the gradients of each leaf at slightly changed parameters, which show the rounding
+        errors of the float32 gradients.
       tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored.
       total: the norm of the whole gradient.
     """
@@ -94,7 +94,7 @@ class _Exact(NamedTuple):
     total: float
 
     def errors_of(self, value: Any, leaves: dict[str, Any], scale: float) -> list[tuple[float, float, str]]:
-        """Return the ratio of the error to the tolerance, the error, and the name of each quantity of a result.
+        """Return ``(error / tolerance, error, name)`` for the value, the gradient of each leaf, and the whole gradient.
 
         Args:
           value: the value of the function in a trial.
@@ -116,7 +116,7 @@ class _Exact(NamedTuple):
 
 
 class Search:
-    """A search for the matmuls that must be in float32. It performs trials with one or more batches.
+    """A search for the matmuls that must be in float32, which performs trials with one or more batches.
 
     Attributes:
       dtype: the half-precision dtype.
@@ -151,16 +151,17 @@ class Search:
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
-        # Measure the float32 program without a loss scale. The array of largest magnitudes has the shape
-        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]`` and contains the estimated change of
-        # the value if the result of a matmul is rounded, and if the operands of the matmul are rounded.
+        # Measure the float32 program without a loss scale. The largest magnitudes have shape ``[sites, 2 * roles]``.
+        # The damages have shape ``[sites, 2]``. The first column of damages contains the estimated change of the value
+        # if the result of a matmul is rounded, and the second column contains the estimated change if the operands of
+        # the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
         exact, measured = self._run(in_float32, 1.0)
         self._largest = measured.largest
         damage = np.nan_to_num(measured.damage[:, COTANGENTS])
         self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
 
-        # Derive the tolerances from the effects of two nudges (small changes of the parameters) in float32.
+        # Derive the tolerances from the effects of two nudges (small changes to the parameters) in float32.
         def measured_change(number: int, value: Any, leaves: dict[str, Any]) -> tuple[float, list[errors.Measurement]]:
             exact_value, exact_leaves = exact[number]
             return errors.relative_error(value, exact_value), errors.measure(leaves, exact_leaves, 1.0)
@@ -179,10 +180,11 @@ class Search:
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
 
-        The fine nudge changes the parameters by about the rounding errors of float32. If the fine nudge causes an error
-        of more than half the tolerance, the quantity is ignored in trials. The coarse nudge changes the parameters by
-        about the rounding errors of half precision. If the coarse nudge causes a disproportionately larger error, for
-        example because the inputs of ReLUs change sign, the tolerance is increased.
+        A nudge is a small random change to all parameters. The fine nudge changes each parameter by about one float32
+        rounding error. If the fine nudge changes the value or the gradient of a leaf by more than half the tolerance,
+        this quantity is ignored in trials. The coarse nudge changes each parameter by about one half-precision rounding
+        error. If the coarse nudge causes a disproportionately larger error, for example because the inputs of ReLUs
+        change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.
@@ -195,7 +197,7 @@ class Search:
         reports, total = errors.reports_of(leaves, [measured], rounding)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Return the tolerance of a quantity that the coarse and the fine nudge change by these errors.
+            """Return the tolerance of a quantity, given its relative changes after the coarse nudge and the fine nudge.
 
             If the function has no kinks, such as ReLUs, the errors are proportional to the sizes of the nudges.
             """
@@ -249,7 +251,7 @@ class Search:
         return self._run(np.full(len(self.sites), FLOAT32), scale, lambda *_: None)[1]
 
     def _errors(self, run: Callable[[Any], object], scale: float) -> tuple[float, float, str]:
-        """Return the largest ratio of an error to its tolerance among all batches, with the error and its quantity.
+        """Return the largest ratio of an error to its tolerance among all batches, with the error and the quantity.
 
         Args:
           run: a function that evaluates the gradients. Its argument is a function that ``run`` calls for each batch,
@@ -263,7 +265,7 @@ class Search:
 
         try:
             run(compare)
-        # For example, linear solvers raise an error if their input is not finite.
+        # The program may raise an error in a callback, for example if the input of a linear solver is not finite.
         except (RuntimeError, ValueError) as error:
             if not errors.is_raised_in_callback(error):
                 raise
@@ -307,7 +309,7 @@ class Search:
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
 
     def _trial(self, levels: np.ndarray) -> Trial:
-        """Return the result of a trial with these levels at the best loss scale. The results are cached."""
+        """Return the result of a trial with the given levels at the best loss scale. The results are cached."""
         if levels.tobytes() not in self._known:
             scale = self._best_scale(levels)
             trial = Trial(levels, scale, *self._errors(lambda compare: self._run(levels, scale, compare), scale))
@@ -320,7 +322,7 @@ class Search:
         return self._known[levels.tobytes()]
 
     def found(self) -> tuple[Trial, Trial]:
-        """Return the trial with all matmuls in half precision, and the accurate trial with the lowest precision."""
+        """Return the trial with all matmuls in half precision, and the lowest-precision trial that is accurate."""
         first = trial = self._trial(np.full(len(self.sites), HALF))
         if not trial.is_right:
             # Overflows in the forward pass are fixed first, because they do not depend on the loss scale.
@@ -335,7 +337,7 @@ class Search:
         return first, self._lowered(trial if trial.is_right else self._trial(np.full_like(trial.levels, FLOAT32)))
 
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
-        """Return a trial in which up to ``most`` levels of precision are raised, starting with the largest damage.
+        """Return a trial with up to ``most`` precision levels raised, starting where rounding does the most damage.
 
         If only few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
@@ -348,7 +350,7 @@ class Search:
         return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
-        """Lower the precision of matmuls that do not need float32, by bisection, until nothing can be lowered."""
+        """Lower the precision of matmuls by bisection until it cannot be lowered further without losing accuracy."""
         # The precision of the matmuls with the least damage is lowered first.
         order = np.argsort(self._damages.max(axis=1), kind="stable")
         before = None
@@ -374,12 +376,13 @@ class Search:
     def _too_small(self, measured: Measured) -> np.ndarray:
         """Return a mask of the values that underflow.
 
-        The limit is about eight times the mean relative rounding error of normal numbers.
+        A value underflows if its relative error exceeds about eight times the mean relative rounding error of normal
+        numbers.
         """
         return np.asarray(measured.error > 2 * float(jnp.finfo(self.dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
-        """Return, for each site, the reason why it is not in half precision; "" if it is in half precision.
+        """For each site, return the reason why the site is not in half precision, or "" if it is in half precision.
 
         The reason is generic if no evaluations of the gradients are left to determine it.
         """
@@ -404,7 +407,7 @@ class Search:
         Args:
           measured: the measurements in float32 at the loss scale.
           site: the index of the matmul.
-          levels: the levels of precision of all matmuls. The level of this matmul is `HALF`.
+          levels: the levels of precision of all matmuls. The level of the matmul at index ``site`` is `HALF`.
           scale: the best loss scale for these levels.
         """
         too_large, too_small = np.asarray(measured.largest >= self._overflow), self._too_small(measured)
@@ -428,8 +431,8 @@ class Search:
                 f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
-        # Otherwise, the matmuls at this site have both large and small gradients, or the gradients of other matmuls in
-        # half precision underflow because the largest gradient at this site limits the loss scale.
+        # In all remaining cases, either the matmuls at this site have both large and small gradients, or the gradients
+        # of other half-precision matmuls underflow because the largest gradient at this site limits the loss scale.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "
@@ -440,7 +443,7 @@ class Search:
 
 
 def _levels(is_out: np.ndarray, cotangents: slice) -> np.ndarray:
-    """Return the lowest levels at which no value is out of the range of the dtype.
+    """Return the lowest levels of precision at which no value is out of the range of the dtype.
 
     Args:
       is_out: whether a value is out of range in half precision, ``bool[sites, 2 * roles]``.

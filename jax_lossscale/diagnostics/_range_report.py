@@ -1,4 +1,4 @@
-"""Report of the operations whose results overflow, underflow or are inaccurate in half precision."""
+"""Report on the operations whose results overflow, underflow or are inaccurate in half precision."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class OperationRange:
       amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
       changes_result: whether the error propagates to the value or a gradient through a chain of inaccurate results. For
         example, the rounding error of a large angle propagates through its cosine.
-      instance: if the line is executed more than once, a label of this execution. The label is the path of the most
-        recently used parameter, such as ``model.blocks[2].kernel``. If the path does not distinguish all executions of
-        the forward pass, the label includes a number, such as ``run 2 of 5``.
+      instance: a label for this execution of the line if the line is executed more than once; otherwise "". The label
+        is the path of the most recently used parameter, such as ``model.blocks[2].kernel``. If the path does not
+        distinguish all executions of the forward pass, the label includes a number, such as ``run 2 of 5``.
     """
 
     operation: str
@@ -96,31 +96,32 @@ class OperationRange:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RangeReport(Report[OperationRange]):
-    """A sequence of `OperationRange`, sorted such that the worst operation comes first.
+    """A sequence of `OperationRange` objects, with the worst operation first.
 
     The report contains all operations whose result is in half precision, and all float32 operations with a suggestion.
     The operations are sorted by the following criteria, in this order:
 
     1. Operations with a suggestion whose error changes the value or a gradient come first.
-    2. Operations of the forward pass come before operations of the backward pass.
+    2. Operations in the forward pass come before operations in the backward pass.
     3. Operations that overflow come first, in the order of the program, because the first overflow usually causes the
        following ones.
     4. All other operations are sorted by the amplification of errors, and then by the fraction of elements that become
        zero.
 
     The report prints as a summary of the matrix multiplications and convolutions (matmuls), followed by a table of the
-    operations with a suggestion. Notebooks display it as an HTML table.
+    operations with a suggestion. Notebooks display the report as an HTML table.
 
     Attributes:
       operations: the operations.
       dtype: the name of the half-precision dtype.
       loss_scale: the loss scale at which the backward pass was evaluated.
-      opaque_operations: the names of the operations that could not be evaluated in float32. For these operations, only
-        the results are measured.
+      opaque_operations: the names of the operations that could not be evaluated in float32. For opaque operations, only
+        the results are measured, and not the steps inside the operations.
       lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
         in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
         listed, unless a result is NaN.
-      summary: the number of matmuls, how many of them are in the dtype, and why the first other matmul is not.
+      summary: the number of matmuls, the number of matmuls in the dtype, and the reason why the first other matmul is
+        not in the dtype.
       arguments: sentences that describe problems of the arguments, such as NaN.
     """
 
@@ -149,7 +150,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the forward pass that overflow, which happens at every loss scale."""
+        """Return the operations in the forward pass that overflow, regardless of the loss scale."""
         return tuple(
             operation
             for operation in self.bad
@@ -157,11 +158,11 @@ class RangeReport(Report[OperationRange]):
         )
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the forward pass in which errors of the value or gradients begin, worst first."""
+        """Return the operations in the forward pass at which errors originate, with the worst operation first."""
         return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations of the backward pass whose results underflow, which a larger loss scale prevents."""
+        """Return the operations in the backward pass whose results underflow at the loss scale of the report."""
         finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
         return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
 
@@ -169,7 +170,7 @@ class RangeReport(Report[OperationRange]):
         return "\n".join([str(self.summary), *self.arguments, self._in_range()])
 
     def _in_range(self) -> str:
-        """Return a sentence with the number of operations that leave the range of the dtype."""
+        """Return a sentence that states how many operations leave the range of the dtype."""
         if not self:
             return self.summary.no_half_precision
         over = [operation for operation in self.bad if operation.overflow]
@@ -205,7 +206,7 @@ class RangeReport(Report[OperationRange]):
         return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}, also in the float32 reference." for constant in self.lost_constants]
+        notes = [f"{constant}, even in the float32 reference." for constant in self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]
@@ -253,16 +254,16 @@ def range_report(
       argnums: the positions of the arguments that are differentiated, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
-      loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. By default, the loss scale
-        that `compare_gradients` recommends as a start, which requires two float32 gradients and 4 to 15 half-precision
-        gradients.
+      loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default is the initial
+        loss scale that `compare_gradients` would recommend, which requires two float32 gradients and 3 to 15
+        half-precision gradients.
       progress: whether to print a line to standard error after each tenth of the program. By default, the lines are
         printed in terminals and notebooks, from the fifth second on.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
 
     Returns:
-      A `RangeReport`, sorted such that the worst operation comes first.
+      A `RangeReport`, with the worst operation first.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype; if ``loss_scale`` is not a loss scale, or not positive and
@@ -307,7 +308,7 @@ def range_report(
 
 
 def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress) -> RangeReport:
-    """Return the report of the traced gradients at a given loss scale."""
+    """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
     ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
@@ -356,8 +357,9 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress)
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     """Return whether a gradient consists of float32 rounding errors, such as the gradient of a bias before a softmax.
 
-    The last operation amplifies the rounding errors of float32 by the same factor as those of the half-precision dtype.
-    The error of the float32 gradient is therefore the half-precision error times the ratio of the machine epsilons.
+    The operation that computes the gradient amplifies rounding errors by the same factor in float32 and in half
+    precision. The error of the float32 gradient is therefore the half-precision error times the ratio of the machine
+    epsilons.
     """
     if measured is None or math.isinf(measured.error):
         return False
@@ -373,7 +375,7 @@ def _severity(operation: OperationRange) -> Any:
 
 
 def _scale_of(loss_scale: Any) -> float:
-    """Return the loss scale as a float. Unlike the value of a `FixedLossScale`, a number may be less than 1."""
+    """Return the loss scale as a float. Unlike a `FixedLossScale`, a plain number may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
     if not 0 < float(loss_scale) < math.inf:
@@ -384,7 +386,7 @@ def _scale_of(loss_scale: Any) -> float:
 def _operation_range(
     site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str
 ) -> OperationRange:
-    """Return the entry of the report for a site and its statistics."""
+    """Return the report entry for a site and its statistics."""
     info = jnp.finfo(dtype)
     log2_overflow = log2_underflow = 0
     if measured.overflow:

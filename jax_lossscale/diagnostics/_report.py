@@ -1,6 +1,6 @@
-"""Base class of the reports, and functions that format the numbers and names in them.
+"""Base class for reports, and functions that format the numbers and names in a report.
 
-A report is a sequence of entries, sorted such that the worst entry comes first. It prints as a table.
+A report is a sequence of entries, with the worst entry first. A report prints as a table.
 """
 
 from __future__ import annotations

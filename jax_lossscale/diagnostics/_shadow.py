@@ -1,7 +1,7 @@
 """Interpreters that measure the results of a jaxpr while they evaluate it.
 
 `MeasuringEvaluator` evaluates calls, loops and conditionals. If an operation is executed repeatedly in a loop, only the
-largest measurements are saved. Each subclass chooses how to represent values, and which quantities to measure.
+largest measurements are saved. Each subclass chooses how to represent values and which quantities to measure.
 
 `ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
 """
@@ -28,22 +28,23 @@ from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._report import Progress
 from jax_lossscale.diagnostics._sites import is_measured
 
-# If a sum is smaller than its largest term by this factor, because the terms cancel, then it consists mostly of
-# rounding errors, even in float32.
+# If the terms of a sum cancel, so that the sum is smaller than its largest term by this factor, the sum consists mostly
+# of rounding errors, even in float32.
 _ROUNDING = 2.0**-20
-# Outliers, such as the fill value of a mask, are within this factor of the largest magnitude. An array only has
-# outliers if no other element is within the square of this factor.
+# Outliers, such as the fill value of a mask, are within this factor of the largest magnitude. An array has outliers
+# only if no other element is within the square of this factor of the largest magnitude.
 _OUTLIER_FACTOR = 4.0
-# An array only has outliers if at least this fraction of its nonzero elements are not outliers.
+# An array has outliers only if at least this fraction of its nonzero elements are not outliers.
 _SMALLEST_SHARE = 1 / 256
 
 
-# The measurements, in the order of the program. Each row contains several numbers, and larger numbers are worse.
+# The measurements, in the order of the program. Each row of measurements contains several numbers, and larger numbers
+# are worse.
 Rows: TypeAlias = list[jax.Array]
 
 
 class MeasuringEvaluator(Walk[Any]):
-    """Base class of interpreters that measure the results of operations. Values are pytrees of arrays.
+    """Base class for interpreters that measure the results of operations. Values are pytrees of arrays.
 
     Attributes:
       fields: the number of elements of a row.
@@ -69,7 +70,7 @@ class MeasuringEvaluator(Walk[Any]):
         raise NotImplementedError
 
     def decided(self, value: Any) -> Any:
-        """Return the array that determines whether a loop continues, or which branch is executed."""
+        """Return the array that determines whether a loop continues or which branch is executed."""
         return value
 
     def to_scan(self, values: list[Any]) -> list[Any]:
@@ -77,7 +78,7 @@ class MeasuringEvaluator(Walk[Any]):
         return values
 
     def from_scan(self, values: list[Any], atoms: Sequence[Any]) -> list[Any]:
-        """Convert the pytrees of `to_scan` back to values. Each atom has the type of the corresponding value."""
+        """Convert pytrees returned by `to_scan` back to values. Each atom has the type of the corresponding value."""
         return values
 
     def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
@@ -106,7 +107,7 @@ class MeasuringEvaluator(Walk[Any]):
         return outputs
 
     def goes_into(self, eqn: Any) -> bool:
-        """Return whether the sub-jaxprs of an equation are entered."""
+        """Return whether the interpreter enters the sub-jaxprs of an equation."""
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
@@ -186,7 +187,7 @@ def _worst(worst: Rows, rows: Rows) -> Rows:
 
 
 class Statistics(NamedTuple):
-    """The statistics of one result, or of several results as arrays.
+    """The statistics of one result as scalars, or of several results as arrays.
 
     If the result is computed repeatedly in a loop, each statistic is the maximum over the iterations.
 
@@ -215,7 +216,7 @@ class Statistics(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A value in its own dtype, the value in float32, and its `Statistics`, which are None if it is not a float."""
+    """A value in its own dtype and in float32, with its `Statistics`, which are None if the value is not a float."""
 
     half: Any
     float32: Any
@@ -223,11 +224,12 @@ class Pair(NamedTuple):
 
 
 class ShadowEvaluator(MeasuringEvaluator):
-    """Evaluates jaxprs both in their own dtypes and, with an `Evaluator`, in float32, and compares the results.
+    """Interpreter that evaluates jaxprs both in their own dtypes and in float32, and compares the results.
 
-    One row, which contains the `Statistics` as ``float32[fields]``, is measured for each site of a `Dataflow`, in the
-    order of the sites. Outside of `jax.jit`, each operation is compiled separately, and only once for all layers with
-    the same shapes. Values are freed after their last use.
+    For each site of a `Dataflow`, in the order of the sites, the interpreter measures one row, which contains the
+    `Statistics` as ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each
+    operation is compiled separately, and only once for all layers with the same shapes. Values are freed after their
+    last use.
 
     Args:
       dtype: the half-precision dtype with whose range the results are compared.

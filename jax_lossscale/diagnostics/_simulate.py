@@ -54,8 +54,8 @@ def simulate(
     The simulation is compiled and takes far less time than the run. There are two kinds of traces:
 
     - ``grads_finite`` contains, for each step, whether the gradients were finite.
-    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From these
-      magnitudes, the simulation computes whether the gradients are finite at the current loss scale.
+    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
+      simulation computes whether the gradients are finite at the current loss scale.
 
     With ``largest``, each step computes::
 
@@ -76,8 +76,8 @@ def simulate(
       largest: ``float[steps]``, the largest magnitude among the *unscaled* gradients of each step; NaN or infinity if
         the gradients would not be finite at any scale.
       max_cotangent: ``float[steps]``, the largest magnitude among the *unscaled* cotangents of the activations in the
-        backward pass of each step. Pass them together with ``largest`` if these cotangents overflow at a lower scale
-        than the gradients of the parameters. By default, they equal ``largest``.
+        backward pass of each step. Pass ``max_cotangent`` together with ``largest`` if the cotangents overflow at a
+        lower loss scale than the gradients of the parameters. By default, ``max_cotangent`` equals ``largest``.
       dtype: the dtype in which the backward pass computes.
 
     Returns:
@@ -135,7 +135,7 @@ def simulate(
 
 
 def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
-    """Return a trace as an array of booleans, or of magnitudes in float32 or float64, or raise a `ValueError`."""
+    """Return a trace as an array of booleans or of magnitudes (float32 or float64), or raise a `ValueError`."""
     try:
         trace = jnp.asarray(given)
     except (TypeError, ValueError) as error:
@@ -172,6 +172,6 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round ``number`` to ``dtype``, and return it in its original dtype."""
+    """Round ``number`` to ``dtype``, and return the result in the original dtype of ``number``."""
     # Without the optimization barrier, the compiler could remove the conversion and its inverse.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)

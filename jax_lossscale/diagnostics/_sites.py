@@ -1,7 +1,7 @@
 """Static analysis of a jaxpr for `range_report`.
 
-`Dataflow` determines which results of the jaxpr are measured. For each measured result, it records the operation, its
-location, and the measured results from which it is computed.
+`Dataflow` determines which results of the jaxpr are measured. For each measured result, `Dataflow` records the
+operation, the location, and the measured results from which the result is computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from jax_lossscale._program.primitives import (
 )
 from jax_lossscale._program.propagation import Propagation
 
-# Operations that are not measured. Except for the sign, their results only contain numbers of their operands, which
-# have already been measured.
+# Operations that are not measured. Except for the sign, the results of these operations contain only elements of the
+# operands, which have already been measured.
 _UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
-# Operations whose derivative may be out of range although the result of the operation is not.
+# Operations whose derivative may be out of range even if the result of the operation is in range.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
 # Primitives that occur in the derivatives of the operations in `_STEEP`.
 _DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
@@ -107,7 +107,7 @@ class Dataflow(Propagation[Ancestry]):
         self.sources: list[frozenset[int]] = []
         self.ends_of_carries: dict[int, frozenset[int]] = {}
         self._divisions: set[str] = set()
-        self._is_autocast = is_autocast  # `autocast` adds the casts of the operands of matmuls
+        self._is_autocast = is_autocast  # `autocast` adds casts to the operands of matmuls
 
     def value_of(self, constant: Any, aval: Any) -> Ancestry:
         return Ancestry()
@@ -153,7 +153,7 @@ class Dataflow(Propagation[Ancestry]):
         return results
 
     def _takes_parameter(self, name: str, nodes: frozenset[int], operands: Sequence[Ancestry]) -> bool:
-        """Return whether an operand is a parameter, or whether a cast converts the result of such an operation."""
+        """Return whether an operand is a parameter, or is cast from the result of an operation on a parameter."""
         if any(operand.parameter is not None and operand.parameter.is_bare for operand in operands):
             return True
         is_cast = name == "convert_element_type"
@@ -165,15 +165,15 @@ class Dataflow(Propagation[Ancestry]):
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:
-            # A cotangent comes from a later layer than the forward-pass values with which it is combined. Therefore,
-            # the parameters of the forward-pass values take precedence.
+            # A cotangent comes from a later layer than the forward-pass values with which it is combined, so the
+            # parameters of the forward-pass values take precedence over the parameters of cotangents.
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return (
             entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered
         )
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
-        """Assign the location of an operation to the casts that `autocast` added to its operands."""
+        """Assign the location of an operation to casts added by `autocast` and to operands without a location."""
         for node in operands:
             site = self.sites.get(node)
             if site is None or not location.source:
@@ -190,7 +190,7 @@ class Dataflow(Propagation[Ancestry]):
     def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
 
-        The equation must come from the same expression of the source code as the operation.
+        The equation must come from the same expression in the source code as the operation.
         """
         name = eqn.primitive.name
         if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:
@@ -204,7 +204,7 @@ class Dataflow(Propagation[Ancestry]):
 
 
 def is_measured(eqn: Any, variable: Any) -> bool:
-    """Return whether a result of an equation is measured: whether it is a float that the equation computes."""
+    """Return whether a result of an equation is measured, that is, whether it is a float that the equation computes."""
     aval, name = variable.aval, eqn.primitive.name
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
@@ -213,7 +213,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
 
 
 def _operation(name: str, operands: Sequence[Ancestry]) -> str:
-    """Return the name of the primitive, or, for a cast of the result of a sum or matmul, the name of that operation."""
+    """Return the name of the primitive. For a cast of a sum or matmul, return the name of the sum or matmul."""
     if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | MATMULS:
         return operands[0].operation
     return name
@@ -224,12 +224,12 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
 
     Similar sites are labeled with the name of a parameter:
 
-    - If an operation of the backward pass contributes to only one gradient and does not use a parameter itself, the
+    - If an operation in the backward pass contributes to only one gradient and does not use a parameter itself, the
       label is the parameter of this gradient.
-    - Otherwise, the label is the most recently used parameter. In the backward pass, this is the parameter of the
-      operation that is differentiated.
+    - Otherwise, the label is the most recently used parameter. In the backward pass, the most recently used parameter
+      belongs to the operation that is differentiated.
 
-    If several sites of the forward pass still have the same label, a number is appended to each label.
+    If several sites in the forward pass still have the same label, a number is appended to each label.
 
     Args:
       flow: the dataflow of the jaxpr that computes the value and the gradients.
@@ -256,7 +256,7 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
 
 
 def _contributions_to_one_gradient(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
-    """Return, for each node, the name of the only gradient to which it contributes, or None if there are several."""
+    """For each node, return the name of the only gradient to which it contributes, or None if there are several."""
     whose: dict[int, str | None] = {}
     ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
     while ahead:

@@ -1,4 +1,4 @@
-"""The traced value and gradients of a loss function, with information that several reports use."""
+"""The traced value and gradients of a loss function, with information that is shared by several reports."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TracedGradients:
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and the reason why the first other matmul is in another dtype."""
+        """The number of matmuls in half precision, and the reason why the first of the remaining matmuls is not."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already contains a reason that is more precise than the origin of the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
@@ -71,7 +71,7 @@ class TracedGradients:
 
     @functools.cached_property
     def float32_origins(self) -> list[Float32Origin]:
-        """The origins of the float32 operands of all matmuls. Matmuls of the forward pass come first."""
+        """The origins of the float32 operands of all matmuls. Matmuls in the forward pass come first."""
         return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
 
     @functools.cached_property
@@ -83,8 +83,8 @@ class TracedGradients:
     def lost_constants(self) -> Sequence[LostConstant]:
         """The constants that became zero or infinite in half precision.
 
-        The float32 reference contains the same rounded constants if it is derived from the function. The result is
-        empty if the user passed a separate reference.
+        The float32 reference contains the same rounded constants if the reference is derived from the function. If the
+        user passed a separate reference, the result is empty.
         """
         return () if self.has_reference else lost_constants(self.program, self.is_autocast)
 

@@ -1,4 +1,4 @@
-"""Conversion of loss scales from and to other libraries, and integration with flax and equinox.
+"""Conversion of loss scales to and from other libraries, and integration with flax and equinox.
 
 The module for each library must be imported explicitly, and contains two functions:
 
@@ -7,9 +7,9 @@ The module for each library must be imported explicitly, and contains two functi
 - ``to_<library>`` converts a loss scale back to the same form: one object or dictionary, or a pair of configuration and
   state.
 
-If a setting cannot be converted, the functions emit a `UserWarning`. The modules ``torch``, ``keras`` and
+If a setting cannot be converted, the conversion functions emit a `UserWarning`. The modules ``torch``, ``keras`` and
 ``tensorflow`` read dictionaries, so the library itself does not need to be installed. The modules ``flax`` and ``jmp``
-need the library.
+can be imported only if the corresponding library is installed.
 
 ``interop.flax`` also contains a `TrainState` for linen and an `Optimizer` for nnx. ``interop.equinox`` contains
 `filter_value_and_scaled_grad`.

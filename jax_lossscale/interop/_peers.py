@@ -1,7 +1,7 @@
-"""Conversion of a `DynamicLossScale` from and to the field names of other libraries.
+"""Conversion of a `DynamicLossScale` to and from the field names of other libraries.
 
 A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
-of the other library and the behavior of `DynamicLossScale` with the same numbers.
+of the other library and the behavior of a `DynamicLossScale` with the same configuration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NAMES = {
 }
 # The names of the libraries in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# For each library, the fields whose values are fixed. (The floor of jmp can be set, but jmp soon resets it to 1.)
+# For each library, the fields that the library sets to a fixed value. (The floor of jmp can be set, but jmp soon resets
+# it to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 
@@ -45,9 +46,9 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     Args:
       library: the name of the library, a key of ``_NAMES``.
       floor: the smallest value of the scale; ``None`` if the library does not have a floor.
-      saved: dictionaries with the field names of the library. The keys are the names of the arguments by which the
-        public function received the dictionaries: either one argument that contains all fields, or ``config`` and
-        ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
+      saved: dictionaries with the field names of the library. The keys of ``saved`` are the names of the public
+        function's arguments that contain these dictionaries: either one argument that contains all fields, or
+        ``config`` and ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
       **known: arguments of `DynamicLossScale` that are not read from ``saved``.
     """
     call, ours = f"from_{library}", dict(known)
@@ -67,15 +68,15 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
         )
     if lowest < floor:
         warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. At an overflow, {name} would "
-            "raise the scale to the floor, but `DynamicLossScale` never raises the scale at an overflow."
+            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. On overflow, {name} would "
+            "raise the scale to the floor, but `DynamicLossScale` never raises the scale on overflow."
         )
     # Like `DynamicLossScale`, TensorFlow compares its counter with `>=`, but all other libraries use `==`.
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
             f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
-            "`DynamicLossScale` grows."
+            "the scale of `DynamicLossScale` grows."
         )
     return loss_scale
 
@@ -106,7 +107,7 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
 
 
 def number(value: Any, name: str) -> float:
-    """Convert a scale or a factor to a Python float, from a Python number, an array, a scalar tensor or a variable."""
+    """Convert a scale or a factor (a Python number, an array, a scalar tensor or a variable) to a Python float."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
@@ -122,13 +123,13 @@ def _count(value: Any, name: str) -> int:
 
 
 def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """Return the names that a library uses for ``fields``, without the fields that it does not have."""
+    """Return the names that a library uses for ``fields``, omitting the fields that the library does not have."""
     names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
     return {field: names[field] for field in fields if names[field]}
 
 
 def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Read all fields except for the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
+    """Read all fields except the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
     names.pop("min_loss_scale", None)
     if not isinstance(saved, Mapping):
         raise ValueError(f"`{argument}` must be a dictionary with the keys {', '.join(names.values())}, got {saved!r}.")

@@ -1,4 +1,4 @@
-"""Conversion of loss scales from and to jmp.
+"""Conversion of loss scales to and from jmp.
 
 The conversion was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
 with two differences:
@@ -25,15 +25,15 @@ except ImportError as error:
 
 
 def from_jmp(loss_scale: Any) -> LossScale:
-    """Convert a loss scale of jmp to a loss scale of this library that continues from the same state.
+    """Convert a jmp loss scale to a jax_lossscale loss scale that continues from the same state.
 
     Args:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, with a warning,
-      because jmp would have lost it. jmp does not skip steps with a static scale by itself; neither does the returned
-      `FixedLossScale`, because its ``skip_nonfinite`` is False.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. A floor other than 1 is preserved, although jmp would
+      lose it, and a warning is emitted. With a static scale, jmp does not skip steps by itself. The returned
+      `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
       ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
@@ -55,7 +55,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
             {"loss_scale_value": number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
         )
     if not isinstance(loss_scale, jmp.DynamicLossScale):
-        raise ValueError(f"`from_jmp(loss_scale=...)` must be a loss scale of jmp, got {loss_scale!r}.")
+        raise ValueError(f"`from_jmp(loss_scale=...)` must be a jmp loss scale, got {loss_scale!r}.")
     floor = float(loss_scale.min_loss_scale)
     if floor != 1:
         warn_user(
@@ -71,7 +71,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
-    """Convert a loss scale of this library to a loss scale of jmp.
+    """Convert a jax_lossscale loss scale to a jmp loss scale.
 
     Args:
       loss_scale: a `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`.
@@ -79,7 +79,7 @@ def to_jmp(loss_scale: LossScale) -> Any:
     Returns:
       A ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale`` with float32 and int32 arrays. jmp
       lowers the scale by the same factor by which it raises the scale, loses any floor other than 1, and supports
-      neither a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that jmp does not support.
+      neither a ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that jmp does not support.
 
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.

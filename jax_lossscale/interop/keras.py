@@ -1,8 +1,8 @@
-"""Conversion of loss scales from and to ``keras.optimizers.LossScaleOptimizer`` of Keras 3. Keras is not needed.
+"""Conversion of loss scales to and from the ``LossScaleOptimizer`` of Keras 3. Keras does not need to be installed.
 
-The loss scale is represented by the configuration and the two variables of the ``LossScaleOptimizer``. The conversion
-was checked against Keras 3.15.1. The scale of Keras follows the same rule as `DynamicLossScale`, with three
-differences:
+In Keras, the loss scale is represented by the configuration and the two variables of a
+``keras.optimizers.LossScaleOptimizer``. The conversion was checked against Keras 3.15.1. The scale of Keras follows the
+same rule as `DynamicLossScale`, with three differences:
 
 - The scale of Keras has no floor.
 - The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
@@ -27,9 +27,9 @@ def from_keras(
       config: the result of ``LossScaleOptimizer.get_config()``. Only ``initial_scale`` and ``dynamic_growth_steps`` are
         used.
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
-        numbers. With ``None``, the loss scale starts in its initial state.
-      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. The default is the smallest
-        normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
+        numbers. If ``state`` is ``None``, the loss scale starts in its initial state.
+      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. By default, the floor is the
+        smallest normal float32, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of Keras.
@@ -58,7 +58,7 @@ def from_keras(
 
 
 def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a ``LossScaleOptimizer``, and the values of its variables.
+    """Return the arguments for a ``LossScaleOptimizer`` and the values of its variables.
 
     Use the result as follows::
 
@@ -72,9 +72,8 @@ def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
       loss_scale: a `DynamicLossScale`.
 
     Returns:
-      ``(config, state)``, two dictionaries of Python numbers. Keras always doubles or halves the scale, and supports
-      neither a floor nor a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that Keras does not
-      support.
+      ``(config, state)``, two dictionaries of Python numbers. Keras always doubles or halves the scale, and supports no
+      floor, ceiling or hysteresis. A warning reports each setting of ``loss_scale`` that Keras does not support.
 
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.

@@ -1,9 +1,9 @@
-"""Conversion of loss scales from and to ``tf.compat.v1.mixed_precision``. TensorFlow is not needed.
+"""Conversion of loss scales to and from ``tf.compat.v1.mixed_precision``. TensorFlow does not need to be installed.
 
 A loss scale of TensorFlow is represented by its configuration and by the values of its variables in a checkpoint. The
-conversion was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule at every step, so a
-conversion from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period of 0
-or a multiplier of 0.5; this module rejects them.
+conversion was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule as TensorFlow at every step,
+so a conversion from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period
+of 0 or a multiplier of 0.5, but this module rejects them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None = None) -> LossScale:
-    """Convert a loss scale of TensorFlow 1 to a loss scale of this library.
+    """Convert a TensorFlow 1 loss scale to a jax_lossscale loss scale.
 
     Args:
       config: the result of ``get_config()`` of a ``FixedLossScale`` or ``DynamicLossScale``.
-      state: the values of the variables ``current_loss_scale`` and ``good_steps``. With ``None``, the loss scale starts
-        in its initial state. To read these values from a checkpoint of ``tf.train.Checkpoint(loss_scale=...)``, call
-        ``tf.train.load_checkpoint(path).get_tensor``. The name of the first tensor is
-        ``"loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE"``; the name of the second contains ``good_steps``
-        instead of ``current_loss_scale``.
+      state: the values of the variables ``current_loss_scale`` and ``good_steps``. If ``state`` is ``None``, the loss
+        scale starts in its initial state. To read the variables from a checkpoint of
+        ``tf.train.Checkpoint(loss_scale=...)``, call ``tf.train.load_checkpoint(path).get_tensor``. The name of the
+        first tensor is ``"loss_scale/current_loss_scale/.ATTRIBUTES/VARIABLE_VALUE"``; the name of the second contains
+        ``good_steps`` instead of ``current_loss_scale``.
 
     Returns:
       A `DynamicLossScale`, or a `FixedLossScale`.
@@ -54,16 +54,17 @@ def from_tensorflow(config: Mapping[str, Any], state: Mapping[str, Any] | None =
 
 
 def to_tensorflow(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration of a loss scale of TensorFlow 1, and the values of its variables.
+    """Return the configuration of a TensorFlow 1 loss scale and the values of its variables.
 
     Args:
       loss_scale: a `DynamicLossScale` or a `FixedLossScale`.
 
     Returns:
-      ``(config, state)``, two dictionaries of Python numbers. ``config`` is the argument of ``from_config``. For a
-      `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it is empty.
-      TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports neither a
-      ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that TensorFlow does not support.
+      ``(config, state)``, two dictionaries of Python numbers. The ``from_config`` method of TensorFlow accepts
+      ``config``. For a `DynamicLossScale`, ``state`` contains ``current_loss_scale`` and ``good_steps``; otherwise, it
+      is empty. TensorFlow always uses the floor 1, divides the scale by the multiplier after an overflow, and supports
+      neither a ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that TensorFlow does not
+      support.
 
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.

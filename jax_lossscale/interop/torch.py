@@ -1,11 +1,11 @@
-"""Conversion of loss scales from and to the state dictionary of ``torch.amp.GradScaler``. torch is not needed.
+"""Conversion of loss scales to and from ``torch.amp.GradScaler`` state dictionaries. torch need not be installed.
 
 The conversion was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
 differences:
 
 - The scale of torch has no floor.
-- torch compares its counter with ``==`` instead of ``>=``. The scale therefore stops growing if the growth interval is
-  set to a value below the counter.
+- torch compares its counter with ``==`` instead of ``>=``. The scale of torch therefore stops growing if the growth
+  interval is set to a value below the counter.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = None) -> LossScale:
-    """Convert the loss scale of a ``GradScaler`` to a loss scale of this library.
+    """Convert the loss scale of a ``GradScaler`` to a jax_lossscale loss scale.
 
     Args:
-      state_dict: the result of ``GradScaler.state_dict()`` after a call of ``update()``.
-      min_loss_scale: the smallest value of the scale (floor), which torch does not have. The default is the smallest
-        normal float32, with a warning. (The default of `DynamicLossScale` is 1.)
+      state_dict: the result of ``GradScaler.state_dict()`` after a call to ``update()``.
+      min_loss_scale: the smallest value of the scale (floor), which torch does not have. By default, the floor is the
+        smallest normal float32, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
 
     Returns:
-      A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is
-      the current scale, because torch does not save the initial scale. If the scaler has
-      ``enabled=False``, its dictionary is empty, and the result is a `NoOpLossScale`.
+      A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is the
+      current scale, because torch does not save the initial scale. If the ``GradScaler`` has ``enabled=False``, its
+      state dictionary is empty, and the result is a `NoOpLossScale`.
 
     Raises:
       ValueError: if an entry is missing or is not a number, or if the scale is 0, infinite or NaN.
@@ -59,8 +59,8 @@ def to_torch(loss_scale: LossScale) -> dict[str, Any]:
 
     Returns:
       The five entries of a state dictionary, as Python numbers. For a `NoOpLossScale`, the dictionary is empty. torch
-      supports neither a floor nor a ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that torch
-      does not support.
+      supports no floor, ceiling or hysteresis. A warning reports each setting of ``loss_scale`` that torch does not
+      support.
 
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.

@@ -1,7 +1,7 @@
-"""Plots of gradient exponents, of gradient errors, and of the loss scale during training.
+"""Plots of gradient exponents, gradient errors, and the loss scale during training.
 
-Matplotlib is imported on the first call of a plotting function. All plots are legible in grayscale and for color-blind
-readers, because lines of different color also differ in line style, line width or marker.
+Matplotlib is imported when a plotting function is called for the first time. All plots are legible in grayscale and for
+color-blind readers, because lines of different colors also differ in line style, line width or marker.
 """
 
 from jax_lossscale.plotting._error import plot_gradient_error

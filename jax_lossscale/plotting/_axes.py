@@ -20,7 +20,7 @@ GRAY, PALE, PALER = "#6e6e6e", "#e4e4e4", "#f3f3f3"
 def given_or_new_axes(
     requested: Any, caller: str, argument: str = "ax", panels: Sequence[str] = ("the figure",), **figure: Any
 ) -> tuple[Axes, ...]:
-    """Return one Axes object for each panel: the Axes that the user has passed, or the Axes of a new figure.
+    """Return one Axes object for each panel: either the Axes passed by the user or the Axes of a new figure.
 
     A new figure is created with `matplotlib.pyplot`, so that a notebook displays it. Error messages contain ``caller``
     and ``argument``.

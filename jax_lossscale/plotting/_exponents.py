@@ -1,4 +1,4 @@
-"""Plot of the exponents of gradients within the range of a dtype."""
+"""Plot of the exponents of gradients relative to the range of a dtype."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def plot_exponents(
     """Plot a histogram of gradient exponents in the range of a dtype, before and after scaling by a loss scale.
 
     A loss scale moves the histogram to the right by ``log2(loss_scale)``. A good scale moves all gradients out of the
-    range in which they become zero (below half of the smallest subnormal number), and moves none into the range in
-    which they overflow. The legend shows the percentages of gradients that become zero and that overflow, relative to
-    all finite nonzero gradients, as in `jax_lossscale.diagnostics.underflow_fraction`. If the loss scale is not a power
-    of two, these percentages are accurate to within one bar.
+    range in which they become zero (below half of the smallest subnormal number), and moves no gradient into the range
+    in which gradients overflow. The legend shows the percentages of gradients that become zero and that overflow,
+    relative to all finite nonzero gradients, as in `jax_lossscale.diagnostics.underflow_fraction`. If the loss scale is
+    not a power of two, the percentages in the legend are accurate to within one bar.
 
     Args:
       tree_or_histogram: *unscaled* gradients, preferably computed in float32; or an `ExponentHistogram` of gradients.
-        An `ExponentHistogram` does not contain the exponents of subnormal numbers, so subnormal numbers are not drawn,
+        An `ExponentHistogram` does not contain the exponents of subnormal numbers, so subnormal numbers are not drawn
         and do not count as numbers that become zero.
       loss_scale: a positive number, or a `LossScale`, whose current scale is used. With a scale of 1, only the
         unscaled gradients are drawn.
       dtype: the floating dtype whose range is shown. The range of bfloat16 is marked as well. If ``dtype`` is bfloat16,
         the range of float16 is marked instead.
-      yscale: the scale of the vertical axis. ``"log"`` also shows rare exponents.
+      yscale: the scale of the vertical axis. A ``"log"`` scale also shows rare exponents.
       ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
@@ -106,7 +106,8 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch the parts of the bars outside of the range of the dtype. Clipping gives all other parts a width of zero.
+        # Hatch the parts of the bars outside the range of the dtype. Clipping gives the parts inside the range a width
+        # of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
@@ -137,13 +138,13 @@ def _one_histogram(tree: Any) -> ExponentHistogram:
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
     if any(isinstance(node, ExponentHistogram) for node in nodes):
         raise ValueError("`plot_exponents(tree_or_histogram=...)` contains several histograms. Plot one at a time.")
-    # In float32, the subnormal numbers of float16 are normal, so the histogram contains their exponents. The exponents
-    # of bfloat16 are the same as in float32.
+    # In float32, the subnormal numbers of float16 are normal, so the histogram contains their exponents. A bfloat16
+    # tree is not cast, because bfloat16 has the same exponent range as float32.
     return exponent_histogram(widen(tree, keep=(jnp.bfloat16,)))
 
 
 def _range_of(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Return the exponents below which a number becomes zero or is subnormal, and the one at which it overflows."""
+    """Return the exponents below which numbers become zero or subnormal, and the exponent at which numbers overflow."""
     info = jnp.finfo(dtype)
     return info.minexp - info.nmant - 1, info.minexp, info.maxexp
 
@@ -174,7 +175,7 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
     tallest = float(heights.max()) or 1.0
     lowest = heights[heights > 0].min(initial=tallest) / 2 if yscale == "log" else 0.0
     ax.set_ylim(lowest, tallest * ((tallest / lowest) ** 0.7 if lowest else 1 / 0.6))
-    ax.set_yscale(yscale)  # The limits are set first, because matplotlib cannot choose them without bars.
+    ax.set_yscale(yscale)  # The limits are set first, because matplotlib cannot choose limits without bars.
     ax.yaxis.set_major_formatter("{x:g}")
 
 

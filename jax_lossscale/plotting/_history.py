@@ -24,18 +24,18 @@ def plot_loss_scale(
     *,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot the loss scale over the steps of a run, and mark the steps at which it grew and the skipped steps.
+    """Plot the loss scale over the steps of a run, and mark the skipped steps and the steps at which the scale grew.
 
     Args:
-      loss_scale: ``[steps]``, the scale after each step, from `jax_lossscale.metrics`. Numbers that are not finite and
-        positive leave gaps.
+      loss_scale: ``[steps]``, the scale after each step, from `jax_lossscale.metrics`. A scale that is not a positive
+        finite number leaves a gap in the line.
       skipped: ``bool[steps]``, whether the step was skipped. Without ``skipped``, the steps at which the scale
         decreased are marked instead, so a skipped step that did not lower the scale, or a skipped first step, is not
         marked.
       ax: the Axes to draw in; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes. The first step has the number 1.
+      The Axes. Steps are numbered from 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
@@ -68,8 +68,8 @@ def plot_run(
 ) -> tuple[Axes, ...]:
     """Plot the loss, the loss scale, the number of skipped steps, and the underflow over the steps of a run.
 
-    Each of these quantities is shown in its own panel if the history contains it. A loss that is not finite leaves a
-    gap in the line, and a mark at the bottom of the panel.
+    Each quantity is shown in its own panel if the history contains it. A loss that is not finite leaves a gap in the
+    line and a mark at the bottom of the panel.
 
     Args:
       history: a dictionary of sequences with one number per step, or a sequence of dictionaries, one per step. The
@@ -86,7 +86,7 @@ def plot_run(
       axes: the Axes to draw in, one for each panel; by default, the Axes of a new figure of `matplotlib.pyplot`.
 
     Returns:
-      The Axes, from top to bottom. Without ``"step"``, the first step has the number 1.
+      The Axes, from top to bottom. Without ``"step"``, the steps are numbered from 1.
 
     Raises:
       ImportError: if matplotlib is not installed.
@@ -129,7 +129,7 @@ def plot_run(
     for ax, (name, values, draw) in zip(axes, panels, strict=True):
         draw(ax, steps, values)
         _finish(ax, steps)
-        ax.set_title(name, loc="left", fontsize="medium")  # The panel is too low for a vertical axis label.
+        ax.set_title(name, loc="left", fontsize="medium")  # The panel is not tall enough for a vertical axis label.
         ax.tick_params(labelsize="small")
     axes[-1].set_xlabel("step")
     return axes
@@ -163,7 +163,7 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
 
 
 def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
-    """Return the step numbers of a history, or numbers from 1 if the history does not contain any."""
+    """Return the step numbers of a history. If the history does not contain step numbers, count the steps from 1."""
     if "step" not in columns:
         return np.arange(1, len(next(iter(columns.values()), ())) + 1)
     steps = columns["step"]
@@ -202,7 +202,7 @@ def _draw_loss_scale(ax: Axes, steps: np.ndarray, loss_scale: np.ndarray, skippe
     change = np.diff(loss_scale, prepend=loss_scale[0])
     falls, name = (change < 0, "backoff") if skipped is None else (skipped, "skipped step")
     ax.set_yscale("log", base=2)
-    ax.margins(y=0.15)  # With this margin, markers are not cut off, even in a low panel.
+    ax.margins(y=0.15)  # With this margin, markers are not cut off even in a small panel.
     ax.step(steps, loss_scale, where="mid", color="black", linewidth=1.5)
     for at, what, marker, color in (falls, name, "x", VERMILLION), (change > 0, "growth", "^", GREEN):
         if at.any():
@@ -240,6 +240,6 @@ def _finish(ax: Axes, steps: np.ndarray) -> None:
     ax.locator_params(axis="x", nbins=9, integer=True)
     draw_grid(ax)
     if ax.get_legend_handles_labels()[0]:
-        # Above the Axes, the legend does not cover any data.
+        # The legend is placed above the Axes so that it does not cover any data.
         place: Any = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
         ax.legend(ncols=2, fontsize="small", frameon=False, handletextpad=0.2, columnspacing=1.2, **place)

@@ -297,7 +297,7 @@ flax.register(3)
 flax.to_flax(8)
     `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 jmp.from_jmp(8)
-    `from_jmp(loss_scale=...)` must be a loss scale of jmp, got 8.
+    `from_jmp(loss_scale=...)` must be a jmp loss scale, got 8.
 jmp.to_jmp(8)
     `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert the members of a batch one by one.
 keras.from_keras({"other": 8.0})

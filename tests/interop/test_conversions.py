@@ -246,5 +246,5 @@ def test_error_names_the_invalid_entry(convert, named):
 def test_from_flax_and_from_jmp_reject_other_types():
     with pytest.raises(ValueError, match="DynamicScale"):
         ours("flax").from_flax({"scale": 1.0})
-    with pytest.raises(ValueError, match="loss scale of jmp"):
+    with pytest.raises(ValueError, match="a jmp loss scale"):
         ours("jmp").from_jmp(jls.DynamicLossScale())

@@ -1,7 +1,7 @@
 """Integration with flax: `TrainState` (linen), `Optimizer` (nnx), serialization, and conversion of ``DynamicScale``.
 
-The serialization functions of flax (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. The import
-of this module registers all loss-scale classes of this library. To register your own class, use `register`.
+The serialization functions of flax (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. Importing
+this module registers all loss-scale classes of jax_lossscale. To register your own class, use `register`.
 
 Examples:
   >>> import flax.serialization, jax_lossscale as jls, jax_lossscale.interop.flax
@@ -31,10 +31,10 @@ __all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
 
 
 def register(kind: type[LossScale]) -> type[LossScale]:
-    """Register a loss-scale class with the serialization of flax.
+    """Register a loss-scale class with the serialization functions of flax.
 
-    A serialized loss scale contains the leaves by attribute name. The configuration of the loss scale is not
-    serialized, but taken from the target onto which the state is restored.
+    A loss scale is serialized as a dictionary that maps attribute names to leaves. The configuration of the loss scale
+    is not serialized; it is taken from the target onto which the state is restored.
 
     Args:
       kind: a subclass of `LossScale` whose pytree children are its attributes.
@@ -49,7 +49,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         raise ValueError(f"`register(kind=...)` must be a subclass of `LossScale`, got {kind!r}.")
 
     def children(loss_scale: Any) -> tuple[list[Any], Any]:
-        # The tree is flattened by one level only, because flax serializes each child. `None` is not a child.
+        # Only one level of the tree is flattened, because flax serializes each child. `None` is not a child.
         def is_child(node: Any) -> bool:
             return node is not loss_scale and node is not None
 

@@ -1,4 +1,4 @@
-"""Conversion of loss scales from and to ``DynamicScale`` of flax."""
+"""Conversion of loss scales to and from the ``DynamicScale`` of flax."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """Convert a ``flax.training.dynamic_scale.DynamicScale`` to a `DynamicLossScale`.
 
     In flax 0.12.8, the scale grows one step late, on the finite step ``growth_interval + 1``. Therefore, the
-    `increment_period` is ``growth_interval + 1``, and the scale grows on the same steps as in flax. If the scale of the
-    installed flax version grows on step ``growth_interval``, the `increment_period` is ``growth_interval``. The
+    `increment_period` is ``growth_interval + 1``, so that the scale grows on the same steps as in flax. If the scale of
+    the installed flax version grows on step ``growth_interval``, the `increment_period` is ``growth_interval``. The
     behavior of the installed flax version is determined by running one step.
 
     Args:
@@ -65,7 +65,7 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
     Returns:
       A ``DynamicScale`` with a state of ``float32[]`` and ``int32[]``, which grows on the same steps as ``loss_scale``.
       If the scale of the installed flax version grows one step late, the ``growth_interval`` is `increment_period` - 1.
-      flax supports neither a configurable ceiling nor hysteresis. A warning lists the settings of ``loss_scale`` that
+      flax supports neither a configurable ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that
       flax does not support.
 
     Raises:
@@ -79,6 +79,6 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
 
 @functools.cache
 def _steps_late() -> int:
-    """Return the number of steps by which the scale of the installed flax grows late: 1 in flax 0.12.8, otherwise 0."""
+    """Return 1 if the installed flax version grows the scale one step late, as flax 0.12.8 does, and 0 otherwise."""
     after_one_step, *_ = DynamicScale(growth_interval=1, scale=1.0).value_and_grad(lambda x: x)(1.0)
     return int(after_one_step.scale == 1.0)

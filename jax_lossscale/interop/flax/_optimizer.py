@@ -1,4 +1,4 @@
-"""``Optimizer`` of flax nnx for optimizers that were created with `loss_scaled`."""
+"""A flax nnx ``Optimizer`` for optimizers that were created with `loss_scaled`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Optimizer(nnx.Optimizer):
 
     ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`, and computes the same result.
     However, ``nnx.Optimizer`` is slower, because it computes the updates and adds them to the parameters in two steps.
-    All functions of this library that accept an optimizer state also accept ``opt.opt_state``.
+    All jax_lossscale functions that accept an optimizer state also accept ``opt.opt_state``.
 
     Args:
       model: the model, as in ``flax.nnx.Optimizer``.
@@ -98,8 +98,8 @@ class Optimizer(nnx.Optimizer):
         """Like `jax_lossscale.accumulate_gradients`, but for a function of an nnx model.
 
         The gradients are multiplied by the current loss scale in the state of this optimizer. The micro-batches are
-        processed one after another. Each micro-batch starts with the batch statistics and random counters at the end of
-        the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
+        processed one after another. Each micro-batch starts with the batch statistics and random counters from the end
+        of the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
 
         Args:
           fun: a scalar-valued function whose first argument is the model. The gradient of ``fun`` is computed with
@@ -171,14 +171,15 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: chex.ArrayTree, /, *, restore_from: Any = None, **kwargs: Any) -> None:
         """Update the model's parameters and the optimizer's state in place, or skip this step.
 
-        As in flax, ``step`` counts all calls. ``opt_state.applied_steps`` counts only the applied steps.
+        As in flax, ``step`` counts all calls to ``update``. ``opt_state.applied_steps`` counts only the applied steps.
 
         Args:
           model: the model.
           grads: the gradients of the scaled loss, as returned by `value_and_scaled_grad` of this optimizer.
           restore_from: a copy of the model, ``nnx.clone(model)``, from before the forward pass. If the step is skipped,
-            every variable that is not trained (batch statistics, random counters, ...) is restored from this copy.
-            Without ``restore_from``, these variables keep the values that the forward pass assigned to them.
+            every variable that is not trained (batch statistics, random counters, ...) is reset to its value in
+            ``restore_from``. Without ``restore_from``, the variables that are not trained keep the values that the
+            forward pass assigned to them.
           **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the unscaled loss), ``skip_if``,
             ``grads_finite``, and the extra arguments of the inner optimizer.
 
@@ -216,14 +217,14 @@ class Optimizer(nnx.Optimizer):
             )
 
     def _all_else(self, model: Any) -> dict[Any, Any]:
-        """Return, by path, the variables of a model that this optimizer does not train."""
+        """Return a dictionary from paths to the variables of a model that this optimizer does not train."""
         return dict(nnx.to_flat_state(nnx.state(model, nnx.Not(self.wrt), **self._options)))
 
     @property
     def _options(self) -> dict[str, Any]:
         """Return the graph mode as a keyword argument for flax.
 
-        If the installed version of flax does not have a graph mode, such as flax 0.12.0, return no argument.
+        If the installed version of flax (such as 0.12.0) does not have a graph mode, return no argument.
         """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
 
@@ -244,7 +245,7 @@ def _type_of(array: jax.Array) -> str:
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Replace each ``nnx.Variable`` in a tree by its value."""
+    """Replace each ``nnx.Variable`` in a tree with its value."""
 
     def is_variable(node: Any) -> bool:
         return isinstance(node, nnx.Variable)

@@ -1,4 +1,4 @@
-"""``TrainState`` of flax linen for optimizers that were created with `loss_scaled`."""
+"""A flax linen ``TrainState`` for optimizers that were created with `loss_scaled`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TrainState(train_state.TrainState):
     """A ``flax.training.train_state.TrainState`` whose steps may be skipped.
 
     In all other respects, this class behaves like flax's ``TrainState``: you can subclass it to add fields, and
-    replace, save and restore it. All functions of this library that accept an optimizer state (`value_and_scaled_grad`,
+    replace, save and restore it. All jax_lossscale functions that accept an optimizer state (`value_and_scaled_grad`,
     `metrics`, ...) also accept the train state.
 
     Attributes:
@@ -63,7 +63,7 @@ class TrainState(train_state.TrainState):
           extra_args: further keyword arguments of the inner optimizer, such as ``{"value_fn": ...}`` for a line search.
           **fields: new values of further fields, such as ``batch_stats=new_batch_stats``. New values are assigned only
             if the step is applied. If the step is skipped, all further fields keep their old values. To assign a field
-            in any case, use ``replace``.
+            even if the step is skipped, use ``replace``.
 
         Returns:
           The new train state.

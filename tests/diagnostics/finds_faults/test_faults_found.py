@@ -120,7 +120,7 @@ FOUND = {
     ),
     "NaN in the data of one batch in ten": (
         lambda: run(square_error, [*[X] * 9, HOLE], steps=18, loss_scale=jls.DynamicLossScale(2.0**8, 7))[0],
-        ["the cause was that batch, not the scale", "check the batch for NaN"],
+        ["the cause was the batch, not the loss scale", "check the batch for NaN"],
     ),
     "a learning rate that diverges": (
         lambda: run(square_error, [X], learning_rate=1e4)[0],

@@ -114,7 +114,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The loss scale could be 2^8 times larger without an overflow of this gradient in float16.",
+                "The loss scale could be 2^8 times larger before this gradient overflows in float16.",
             ],
         ),
         (
@@ -146,8 +146,9 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The loss scale is again as high as in that step (2^0 now, 2^0 then), and steps are finite.",
-                "Therefore, the cause was that batch, not the scale.",
+                "The loss scale is again as high as in the step with the NaN (2^0 now, 2^0 then), and steps are "
+                "finite.",
+                "Therefore, the cause was the batch, not the loss scale.",
                 "20% of all steps were skipped.",
             ],
         ),
@@ -253,7 +254,7 @@ def test_wrong_grads_finite_is_reported_instead_of_zero_gradients():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
     assert statements_of(explain(state)) == "not measured"
-    assert "`grads_finite=True` to `update`, this was wrong" in explain(state)
+    assert "`grads_finite=True` to `update`, this argument was wrong" in explain(state)
 
 
 def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
