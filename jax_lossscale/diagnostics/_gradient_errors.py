@@ -406,8 +406,8 @@ def errors_by_scale(
         return value, leaves, errors
 
     compiled = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})
-    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value is
-    # NaN.
+    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value
+    # is NaN.
     values, measured, run_time_errors = {-1: math.nan}, dict[int, list[Measurement]](), dict[int, str]()
 
     def compare(n: int) -> None:
@@ -572,9 +572,7 @@ def _is_same(errors: GradientErrors, for_table: bool) -> bool:
         return printed_error(errors.total, 0) == printed_error(errors.total, 1)
     rows = [row for n in pair for row in sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS]]
     # If every gradient overflows or is zero at both loss scales, so does every gradient at the loss scales in between.
-    is_saturated = all(
-        leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves
-    )
+    is_saturated = all(leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves)
     is_noisy = errors.total.nonzero < _FEW_ELEMENTS and not is_saturated
     return not is_noisy and all(printed_error(leaf, 0) == printed_error(leaf, 1) for leaf in (errors.total, *rows))
 

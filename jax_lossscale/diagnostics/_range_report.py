@@ -294,6 +294,10 @@ def range_report(
     Each operation is compiled separately, and only once for all operations with the same shapes. Loops and conditionals
     are compiled as a whole, which takes several seconds each. The operations inside `jax.shard_map` and kernels are not
     measured, but the results of the `jax.shard_map` or kernel are.
+
+    Each operation is executed twice, for one loss scale. In addition, all gradients are computed up to 17 times if
+    ``loss_scale`` is not passed. The evaluation needs at most about four times the memory of one gradient evaluation,
+    including the parameters and activations.
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
