@@ -383,7 +383,7 @@ def errors_by_scale(
       float32_program: the program of the float32 reference, without a loss scale. By default, the reference is the
         program of ``gradients``, evaluated in float32.
       scales: the loss scales to compare. By default, the candidates are chosen according to the largest gradient, and
-        `_compared` skips some of them.
+        `_compare_where_errors_change` skips some of them.
       progress: a function that wraps the sequence of candidate loss scales, for example in a progress bar.
       compared: a function that is called after each comparison, with the number of comparisons so far, their maximum
         number, and the loss scale.
@@ -441,7 +441,7 @@ def errors_by_scale(
         for scale in progress(candidates):
             compare(candidates.index(scale))
         return errors_at(sorted(measured))
-    return errors_at(_compared(candidates, compare, measured, errors_at, progress, for_table))
+    return errors_at(_compare_where_errors_change(candidates, compare, measured, errors_at, progress, for_table))
 
 
 def _reference(
@@ -513,7 +513,7 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def _compared(
+def _compare_where_errors_change(
     candidates: Sequence[float],
     compare: Callable[[int], None],
     measured: Mapping[int, Any],

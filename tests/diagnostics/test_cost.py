@@ -97,6 +97,16 @@ def test_few_scales_of_a_large_model_are_compared_within_three_times_its_memory(
     assert max(bytes_after_runs) - before <= 3.1 * params[0].nbytes
 
 
+@pytest.mark.parametrize("name", ["large", "sum_for_a_mean", "tiny_loss_in_float16"])
+def test_report_is_the_same_as_if_all_scales_were_compared(name):
+    weights = jax.random.normal(jax.random.key(0), (512, 512))
+    fun, *args = (large, [weights], jnp.ones((2, 512))) if name == "large" else getattr(workloads, name)()
+    report = compare_gradients(fun, *args)
+    scales = _gradient_errors._useful_scales(report.total.largest, jnp.dtype(jnp.float16))
+    assert {*report.loss_scales} < {*scales}
+    assert repr(compare_gradients(fun, *args, loss_scales=scales)) == repr(report)
+
+
 @pytest.mark.parametrize("large_leaf", [0, 2**30])
 def test_errors_of_leaves_do_not_depend_on_the_program_that_reduces_them(large_leaf, monkeypatch):
     fun, *args = workloads.healthy()
