@@ -54,6 +54,8 @@ _LARGE_LEAF = 2**16
 # If the gradients have fewer nonzero elements than this, their rounding errors vary so much between loss scales that
 # two loss scales can have the same errors by chance.
 _FEW_ELEMENTS = 2**12
+# Loss scales between two loss scales with errors below this limit are not compared, because all of them are suitable.
+_SMALL_ERROR = 0.01
 # The table of `GradientComparison` shows at most this many leaves.
 MOST_ROWS = 12
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
@@ -568,13 +570,15 @@ def _is_same(errors: GradientErrors, for_table: bool) -> bool:
     is_finite = [[leaf.nonfinite[n] == 0 for leaf in leaves] for n in pair]
     if any(first != second for first, second in (inaccurate, has_raised, is_right, is_finite)):
         return False
-    if not for_table:
-        return printed_error(errors.total, 0) == printed_error(errors.total, 1)
-    rows = [row for n in pair for row in sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS]]
     # If every gradient overflows or is zero at both loss scales, so does every gradient at the loss scales in between.
     is_saturated = all(leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves)
-    is_noisy = errors.total.nonzero < _FEW_ELEMENTS and not is_saturated
-    return not is_noisy and all(printed_error(leaf, 0) == printed_error(leaf, 1) for leaf in (errors.total, *rows))
+    if errors.total.nonzero < _FEW_ELEMENTS and not is_saturated:
+        return False
+    worst = [sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS] for n in pair if for_table]
+    shown = [errors.total, *itertools.chain(*worst)]
+    return all(
+        printed_error(leaf, 0) == printed_error(leaf, 1) or max(leaf.relative_error) <= _SMALL_ERROR for leaf in shown
+    )
 
 
 def _coarse_to_fine(count: int, middle: int) -> list[int]:
