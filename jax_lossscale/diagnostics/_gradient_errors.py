@@ -557,7 +557,7 @@ def _compare_where_errors_change(
 
 
 def _is_same(errors: GradientErrors, for_table: bool) -> bool:
-    """Return whether two loss scales have the same errors, so that the loss scales between them are not compared.
+    """Return whether two loss scales have the same or small errors, so that no loss scales between them are compared.
 
     Args:
       errors: the errors at the two loss scales.
