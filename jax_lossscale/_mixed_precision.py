@@ -58,8 +58,8 @@ class MixedPrecision:
 
     The loss function is evaluated under `autocast`, and its backward pass runs at the current loss scale. The trainer
     receives only unscaled values: the loss, the auxiliary outputs and the gradients. The trainer can therefore log the
-    gradients, clip them by their norm, or average them over micro-batches as usual. After an overflow, the gradients are
-    not finite, and the optimizer skips the step and adjusts the loss scale.
+    gradients, clip them by their norm, or average them over micro-batches as usual. After an overflow, the gradients
+    are not finite, and the optimizer skips the step and adjusts the loss scale.
 
     Inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for `jax.export`, the training step needs a third line of
     code, because JAX does not support references there: ``trainer.train_step = mp.step(trainer.train_step)``.

@@ -70,6 +70,8 @@ class MinCut(NamedTuple):
       dtype: the half-precision dtype.
       price_saved: the price of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
       operands_needed: a function from an equation to the positions of the operands that its derivative needs.
+      known: the results of `saved` for earlier segments, by key. The graphs that share this dictionary must have the
+        same `dtype` and `price_saved`.
     """
 
     types: Mapping[ValueId, Any]
@@ -77,9 +79,49 @@ class MinCut(NamedTuple):
     dtype: jnp.dtype
     price_saved: float
     operands_needed: Callable[[Any], Collection[int]]
+    known: dict[Any, Any]
 
     def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
-        """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values."""
+        """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values.
+
+        The result is computed once for all segments that differ only in the identifiers of their values.
+        """
+        key, numbers = self._key(segment, nodes)
+        try:
+            is_known = key in self.known
+        except TypeError:  # Some parameters are not hashable, such as arrays.
+            return self._find_saved(segment, nodes)
+        if not is_known:
+            saved = self._find_saved(segment, nodes)
+            self.known[key] = None if saved is None else [(numbers[value.id], value.is_rounding) for value in saved]
+        known, ids = self.known[key], [*numbers]
+        return None if known is None else frozenset(Value(ids[number], is_rounding) for number, is_rounding in known)
+
+    def _key(
+        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
+    ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
+        """Return a key that is equal only for segments with the same minimum cut, and the numbers of the values in it.
+
+        In contrast to the key in `rewrite`, this key contains neither the locations of the nodes nor the values of
+        literals.
+        """
+        numbers: dict[ValueId, int] = {}
+
+        def numbered(atoms: Iterable[ValueId | Literal]) -> tuple[Any, ...]:
+            return tuple(
+                atom.aval if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers)) for atom in atoms
+            )
+
+        inputs = numbered(segment.inputs)
+        computed = tuple(
+            (node.eqn.primitive, *node.eqn.params.items(), node_plan, numbered(node.inputs), numbered(node.outputs))
+            for node, node_plan in nodes
+        )
+        outputs = numbered(segment.outputs)
+        types = tuple((self.types[n], n in self.half, n in segment.upcast) for n in numbers)
+        return (inputs, computed, outputs, types), numbers
+
+    def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):

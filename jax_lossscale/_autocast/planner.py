@@ -29,6 +29,7 @@ from jax_lossscale._autocast.use_analysis import (
     carried_residual_stream,
     going_into_matmuls,
     residual_stream,
+    with_float32_cotangents,
 )
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
@@ -84,6 +85,7 @@ class Planner:
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
+        self._known_cuts: dict[Any, Any] = {}
 
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
@@ -240,14 +242,25 @@ class Planner:
         half = {*half}
         if self.policy.half_residual_stream:
             half |= {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
-        min_cut = MinCut(graph.types, half, self.dtype, float(self.policy.recompute), self._operands_needed)
+        price_saved = float(self.policy.recompute)
+        min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
         broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
+        nodes_of = [[(graph.nodes[n], node_plans[n]) for n in segment.nodes] for segment in groups]
+        groups = [
+            segment._replace(upcast=frozenset(added_up_in_float32(nodes, half)))
+            for segment, nodes in zip(groups, nodes_of, strict=True)
+        ]
+        in_float32 = with_float32_cotangents(graph, node_plans, groups, half)
         found = []
-        for segment in groups:
-            nodes = [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
-            upcast = added_up_in_float32(nodes, half)
-            biased = {n for n in segment.nodes if adds_a_bias(graph, graph.nodes[n], half - upcast, broadcasts)}
-            segment = segment._replace(upcast=frozenset(upcast), rounds_cotangent=frozenset(biased))
+        for segment, nodes in zip(groups, nodes_of, strict=True):
+            # A cotangent that is already in half precision needs no rounding, and a barrier would prevent fusion.
+            biased = {
+                n
+                for n in segment.nodes
+                if adds_a_bias(graph, graph.nodes[n], half - segment.upcast, broadcasts)
+                and not in_float32.isdisjoint(graph.nodes[n].outputs)
+            }
+            segment = segment._replace(rounds_cotangent=frozenset(biased))
             computes = any(plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, plan in nodes)
             if self._recomputes(within) and computes and not nodes[0][1].is_alone:
                 segment = segment._replace(saved=min_cut.saved(segment, nodes))

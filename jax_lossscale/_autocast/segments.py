@@ -32,8 +32,8 @@ class Segment(NamedTuple):
       inputs: the values that are computed outside of the segment.
       outputs: the values that are needed outside of the segment.
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias. The cotangent of each sum with a bias is rounded to
-        half precision once, before it is used (see `marks.with_rounded_cotangent`).
+      rounds_cotangent: the positions of the nodes that add a bias and whose result has a cotangent in float32. This
+        cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
       saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
         backward pass. ``saved`` is None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the
         saved values.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
-from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan
+from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import is_float32, size_of
@@ -123,6 +123,26 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
         if node_plan.kind in FOLLOWING and not added_up.isdisjoint(value_ids(node.inputs)):
             added_up |= half & {*node.outputs}
     return added_up
+
+
+def with_float32_cotangents(
+    graph: Graph, node_plans: Sequence[NodePlan], segments: Sequence[Segment], half: Set[ValueId]
+) -> set[ValueId]:
+    """Return the values whose cotangents are computed in float32.
+
+    These are the values that any operation takes in float32. A value that is not stored in half precision is also
+    included if the graph returns it, or if it is used several times. In the latter case, each use rounds the value, and
+    the rounded cotangents are added in float32.
+    """
+    found = {*value_ids(graph.outputs)} - half
+    uses: Counter[ValueId] = Counter()
+    for segment in segments:
+        for position in segment.nodes:
+            node = graph.nodes[position]
+            uses.update(value_ids(node.inputs))
+            are_half = operands_in_half(node, node_plans[position], half, segment.upcast)
+            found.update(value_ids([atom for atom, is_half in zip(node.inputs, are_half, strict=True) if not is_half]))
+    return found | {value for value, number in uses.items() if number > 1 and value not in half}
 
 
 def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segment) -> set[ValueId]:

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jax_lossscale as jls
-from jax_lossscale._autocast import rewrite
+from jax_lossscale._autocast import min_cut, rewrite
 
 pytestmark = pytest.mark.ci
 
@@ -97,3 +97,35 @@ def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
     monkeypatch.setattr(rewrite.Rewriting, "_node", counted)
     jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X)
     assert len(traced) == times
+
+
+@pytest.mark.parametrize("loss", [unnamed, named, on_lines_of_their_own, unlike])
+def test_program_does_not_depend_on_shared_cuts(loss, monkeypatch):
+    together = str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X))
+    monkeypatch.setattr(min_cut.MinCut, "saved", min_cut.MinCut._find_saved)
+    assert together == str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X))
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_minimum_cut_of_equal_blocks_is_computed_once(in_checkpoint, monkeypatch):
+    """The names of the blocks may differ, and each block may be a jaxpr of its own."""
+    computed = []
+    cut = min_cut._nearest_to_sink
+
+    def counted(edges):
+        computed.append(edges)
+        return cut(edges)
+
+    def loss(weights, x):
+        for n, w in enumerate(weights):
+            with jax.named_scope(f"block_{n}"):
+                x = (jax.checkpoint(block) if in_checkpoint else block)(w, x)
+        return jnp.mean(x**2)
+
+    monkeypatch.setattr(min_cut, "_nearest_to_sink", counted)
+    numbers = []
+    for weights in (WEIGHTS, 2 * WEIGHTS):
+        computed.clear()
+        jax.make_jaxpr(jax.grad(jls.autocast(loss)))(weights, X)
+        numbers.append(len(computed))
+    assert numbers[0] == numbers[1] > 0

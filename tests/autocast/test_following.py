@@ -133,6 +133,39 @@ def test_only_biases_have_rounded_cotangents(added, is_bias):
     assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_bias
 
 
+# Functions of the result of a bias addition, and whether the cotangent of this result is computed in float32.
+USES_OF_BIASED = {
+    "a matmul": (lambda w, y: y @ w, False),
+    "two matmuls": (lambda w, y: y @ w @ (y @ w.T).T, False),
+    "a transpose before a matmul": (lambda w, y: w @ y.T, False),
+    "a relu before a matmul": (lambda w, y: jax.nn.relu(y) @ w, False),
+    "a matmul and a relu before a matmul": (lambda w, y: y @ w + jax.nn.relu(y) @ w.T, False),
+    "a pooling before a matmul": (lambda w, y: pooled(y) @ w[:4], False),
+    "a pooling and a maximum before matmuls": (lambda w, y: pooled(y) @ w[:4] + y.max(0)[None] @ w, True),
+    "float32 arithmetic": (lambda w, y: jnp.sin(y) @ w, True),
+    "a matmul and float32 arithmetic": (lambda w, y: y @ w + jnp.sin(y), True),
+    "a relu before a matmul and float32 arithmetic": (lambda w, y: jax.nn.relu(y) @ w + jnp.sin(y), True),
+    "a relu before float32 arithmetic": (lambda w, y: jnp.sin(jax.nn.relu(y)), True),
+    "the result": (lambda w, y: y, True),
+}
+
+
+@pytest.mark.parametrize(("use", "is_float32"), USES_OF_BIASED.values(), ids=USES_OF_BIASED)
+def test_only_float32_cotangents_of_biased_values_are_rounded(use, is_float32):
+    def function(w, b, x):
+        return use(w, x @ w + b[None])
+
+    def loss(w, b, x):
+        return jnp.sum(jnp.square(function(w, b, x)))
+
+    arguments = W, jnp.ones(8), X
+    _, pullback = jax.vjp(jls.autocast(function), *arguments)
+    program = jax.make_jaxpr(pullback)(jnp.zeros(jax.eval_shape(function, *arguments).shape))
+    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_float32
+    exact, half = (jax.grad(f, 1)(*arguments) for f in (loss, jls.autocast(loss)))
+    assert distance(exact, half) < 6e-3
+
+
 def test_repeated_operand_of_a_matmul_is_cast_after_the_broadcast():
     """The cotangent of the repeated row is a sum of float32 values."""
 

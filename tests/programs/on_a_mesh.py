@@ -79,7 +79,8 @@ def train(run, steps, mesh):
     step = compiled_step(transformation())
     for number in steps:
         batch = jax.device_put(batch_of(number), NamedSharding(mesh, P("data")))
-        params, state = step(run["params"], run["state"], batch)
+        # On a CPU, several programs with collectives that run at the same time can block each other.
+        params, state = jax.block_until_ready(step(run["params"], run["state"], batch))
         run = {"params": params, "state": state}
         yield number, run
 

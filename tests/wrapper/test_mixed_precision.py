@@ -260,7 +260,7 @@ def test_the_argument_mesh_for_a_compiled_init(axis_type):
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
     params, state = init()
     for _ in range(STEPS):
-        params, state, loss = step(params, state, data)
+        params, state, loss = jax.block_until_ready(step(params, state, data))
     assert_trained([loss], state)
     assert state.loss_scale() > 2.0**30
 
@@ -353,7 +353,7 @@ def test_pmap_with_the_third_line():
     data = jax.tree.map(lambda leaf: leaf.reshape(8, 8, *leaf.shape[1:]), DATA)
     params, opt_state = PARAMS, mp.optimizer.init(PARAMS)
     for _ in range(STEPS):
-        params, opt_state, loss = step(params, opt_state, data)
+        params, opt_state, loss = jax.block_until_ready(step(params, opt_state, data))
     assert_trained([float(loss[0])], opt_state)
     assert opt_state.loss_scale() > 2.0**30
 
@@ -442,7 +442,7 @@ def test_traces_inside_of_a_step_are_not_reused(transformed):
     steps = [jax.jit(mp.step(step)), jax.jit(mp.step(lambda *args: step(*args)))]
     params, state = PARAMS, mp.optimizer.init(PARAMS)
     for number in range(STEPS + 20):
-        params, state, loss = steps[number % 2](params, state, DATA)
+        params, state, loss = jax.block_until_ready(steps[number % 2](params, state, DATA))
     assert is_near_float32(loss)
     jax.grad(fun)(PARAMS, DATA)
 

@@ -294,3 +294,26 @@ def test_jitted_function_in_a_class_layer_has_its_own_reason():
     report = autocast_report(lambda w, x: jnp.sum(Block()(w, dense(x, w))), W, X, policy=policy)
     reasons = {operation.dtype: operation.reason for operation in report.matmuls}
     assert reasons == {"float16": "", "float32": f"a rule of the policy: {policy.rules[0]!r}"}
+
+
+def residual(w, x):
+    for _ in range(3):
+        x = x + jax.nn.relu(x @ w) @ w
+    return jnp.mean(x**2)
+
+
+def test_half_residual_stream_is_suggested_if_it_saves_memory():
+    option = jls.PrecisionPolicy(half_residual_stream=True)
+    report, with_option = (autocast_report(residual, W, X, policy=policy) for policy in (None, option))
+    assert report.bytes_with_half_residual_stream == with_option.bytes_after < 0.95 * report.bytes_after
+    saving = 1 - with_option.bytes_after / report.bytes_after
+    assert f"would reduce the memory saved for the backward pass by {100 * saving:.0f}%." in str(report)
+    assert with_option.bytes_with_half_residual_stream is None
+
+
+def test_half_residual_stream_is_not_suggested_without_effect():
+    report = autocast_report(plain, W, X)
+    assert report.bytes_with_half_residual_stream == report.bytes_after
+    assert all("half_residual_stream" not in str(autocast_report(f, W, X)) for f in (plain, network))
+    in_float32 = autocast_report(residual, W, X, dtype=jnp.float32)
+    assert in_float32.bytes_with_half_residual_stream is None
