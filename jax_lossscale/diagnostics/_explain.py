@@ -38,7 +38,8 @@ _SKIPS_OF_A_KIND = 5
 # A loss scale that starts at the default of 2**15 falls to 1 after 15 consecutive skipped steps. If at least 16
 # consecutive steps are skipped, the cause is probably not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
-# The smallest unused headroom of a loss scale that is reported, in bits. `AutoLossScale` always leaves some bits unused.
+# The smallest unused headroom of a loss scale that is reported, in bits. `AutoLossScale` always leaves a few bits
+# unused.
 _REPORTED_HEADROOM = 6
 # If at least 12 bits of headroom are unused, the user may have forgotten to scale the gradients, or may clip the
 # gradients outside of `loss_scaled`.
