@@ -285,7 +285,7 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
         yield f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}."
         yield f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow."
     else:
-        yield "Decrease `min_loss_scale`, so that the loss scale can become smaller."
+        yield "Decrease `min_loss_scale` so that the loss scale can become smaller."
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
