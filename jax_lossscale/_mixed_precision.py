@@ -279,7 +279,8 @@ class _SharedLossScale:
                 reference[...] = jnp.asarray(value, reference.dtype)
             except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and derivatives.
                 raise ValueError(
-                    f"`MixedPrecision` needs `MixedPrecision.step` in this transformation. {_USE_STEP}"
+                    "Inside a JAX transformation such as `jax.vmap`, `MixedPrecision` cannot store the loss scale "
+                    f"without `MixedPrecision.step`. {_USE_STEP}"
                 ) from error
 
     def place_like(self, params: Any) -> None:

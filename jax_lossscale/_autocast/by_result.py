@@ -64,9 +64,9 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         return exponentials / exponentials.sum(axes, keepdims=True)
 
     def derivative(y: Any, tangent: Any) -> Any:
-        # After rounding, the elements of a softmax's row do not sum to exactly 1. Dividing by the sum of the rounded
-        # row ensures that adding a constant to all tangents does not change the derivative. The sum of a rounded row is
-        # 0 if all its elements are rounded to zero.
+        # After rounding, the probabilities of a softmax do not sum to exactly 1. Dividing by the sum of the rounded
+        # probabilities ensures that adding a constant to all tangents does not change the derivative. The sum of the
+        # rounded probabilities is 0 if all of them are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
 

@@ -117,7 +117,7 @@ def _known(value: Any) -> FindInterval | None:
 
 
 def _of_array(value: Any) -> Interval:
-    # User-defined array types, such as those of extended dtypes, need not have a dtype.
+    # A constant may be an object of a user-defined array type that has no attribute `dtype`.
     dtype = jax.dtypes.result_type(value) if np.isscalar(value) else getattr(value, "dtype", np.dtype(object))
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_number or not getattr(value, "is_fully_addressable", True):
@@ -152,10 +152,10 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers = [end for operand in moved[position] for end in operands[operand]]
         numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
         if name == "ppermute" or _is_cast_to_integer(eqn):
-            numbers += [0]  # Devices to which `ppermute` sends nothing receive zeros. NaN is cast to zero.
+            numbers += [0]  # `ppermute` may fill a result with zeros. NaN becomes 0 when it is cast to an integer.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
-    elif name == "scatter" and params["update_jaxpr"] is None:  # In `.at[].apply`, `update_jaxpr` is a function.
+    elif name == "scatter" and params["update_jaxpr"] is None:  # `x.at[...].apply` has an `update_jaxpr`.
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]

@@ -129,7 +129,7 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
-    # The call of `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the
+    # The call to `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the
     # operations of a library function, which have no source line in user code.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)

@@ -131,16 +131,16 @@ class MinCut(NamedTuple):
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
         inputs = {Value(value_id) for value_id in segment.inputs}
         in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        # Functions that are differentiated from their result already mark the result, or its rounding, as saved.
+        # The evaluation of a `BY_RESULT` node already marks the result of the node, or its rounded result, as saved.
         of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
-            # The price of saving a value is the number of bytes that are moved. For each byte of the value, the read in
-            # the backward pass counts as `self.price_saved` bytes (as 1 byte for an input of the segment), and the
-            # write in the forward pass counts as 1 byte, unless the value is written to memory anyway. One byte is
-            # added to the price of each value, so that the cut with the fewest values is selected among cuts with the
-            # same price.
+            # The price of saving a value is the number of bytes that are read and written. Reading a saved byte in the
+            # backward pass has the price `self.price_saved`, or 1 if the byte belongs to an input of the segment.
+            # Writing a byte in the forward pass has the price 1, or 0 if the value is written to memory anyway. One
+            # byte is added to the price of each value, so that the cut with the fewest values is selected among cuts
+            # with the same price.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 

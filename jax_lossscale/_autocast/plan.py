@@ -23,7 +23,7 @@ class NodeKind(enum.Enum):
 
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
-    SELECTION = enum.auto()  # The result of a selection has the dtype of the operands. The derivative needs a mask.
+    SELECTION = enum.auto()  # A selection preserves the dtype of its operands. Its derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
     CALL = enum.auto()  # An equation whose jaxprs are rewritten.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
@@ -34,9 +34,9 @@ class NodePlan(NamedTuple):
     """The treatment of a node.
 
     Attributes:
-      kind: its kind of computation.
+      kind: the kind of computation that the node performs.
       is_alone: whether the node must form a segment of its own, so that it is never recomputed.
-      is_half: whether the node takes its float32 operands in half precision. The value is False for data movement and
+      is_half: whether the node takes its float32 operands in half precision. `is_half` is False for data movement and
         selections, whose dtype depends on the stored values (see `operands_in_half`).
       has_float32_result: whether the result of a matmul in half precision is float32.
       reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;
@@ -63,7 +63,7 @@ def operands_in_half(
 
     Args:
       node: the node.
-      node_plan: its treatment.
+      node_plan: the treatment of the node.
       half: the values that are stored in half precision.
       upcast: the subset of ``half`` that is converted to float32 within the segment of the node.
     """
@@ -81,9 +81,9 @@ def operands_in_half(
 
 
 class Context(NamedTuple):
-    """Information about a jaxpr that is determined by the equations that contain the jaxpr.
+    """Information for planning a jaxpr, which is provided by the equations that contain the jaxpr.
 
-    If an attribute is an empty sequence, every argument or result has the default value.
+    If an attribute is an empty sequence, its default value applies to every argument or result.
 
     Attributes:
       within: the equations that contain the jaxpr, the outermost first.

@@ -69,7 +69,7 @@ class Planner:
 
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
-      adds_reasons: whether the equations of the plans have reasons in their name stacks.
+      adds_reasons: whether the name stacks of equations contain the reasons why matmuls are not in half precision.
     """
 
     def __init__(
@@ -136,10 +136,14 @@ class Planner:
         unrounded: Mapping[ValueId, str],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Return the values stored in half precision, the `CallPlan` of each node with jaxprs, and their reasons.
+        """Choose the values of a graph that are stored in half precision, and plan the jaxprs in its nodes.
 
-        A reason states why a matmul in a jaxpr is not in half precision. If nothing in the jaxprs of a node is
-        rewritten, the entry of the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
+        If nothing in the jaxprs of a node is rewritten, the entry of the node in ``node_plans`` is changed in place
+        from `NodeKind.CALL` to `NodeKind.OTHER`.
+
+        Returns:
+          The values that are stored in half precision, the `CallPlan` of each node whose jaxprs are rewritten, and the
+          reasons why matmuls in the jaxprs are not in half precision.
         """
         half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
         into_matmuls = going_into_matmuls(graph, node_plans)
@@ -156,7 +160,7 @@ class Planner:
                 call = self._plan_call(node, context.within, values)
                 for plan in call.plans:
                     reasons |= plan.reasons
-                # The backward pass of a `jax.custom_vjp` function is not known until it is traced.
+                # The backward pass of a `jax.custom_vjp` function is traced later, and may contain matmuls.
                 if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in call.plans):
                     calls[position] = call
                     results = call.results
@@ -201,7 +205,7 @@ class Planner:
         half_outputs = [name in OF_ANY_DTYPE and result in values.half_outputs for result in node.outputs]
         for result, operand in inner.carried:
             half_outputs[result] = operand in stream
-        # The value of a loop's carry is known only in the first iteration.
+        # A constant that is the initial value of a loop's carry is the value of the carry only in the first iteration.
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
         unrounded = self._feeding.results_of_subjaxprs(eqn, [values.unrounded.get(n, "") for n in node.outputs])
         contexts = [
@@ -218,11 +222,10 @@ class Planner:
         def plan_subjaxprs() -> list[Plan]:
             return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
 
-        # `plan` differentiates equations, which is possible only in a context in which the axes of the mesh are bound.
+        # Planning differentiates equations, which requires that the mesh axes of a `jax.shard_map` are bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Apart from residual streams, only the results from position `first` on may have another dtype than the jaxpr
-        # declares. The results from position `first` on are all results of a primitive in `OF_ANY_DTYPE`, or the
-        # stacked results of a scan.
+        # Apart from residual streams, only two kinds of results may have another dtype than the jaxpr declares: all
+        # results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
         first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
@@ -233,7 +236,7 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments with their saved values, and ``half`` with any half-precision residual streams added."""
+        """Return the segments of a graph with their saved values, and ``half`` extended by residual streams."""
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -267,7 +270,7 @@ class Planner:
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
         """Return whether segments inside the equations ``within`` are recomputed.
 
-        A `while` loop has no backward pass.
+        A `while` loop has no backward pass, so the segments in it are never recomputed.
         """
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
@@ -280,7 +283,7 @@ def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, boo
 def _with_reasons(
     graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
-    """Return a graph whose name stacks contain the reasons why matmuls stay in float32, and a dictionary of them.
+    """Return a graph whose name stacks contain the reasons for float32 matmuls, and a dictionary of these reasons.
 
     Args:
       graph: the graph.

@@ -27,7 +27,10 @@ _are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", d
 
 @contextlib.contextmanager
 def adding_reasons() -> Iterator[None]:
-    """Add reasons to the programs of all functions under `autocast` that are traced in this context."""
+    """Add the reasons why matmuls are not in half precision to all programs that are traced in this context.
+
+    Reasons are added only to functions under `autocast`.
+    """
     token = _are_added.set(True)
     try:
         yield
@@ -36,7 +39,7 @@ def adding_reasons() -> Iterator[None]:
 
 
 def are_added() -> bool:
-    """Return whether reasons are added to the programs that are traced in the current context."""
+    """Return whether the current context is `adding_reasons()`, so that traced programs contain reasons."""
     return _are_added.get()
 
 
@@ -46,7 +49,10 @@ def autocast_scope() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_under_autocast(eqn: Any) -> bool:
-    """Return whether an equation of a program with reasons is under `autocast`."""
+    """Return whether an equation is under `autocast`.
+
+    The program of the equation must have been traced in the context `adding_reasons()`.
+    """
     return is_in_scope(_AUTOCAST, [eqn])
 
 
@@ -65,7 +71,8 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
     Args:
       eqn: the equation.
       within: the equations that contain the equation, the outermost first.
-      reasons: the reason of each equation that has one, and "" for each equation that contains such an equation.
+      reasons: a dictionary from the paths of equations to the reasons why they are not in half precision. An equation
+        that only contains an equation with a reason has the entry "".
     """
     path = *within, eqn
     if path not in reasons:

@@ -27,8 +27,8 @@ LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Maximum of the sum of margin and allowance (in bits) after an overflow below the target. Normal float16 numbers span
-# 30 powers of two.
+# Upper limit, in bits, for the sum of the margin and the allowance, which applies if gradients overflow although the
+# scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
 # underflow in float16.
@@ -313,8 +313,7 @@ class AutoLossScale(BoundedLossScale):
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
-        # `has_climbed` is false if the previous step has also overflowed, or if the initial scale is far below the
-        # target.
+        # `has_climbed` is false if the previous step also overflowed, or if the initial scale is far below the target.
         has_climbed = s > target - LOG2_MOVE
         margin, allowance = _where(has_climbed, after, (margin, allowance))
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance

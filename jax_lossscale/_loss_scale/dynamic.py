@@ -40,7 +40,7 @@ class DynamicLossScale(BoundedLossScale):
         rounding errors.
       backoff_factor: the factor by which the scale decreases after a non-finite step, a number between 0 and 1. The
         default is ``1 / multiplier``.
-      min_loss_scale: the lower bound of the scale, positive.
+      min_loss_scale: the lower bound of the scale, which must be positive.
       max_loss_scale: the upper bound of the scale. The default upper bound is the largest finite float32 number.
       hysteresis: the number of non-finite steps that are necessary to lower the scale. All non-finite steps are
         skipped, including those that do not lower the scale.

@@ -6,8 +6,8 @@ There are three implementations, which return the same result:
 - `on_cpu` is optimized for arrays on a single CPU device.
 - `anywhere` is optimized for arrays on a single device of any other platform.
 
-`of_local` selects `on_cpu` or `anywhere`. The arrays in one call consist either all of 64-bit numbers or all of smaller
-numbers.
+`of_local` selects `on_cpu` or `anywhere`. In one call, either all arrays have 64-bit dtypes, or all arrays have smaller
+dtypes.
 """
 
 from __future__ import annotations

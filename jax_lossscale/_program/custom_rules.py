@@ -29,7 +29,7 @@ Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
 class EvaluateRule(Protocol):
-    """A function that evaluates the jaxpr of a function with a custom rule, and jaxprs traced from this rule."""
+    """A function that evaluates the jaxpr of a function with a custom rule, or a jaxpr traced from the rule."""
 
     def __call__(self, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None, /) -> list[Any]:
         """Evaluate a jaxpr and return its outputs.

@@ -62,7 +62,10 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the inputs of the jaxpr for new arguments, which must have the structure of the traced arguments."""
+        """Return the arrays in new arguments of the function, with which the jaxpr can be evaluated.
+
+        The new arguments must have the same tree structure as the arguments with which the function was traced.
+        """
         leaves = nnx_objects.flattened((args, kwargs)).leaves
         return [leaves[position] for position in self.positions]
 
@@ -77,7 +80,11 @@ class Traced:
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the function's result for outputs of the jaxpr, and apply the function's changes to nnx objects."""
+        """Return the result of the function, and apply the changes that the function makes to nnx objects.
+
+        Args:
+          outputs: the outputs of the jaxpr.
+        """
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
@@ -210,7 +217,7 @@ class RuleError(Exception):
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """Call `bind_here`, and convert any exception that it raises to a `RuleError`.
 
-    JAX calls the differentiation rule of an equation while the equation is bound. An exception in `bind_here` is
+    JAX calls the differentiation rule of an equation while the equation is being bound. An exception in `bind_here` is
     therefore caused by this rule, not by the code that differentiates the equation.
     """
     try:

@@ -51,7 +51,7 @@ def flattened(tree: Any) -> Flattened:
 
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
-    """Return a dictionary from paths to the leaves of variables and the other values in nnx objects."""
+    """Return a dictionary from the path of each variable or other value in nnx objects to a list of its leaves."""
     return {
         path: jax.tree.leaves(value.get_raw_value()) if isinstance(value, _nnx().Variable) else [value]
         for path, value in _parts(objects)
@@ -75,7 +75,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            # If `holder` is None, the container of the value is new, and the container itself is one of the changes.
+            # A value in a new container is not assigned, because the container itself is one of the changed values.
             if holder is not None:
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
@@ -97,7 +97,7 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the path and value of each variable in nnx objects, and of each other value in their containers."""
+    """Return the path and value of each variable in nnx objects, and of each other value in these objects."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held

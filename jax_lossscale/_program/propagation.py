@@ -32,22 +32,22 @@ class Propagation(Walk[Known]):
     _location: Location | None = None  # the location of the last element of `within`
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Known]) -> Sequence[Known]:
-        """Return the information about the results of an equation whose sub-jaxprs are not entered."""
+        """Return information about the results of an equation whose sub-jaxprs are not entered."""
         raise NotImplementedError
 
     def joined(self, values: Sequence[Known]) -> Known:
-        """Return the information about a result of a conditional, given the information from each branch."""
+        """Return information about a result of a conditional, given the information from each branch."""
         raise NotImplementedError
 
     def carried(self, start: Known) -> Known:
-        """Return the information about a carry inside a loop, given the information about the carry's initial value."""
+        """Return information about a carry inside a loop, given the information about the carry's initial value."""
         return start
 
     def carried_on(self, within: Known, at_end: Known) -> None:
         """Process the information about a carry at the start (``within``) and end (``at_end``) of a loop iteration."""
 
     def equation(self, eqn: Any, operands: list[Known]) -> Sequence[Known]:
-        """Return the information about an equation's results.
+        """Return information about an equation's results.
 
         Sub-jaxprs are entered if `follows` contains the primitive's name.
         """

@@ -67,9 +67,8 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
 def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
     """Find the half-precision values whose rounding errors are amplified by an operation in the forward pass.
 
-    An operation that amplifies errors, such as the cosine of a large angle, may itself be in float32. However, the
-    result of an operation that amplifies errors is accurate only if the values from which the result is computed are in
-    float32 as well.
+    Even in float32, the result of an operation that amplifies errors, such as the cosine of a large angle, is accurate
+    only if the values from which the result is computed are in float32 as well.
 
     Returns:
       A dictionary from each half-precision value to the operation that amplifies its rounding error, both as nodes.

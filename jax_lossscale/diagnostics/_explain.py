@@ -35,13 +35,13 @@ _FEW_STEPS = 100
 # the cause.
 _FRACTION_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
-# Starting from the default loss scale, 2**15, 15 consecutive skipped steps lower the scale to 1. If at least 16
+# A loss scale that starts at the default of 2**15 falls to 1 after 15 consecutive skipped steps. If at least 16
 # consecutive steps are skipped, the cause is probably not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
-# Unused headroom of the loss scale is reported if it is at least this number of bits. `AutoLossScale` always leaves a
-# few bits unused.
+# The smallest unused headroom of a loss scale that is reported, in bits. `AutoLossScale` always leaves a few bits
+# unused.
 _REPORTED_HEADROOM = 6
-# If at least this number of bits is unused, the user may have forgotten to scale the gradients, or may clip the
+# If at least 12 bits of headroom are unused, the user may have forgotten to scale the gradients, or may clip the
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
@@ -285,7 +285,7 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
         yield f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}."
         yield f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow."
     else:
-        yield "Decrease `min_loss_scale`, so that the loss scale can become smaller."
+        yield "Decrease `min_loss_scale` so that the loss scale can become smaller."
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:

@@ -218,7 +218,7 @@ class Finder:
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
             sentences = [
-                f"At a loss scale of {power_of_two(start)}, the error of all gradients together is {percent(error)}, "
+                f"At a loss scale of {power_of_two(start)}, the overall error of the gradients is {percent(error)}, "
                 f"but {lost}. At loss scales at which these gradients are nonzero, other gradients overflow.",
                 f"Give this branch a separate loss scale that is {factor} times larger: Apply "
                 f"`jls.unscale_gradient(..., {factor})` to its float32 parameters and inputs, and "
@@ -278,10 +278,13 @@ class Finder:
             sentences.append(f"{too_small} Return it in float32.")
         elif errors.is_loss_noted:
             off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
-            numbers = f"{errors.value:.4g} instead of {errors.reference_value:.4g} in float32 ({off_by:+.0%})"
             sources = self._ranges(start).forward_error_sources()
             has_suggestion = not (self._has_diverged and cause == "backward overflow")
-            sentences += [f"However, the loss is {numbers}.", self._begins(sources, has_suggestion)]
+            sentences += [
+                f"However, the loss is {errors.value:.4g} instead of {errors.reference_value:.4g} in float32 "
+                f"({off_by:+.0%}).",
+                self._begins(sources, has_suggestion),
+            ]
         worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)

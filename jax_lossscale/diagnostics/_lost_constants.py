@@ -15,7 +15,7 @@ from jax_lossscale._program.primitives import STEEP_AT_ZERO, moved_operands
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._report import at
 
-# An epsilon is a small constant that one of these operations uses to keep its result away from zero.
+# The operations in which a constant can be an epsilon: a small number that keeps the result away from zero.
 _KEEPS_AWAY = ("add", "max", "sub")
 
 
@@ -59,7 +59,8 @@ class _Value(NamedTuple):
 
     Attributes:
       number: the number, if the value is a scalar constant in half precision; otherwise ``None``.
-      sums: the epsilons that became zero before they were added to the value or used in a maximum.
+      sums: the epsilons that were rounded to zero before they were used in an addition, subtraction or maximum from
+        which the value is computed.
     """
 
     number: float | None = None
@@ -89,12 +90,12 @@ class _Constants(Propagation[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                # A maximum of a value and zero is often intended, as in ReLU, so this zero is not assumed to be a lost
-                # epsilon.
+                # A zero in a maximum is often intended, as in ReLU. Therefore, it is not assumed to be an epsilon that
+                # was rounded to zero.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
-            # Under `autocast`, a half-precision zero that is used in float32 was zero before it was rounded, so this
-            # constant was not lost by rounding.
+            # `autocast` never rounds a nonzero constant to zero if a float32 operation uses the constant. Therefore,
+            # zeros in float32 operations are not reported under `autocast`.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):

@@ -8,9 +8,9 @@ cotangent of the probed value.
 round their values to half precision. The same compiled program can therefore compute the function in float32, under
 `autocast`, or under any policy.
 
-The probe of a cotangent has the corresponding value of the forward pass as a second operand. The product of a cotangent
-and the rounding error of its forward-pass value estimates how much the result of the program changes if the value is
-rounded.
+In a probe for a cotangent, the second operand is the forward-pass value to which the cotangent belongs. The product of
+a cotangent and the rounding error of its forward-pass value estimates how much the result of the program changes if the
+value is rounded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
-# The precision levels of a matmul, in ascending order.
+# Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
-# Each probed value of a matmul has one of three roles, which are numbered from 0 to 2. The role of a cotangent is the
-# role of the corresponding value plus 3. `VALUES` selects the roles of forward-pass values, and `COTANGENTS` selects
-# the roles of cotangents.
+# The left operand, the right operand and the result of a matmul have the roles 0, 1 and 2. Their cotangents have the
+# roles 3, 4 and 5. The slices `VALUES` and `COTANGENTS` select the roles of forward-pass values and of cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
@@ -56,7 +55,7 @@ class MatmulSite(NamedTuple):
     location: Location
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A dictionary from each site to the set of its equations.
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A dictionary from each site to its matmul equations.
 
 
 class Measured(NamedTuple):
@@ -65,9 +64,9 @@ class Measured(NamedTuple):
     Attributes:
       largest: the largest magnitude.
       error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
-      damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of the corresponding
-        value. The damage is a first-order estimate of how much the result of the program changes if the value is
-        rounded.
+      damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of its forward-pass
+        value. The damage is a first-order estimate of how much the result of the program changes if the forward-pass
+        value is rounded.
     """
 
     largest: Any
@@ -97,7 +96,7 @@ def with_probes(
             found.setdefault(site, set()).add(eqn)
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
-            # With a lower matmul precision, a GPU could round operands that a trial keeps in float32.
+            # Unless the precision of a matmul is `HIGHEST`, a GPU may round the float32 operands to fewer bits.
             exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if "precision" in eqn.params else {}
             return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
@@ -108,7 +107,7 @@ def with_probes(
     return probed
 
 
-# A probe returns its first operand. The second operand of a probe is the corresponding value of the forward pass.
+# A probe returns its first operand unchanged, and uses its second operand only for measurements.
 _probe_primitive = Primitive("probe")
 _probe_primitive.def_impl(lambda number, value, **_: number)
 _probe_primitive.def_abstract_eval(lambda number, value, **_: number)

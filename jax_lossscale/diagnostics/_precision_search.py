@@ -30,18 +30,18 @@ from jax_lossscale.diagnostics._precision_probes import (
 )
 from jax_lossscale.diagnostics._report import Progress, off, power_of_two
 
-# The maximum number of evaluations of the gradients per batch.
+# The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
-# The number of evaluations that are reserved for verifying the policy and for determining the reasons for its rules.
+# Number of gradient evaluations reserved for verifying the policy and for determining the reasons for its rules.
 _RESERVED_GRADIENTS = 6
 # Without this compiler option, XLA may remove a cast to half precision that is followed by a cast back to float32.
 _EXACT = {"xla_allow_excess_precision": False}
-# The loss scale of a trial is this many powers of two below the largest scale at which no gradient overflows, because
-# the gradients of other batches may be larger.
+# Number of powers of two between the loss scale of a trial and the largest scale at which no gradient overflows. This
+# headroom is necessary because the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
-# Changing the parameters by this fraction changes the signs of ReLU inputs about as often as rounding to float16 in
-# every layer does. If this change of the parameters causes large errors even in float32, the precision of the matmuls
-# is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
+# Changing the parameters by the fraction `_COARSE` changes the signs of ReLU inputs about as often as rounding to
+# float16 in every layer does. If this change of the parameters causes large errors even in float32, the precision of
+# the matmuls is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is
@@ -147,7 +147,7 @@ class Search:
         self._traced = self._call._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # Each row of measurements is named by the site of its matmul and by the role of the probed value.
+        # The name of a row of measurements contains the index of a matmul site, and the role of the measured value.
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
@@ -385,7 +385,7 @@ class Search:
     def reasons(self, trial: Trial) -> list[str]:
         """For each site, return why its matmuls are not in half precision, or "" if they are in half precision.
 
-        The reason is generic if the search may not compute any more gradients to determine the reason.
+        If the limit on gradient evaluations is reached, a generic sentence replaces each reason that is still unknown.
         """
         measured: dict[float, Measured] = {}
         reasons = [""] * len(trial.levels)
@@ -432,8 +432,8 @@ class Search:
                 f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
-        # In all remaining cases, either the matmuls at this site have both large and small gradients, or the gradients
-        # of other half-precision matmuls underflow because the largest gradient at this site limits the loss scale.
+        # Gradients can also underflow for two other reasons: the matmuls at this site have both large and small
+        # gradients, or the largest gradient at this site limits the loss scale for other half-precision matmuls.
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "

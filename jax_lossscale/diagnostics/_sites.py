@@ -160,7 +160,7 @@ class Dataflow(Propagation[Ancestry]):
         return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
 
     def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
-        """Return the parameter that was most recently used for the results, given the parameters of the operands."""
+        """Return the `Parameter` of the results of an equation, given the `Parameter`s of its operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)

@@ -89,7 +89,7 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.minorticks_off()
-    ax.update_datalim([(scales[0], 0.01), (scales[-1], 1.0)])  # Errors from 1 % to 100 % are always visible.
+    ax.update_datalim([(scales[0], 0.01), (scales[-1], 1.0)])  # Errors from 1% to 100% are always visible.
     ax.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     draw_grid(ax)
     ax.set(xlabel="loss scale", ylabel=f"relative error of {comparison.dtype} gradients")

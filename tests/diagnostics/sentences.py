@@ -19,7 +19,7 @@ LINES = {
     "The gradients overflow even at a loss scale of *.": "an infinity stays",
     "Check whether the loss is a sum instead of a mean, and make sure that `value_and_scaled_grad` *": "",
     "Alternatively, decrease `min_loss_scale`. *": "",
-    "Decrease `min_loss_scale`, so that the loss scale can become smaller.": "a high floor",
+    "Decrease `min_loss_scale` so that the loss scale can become smaller.": "a high floor",
     'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.': "a fixed scale",
     "`skip_if` is your own condition, and it does not change the loss scale.": "skip_if",
     "The loss does not depend on the loss scale. `compare_gradients(loss_fn, params, batch)` shows *": "loss",
