@@ -175,7 +175,7 @@ def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
     assert report.total.relative_error[report.loss_scales.index(report.loss_scale)] < 0.01
     assert report.will_train
     line = summed_by_hand.__code__.co_firstlineno + 2
-    for place in (f"test_arguments.py:{line}", "`add`", f"({off:+.0%})", "add up in float32"):
+    for place in (f"test_arguments.py:{line}", "`add`", f"({off:+.0%})", "Compute the sum in float32"):
         assert place in report.verdict
     (worst,) = range_report(summed_by_hand, *args).bad
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
