@@ -16,11 +16,11 @@ from jax_lossscale._check import check_flag, checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import argument_faults, check_call
+from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32
 from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
-from jax_lossscale.diagnostics._report import off, percent, report_progress
+from jax_lossscale.diagnostics._report import Progress, off, percent
 
 # The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
 _TOLERANCE = 0.01
@@ -34,14 +34,16 @@ def find_precision(
     dtype: DTypeLike = jnp.float16,
     tolerance: float | None = None,
     batches: Sequence[Any] | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **kwargs: Any,
 ) -> PrecisionPolicy:
     """Find the matmuls that must be in float32 so that the gradients of a function are accurate under `autocast`.
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
     ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
-    float32. The gradients are computed at most 30 times per batch.
+    float32. The gradients are computed at most 30 times per batch. The parameters and gradients need at most ``3 + n``
+    times the memory of the parameters, where ``n`` is the number of batches, in addition to the memory of the
+    activations.
 
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
@@ -55,7 +57,8 @@ def find_precision(
         notes below describe exceptions for small leaves.
       batches: further batches for which the policy must achieve the tolerance. Each batch replaces the last element of
         ``args`` and must have the same structure, shapes and dtypes.
-      progress: whether to print a line to standard error for each trial.
+      progress: whether to print a line to standard error for each trial. By default, the lines are printed in terminals
+        and notebooks, from the fifth second on.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand with `functools.partial`.
 
@@ -121,7 +124,8 @@ def find_precision(
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
-    check_flag(progress, "find_precision(progress=...)")
+    if progress is not None:
+        check_flag(progress, "find_precision(progress=...)")
     if tolerance is None:
         tolerance = _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
@@ -133,11 +137,17 @@ def find_precision(
             f"`find_precision(argnums={argnums})` selects no floating or complex argument. Select an argument with "
             "parameters."
         )
-    if progress:
+    with Progress("find_precision", progress) as shown:
         plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"
-        report_progress("find_precision", plan)
-    # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
-    search = Search(of_batches, dtype, tolerance, bool(progress), not nnx_objects.flattened((args, kwargs)).objects)
+        shown("find_precision", plan)
+        # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
+        names_parameters = not nnx_objects.flattened((args, kwargs)).objects
+        return _found(call, Search(of_batches, dtype, tolerance, shown, names_parameters))
+
+
+def _found(call: LossCall, search: Search) -> PrecisionPolicy:
+    """Return the policy that a search finds, and warn if it is not useful."""
+    dtype, tolerance = search.dtype, search.tolerance
     if not search.is_exact_finite():
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
@@ -152,7 +162,7 @@ def find_precision(
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
 
-    search.report(f"{search.numbers.sum()} matmuls at {len(search.sites)} locations; batches: {len(of_batches)}")
+    search.report(f"{search.numbers.sum()} matmuls at {len(search.sites)} locations; batches: {search.batches}")
     first, best = search.found()
     while True:
         ratio, error, where = search.verified(policy(best))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale.diagnostics._bits import reduced
+from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
@@ -44,6 +45,19 @@ _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
 _LOG2_HEADROOM = 3
+# Long vectors are padded with zeros and divided into rows of this length before their elements are added.
+_ROW = 4096
+# Leaves with more elements than this are reduced to a few numbers in the program that computes the gradients, so that
+# their half-precision gradients are not all in memory at once. The reductions of smaller leaves are separate programs,
+# which are compiled only once for all leaves of the same shape.
+_LARGE_LEAF = 2**16
+# If the gradients have fewer nonzero elements than this, their rounding errors vary so much between loss scales that
+# two loss scales can have the same errors by chance.
+_FEW_ELEMENTS = 2**12
+# Loss scales between two loss scales with errors below this limit are not compared, because all of them are suitable.
+_SMALL_ERROR = 0.01
+# The table of `GradientComparison` shows at most this many leaves.
+MOST_ROWS = 12
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
@@ -91,6 +105,16 @@ class LeafGradientError:
         return self.rounding > _MOSTLY_ROUNDING and math.isfinite(self.norm)
 
 
+def order_of(leaf: LeafGradientError, n: int) -> tuple[bool, float, float]:
+    """Return the sort key of a leaf in the table: the largest errors at the loss scale with index ``n`` come first."""
+    return leaf.is_rounding, -min(leaf.relative_error[n], 1e30), -leaf.norm
+
+
+def printed_error(leaf: LeafGradientError, n: int) -> tuple[bool, str]:
+    """Return whether a gradient overflows at the loss scale with index ``n``, and its error with one digit."""
+    return bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}"
+
+
 class Measurement(NamedTuple):
     """The measurements of the gradient of one leaf at one loss scale.
 
@@ -123,22 +147,60 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       exact: the float32 gradients by path.
       scale: the loss scale of ``leaves``.
     """
-    measured = [_measure_leaf(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
+    known = {path: _measure_exact(exact[path]) for path in leaves}
+    measured = [
+        with_errors(known[path], _measure_errors(leaf, exact[path], known[path].largest, jnp.float32(scale)))
+        for path, leaf in leaves.items()
+    ]
     return list(jax.device_get(measured))
 
 
+def with_errors(measured: Measurement, errors: Sequence[Any]) -> Measurement:
+    """Return the measurements of a leaf with the results of `_measure_errors`."""
+    squares, squared_errors, lost, nonfinite = errors
+    return measured._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
+
+
 @jax.jit
-def _measure_leaf(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
-    (unscaled,), (reference,) = _tree.unscale([leaf], scale), _tree.widen([exact])
-    magnitudes = jnp.abs(reference)
-    (largest,) = reduced(largest=[magnitudes])
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    is_nonzero = magnitudes > 0
-    smallest = jnp.min(magnitudes, initial=jnp.inf, where=is_nonzero)
-    squares = (jnp.sum(jnp.square(each / unit)) for each in (magnitudes, jnp.abs(unscaled - reference)))
-    flags = is_nonzero, is_nonzero & (unscaled == 0), ~jnp.isfinite(unscaled)
-    counts = (jnp.sum(flag, dtype=jnp.uint32).astype(jnp.float32) for flag in flags)
-    return Measurement(largest, smallest, *squares, *counts)
+def _measure_exact(exact: ArrayLike) -> Measurement:
+    """Return the measurements that depend only on the float32 gradient, except for ``squares``."""
+    (reference,) = _tree.widen([_in_rows(exact)])
+    sizes = jnp.abs(reference)
+    bits, is_nonzero = magnitudes(sizes), sizes > 0
+    # The smallest number has the largest complement. The complement of a finite number is not zero.
+    largest, complement = reduced(largest=[sizes, jnp.where(is_nonzero, ~bits, 0)])
+    smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
+    (nonzero,) = reduced(sums=[is_nonzero])
+    zero = jnp.zeros(())
+    return Measurement(largest, smallest, zero, zero, nonzero.astype(jnp.float32), zero, zero)
+
+
+@jax.jit
+def _measure_errors(leaf: ArrayLike, exact: ArrayLike, largest: ArrayLike, scale: ArrayLike) -> tuple[jax.Array, ...]:
+    """Return the fields ``squares``, ``squared_errors``, ``lost`` and ``nonfinite`` of a `Measurement`.
+
+    All numbers are computed in one pass over the leaf, so no intermediate result of the size of the leaf is stored. The
+    squares are added in the same order as the squared errors, so the relative error of a gradient that is zero is
+    exactly 1.
+    """
+    (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
+    squares = (jnp.square(jnp.abs(each) / _unit(largest)) for each in (reference, unscaled - reference))
+    flags = (jnp.abs(reference) > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
+    *sums, lost, nonfinite = reduced(sums=[*squares, *flags])
+    return *sums, lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
+
+
+def _unit(largest: Any) -> jax.Array:
+    """Return the number by which gradients are divided so that their squares do not overflow or underflow."""
+    return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+
+
+def _in_rows(leaf: ArrayLike) -> jax.Array:
+    """Reshape a long vector to a matrix, because `reduced` adds all floats of a vector one by one."""
+    leaf = jnp.asarray(leaf)
+    if leaf.ndim != 1 or leaf.size <= _ROW:
+        return leaf
+    return jnp.pad(leaf, (0, -leaf.size % _ROW)).reshape(-1, _ROW)
 
 
 def overflown(measured: Measurement, exact: Any) -> Measurement:
@@ -301,8 +363,11 @@ class GradientErrors(NamedTuple):
             for n in finite
             if len(self.inaccurate_leaves(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
         ]
-        roomy = scales[finite[-1]] * 2.0**-_LOG2_HEADROOM
-        return max([scale for scale in good if scale <= roomy] or [good[0]])
+        return max([scale for scale in good if scale <= self.largest_start()] or [good[0]])
+
+    def largest_start(self) -> float:
+        """Return the largest loss scale with enough headroom for a start; 0 if no scale has finite gradients."""
+        return max((self.scales[n] for n in self.finite()), default=0.0) * 2.0**-_LOG2_HEADROOM
 
 
 def errors_by_scale(
@@ -310,6 +375,8 @@ def errors_by_scale(
     float32_program: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
+    compared: Callable[[int, int, float], None] = lambda *_: None,
+    for_table: bool = True,
 ) -> GradientErrors | None:
     """Compute the errors of the gradients at several loss scales. Return ``None`` if there are no gradients.
 
@@ -317,47 +384,93 @@ def errors_by_scale(
       gradients: the traced gradients of the function.
       float32_program: the program of the float32 reference, without a loss scale. By default, the reference is the
         program of ``gradients``, evaluated in float32.
-      scales: the loss scales to compare. By default, the scales are chosen according to the largest gradient.
-      progress: a function that wraps the sequence of loss scales, for example in a progress bar.
+      scales: the loss scales to compare. By default, the candidates are chosen according to the largest gradient, and
+        `_compare_where_errors_change` skips some of them.
+      progress: a function that wraps the sequence of candidate loss scales, for example in a progress bar.
+      compared: a function that is called after each comparison, with the number of comparisons so far, their maximum
+        number, and the loss scale.
+      for_table: whether the errors of individual leaves are printed. If False, only as many loss scales are compared as
+        are needed for the recommended loss scale.
     """
     call, program = gradients.call, gradients.program
-    moved = nudged(call, keep_dtypes=float32_program is not None)
-    evaluator = Evaluator(jnp.dtype(jnp.float32))
-    if float32_program is None:
-        float32_program, moved = program, [np.float32(1), *moved]
-        computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
-    else:
-        computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
-    reference_value, exact = value_and_leaves(float32_program.result(computed(*float32_program.inputs)), call.has_aux)
+    exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     if not exact:
         return None
-    of_moved = computed(*float32_program.inputs_from(moved, call.kwargs))
-    rounding = measure(value_and_leaves(float32_program.result(of_moved), call.has_aux)[1], exact, 1.0)
-    # Free the gradients at the changed parameters, so that the loop below has more memory.
-    del of_moved
-    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
-    compiled = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
-    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, this value
-    # remains NaN.
-    value: Any = math.nan
-    measured, run_time_errors = [], dict[float, str]()
-    for scale in progress(scales):
+    known = dict(zip(exact, rounding, strict=True))
+    candidates = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
+    large = {path: (leaf, known[path].largest) for path, leaf in exact.items() if np.size(leaf) > _LARGE_LEAF}
+
+    def evaluated(scale: Any, large: Any, inputs: Sequence[Any]) -> Any:
+        """Return the value, the gradients of small leaves, and the errors of large leaves."""
+        outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
+        value, leaves = value_and_leaves(program.filled(outputs)[0], call.has_aux)
+        errors = {path: _measure_errors(leaves.pop(path), *of_exact, scale) for path, of_exact in large.items()}
+        return value, leaves, errors
+
+    compiled = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})
+    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value
+    # is NaN.
+    values, measured, run_time_errors = {-1: math.nan}, dict[int, list[Measurement]](), dict[int, str]()
+
+    def compare(n: int) -> None:
+        """Measure the gradients at the candidate with index ``n``."""
+        scale = jnp.float32(candidates[n])
         try:
-            result = program.result(compiled(jnp.float32(scale), *program.inputs[1:]))
-            value, leaves = value_and_leaves(result, call.has_aux)
-            measured.append(measure(leaves, exact, scale))
-            del result, leaves
+            values[n], leaves, errors = compiled(scale, large, program.inputs[1:])
+            for path, leaf in leaves.items():
+                errors[path] = _measure_errors(leaf, exact[path], known[path].largest, scale)
+            values[n], errors = jax.device_get((values[n], errors))
+            measured[n] = [with_errors(each, errors[path]) for path, each in known.items()]
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
             if not is_raised_in_callback(error):
                 raise
-            run_time_errors[scale] = first_sentence(error)
-            measured.append([overflown(*pair) for pair in zip(rounding, exact.values(), strict=True)])
-    all_leaves, total = reports_of(exact, measured, rounding)
-    loss_dtype, known = program.jaxpr.out_avals[0].dtype, tuple(evaluator.opaque_operations)
-    losses = float(value), loss_dtype, float(reference_value)
-    return GradientErrors(gradients.dtype, all_leaves, total, scales, *losses, known, run_time_errors)
+            run_time_errors[n] = first_sentence(error)
+            measured[n] = [overflown(known[path], leaf) for path, leaf in exact.items()]
+        compared(len(measured), len(candidates), candidates[n])
+
+    def errors_at(numbers: Sequence[int]) -> GradientErrors:
+        """Return the errors at the candidates with these indices."""
+        leaves, total = reports_of(exact, [measured[n] for n in numbers], rounding)
+        loss_dtype = program.jaxpr.out_avals[0].dtype
+        losses = float(values[max(n for n in values if n in {-1, *numbers})]), loss_dtype, float(reference_value)
+        raised = {candidates[n]: run_time_errors[n] for n in numbers if n in run_time_errors}
+        compared_scales = [candidates[n] for n in numbers]
+        return GradientErrors(gradients.dtype, leaves, total, compared_scales, *losses, opaque_operations, raised)
+
+    if scales is not None:
+        for scale in progress(candidates):
+            compare(candidates.index(scale))
+        return errors_at(sorted(measured))
+    return errors_at(_compare_where_errors_change(candidates, compare, measured, errors_at, progress, for_table))
+
+
+def _reference(
+    gradients: TracedGradients, float32_program: Traced | None
+) -> tuple[dict[str, Any], list[Measurement], Any, tuple[str, ...]]:
+    """Compute the float32 reference.
+
+    Return the gradients by path, the measurements of the gradients at slightly changed parameters, the value, and the
+    operations that cannot be evaluated in float32.
+    """
+    call, program = gradients.call, gradients.program
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    moved = nudged(call, keep_dtypes=float32_program is not None)
+    if float32_program is None:
+        float32_program, moved = program, [np.float32(1), *moved]
+        computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
+    else:
+        computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
+    # The changed parameters are freed before the second run, so that at most two arrays of the size of each parameter
+    # are in memory in addition to the parameters.
+    outputs = computed(*float32_program.inputs_from(moved, call.kwargs))
+    _, of_moved = value_and_leaves(float32_program.filled(outputs)[0], call.has_aux)
+    del moved, outputs
+    outputs = computed(*float32_program.inputs)
+    value, exact = value_and_leaves(float32_program.filled(outputs)[0], call.has_aux)
+    del outputs
+    return exact, measure(of_moved, exact, 1.0), value, tuple(evaluator.opaque_operations)
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
@@ -400,6 +513,80 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
         exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
+
+
+def _compare_where_errors_change(
+    candidates: Sequence[float],
+    compare: Callable[[int], None],
+    measured: Mapping[int, Any],
+    errors_at: Callable[[Sequence[int]], GradientErrors],
+    progress: Callable[[Sequence[float]], Iterable[float]],
+    for_table: bool,
+) -> list[int]:
+    """Compare the gradients at widely spaced loss scales, and at further loss scales between which the errors change.
+
+    The smallest candidate, the largest candidate and the loss scale 1 are always compared. A candidate between two
+    compared loss scales is skipped if `_is_same` is true for these two loss scales. The exception is the candidate that
+    could be recommended as the initial loss scale, which is never skipped.
+
+    Return the indices of the compared loss scales.
+    """
+    order = _coarse_to_fine(len(candidates), candidates.index(1.0))
+
+    def visit(n: int) -> None:
+        low = max((m for m in measured if m <= n), default=None)
+        high = min((m for m in measured if m >= n), default=None)
+        if low is None or high is None or n == candidates.index(1.0):
+            is_needed = n not in measured
+        else:
+            is_needed = n not in (low, high) and not _is_same(errors_at([low, high]), for_table)
+        if is_needed:
+            compare(n)
+
+    for scale in progress([candidates[n] for n in order]):
+        visit(candidates.index(scale))
+    while True:
+        errors = errors_at(sorted(measured))
+        roomy = max((n for n, scale in enumerate(candidates) if scale <= errors.largest_start()), default=0)
+        low = max((m for m in measured if m <= roomy), default=roomy)
+        if roomy in measured or errors.start() != candidates[low]:
+            return sorted(measured)
+        compare(roomy)
+        for n in order:
+            visit(n)
+
+
+def _is_same(errors: GradientErrors, for_table: bool) -> bool:
+    """Return whether two loss scales have the same or small errors, so that no loss scales between them are compared.
+
+    Args:
+      errors: the errors at the two loss scales.
+      for_table: whether the errors of individual leaves are printed.
+    """
+    pair = (0, 1)
+    leaves, inaccurate = errors.leaves, [[leaf.path for leaf in errors.inaccurate_leaves(n)] for n in pair]
+    has_raised = [scale in errors.run_time_errors for scale in errors.scales]
+    is_right = [errors.total.relative_error[n] <= LARGE_ERROR for n in pair]
+    is_finite = [[leaf.nonfinite[n] == 0 for leaf in leaves] for n in pair]
+    if any(first != second for first, second in (inaccurate, has_raised, is_right, is_finite)):
+        return False
+    # If every gradient overflows or is zero at both loss scales, so does every gradient at the loss scales in between.
+    is_saturated = all(leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves)
+    if errors.total.nonzero < _FEW_ELEMENTS and not is_saturated:
+        return False
+    worst = [sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS] for n in pair if for_table]
+    shown = [errors.total, *itertools.chain(*worst)]
+    return all(
+        printed_error(leaf, 0) == printed_error(leaf, 1) or max(leaf.relative_error) <= _SMALL_ERROR for leaf in shown
+    )
+
+
+def _coarse_to_fine(count: int, middle: int) -> list[int]:
+    """Return the integers from 0 to ``count - 1``, such that widely spaced integers, and ``middle``, come first."""
+    order = list(dict.fromkeys([0, count - 1, middle]))
+    while len(order) < count:
+        order += [(low + high) // 2 for low, high in itertools.pairwise(sorted(order)) if high - low > 1]
+    return order
 
 
 def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:

@@ -28,7 +28,7 @@ from jax_lossscale.diagnostics._precision_probes import (
     RoundingEvaluator,
     with_probes,
 )
-from jax_lossscale.diagnostics._report import off, power_of_two, report_progress
+from jax_lossscale.diagnostics._report import Progress, off, power_of_two
 
 # The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
@@ -119,6 +119,9 @@ class Search:
     """A search for the matmuls that must be in float32, which performs trials with one or more batches.
 
     Attributes:
+      dtype: the half-precision dtype.
+      tolerance: the largest accepted error.
+      batches: the number of batches.
       sites: the sites of the matmuls that `autocast` computes in half precision by default.
       numbers: the number of matmuls at each site, ``int[sites]``.
       spent: the number of evaluations of the gradients per batch so far.
@@ -126,11 +129,16 @@ class Search:
     """
 
     def __init__(
-        self, batches: Sequence[LossCall], dtype: jnp.dtype, tolerance: float, progress: bool, names_parameters: bool
+        self,
+        batches: Sequence[LossCall],
+        dtype: jnp.dtype,
+        tolerance: float,
+        progress: Progress,
+        names_parameters: bool,
     ) -> None:
         self._call, self._batches, self._progress = batches[0], batches, progress
-        self._dtype, self._tolerance, self._overflow = dtype, tolerance, limits_of(dtype).overflow
-        self.spent = 0
+        self.dtype, self.tolerance, self._overflow = dtype, tolerance, limits_of(dtype).overflow
+        self.batches, self.spent = len(batches), 0
         self._known: dict[bytes, Trial] = {}
 
         # Trace and compile one program for all trials.
@@ -154,20 +162,20 @@ class Search:
         self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
 
         # Derive the tolerances from the effects of two nudges (small changes to the parameters) in float32.
-        fine, coarse = (self._run(in_float32, 1.0, self._nudged(by))[0] for by in (errors.NUDGE, _COARSE))
+        def measured_change(number: int, value: Any, leaves: dict[str, Any]) -> tuple[float, list[errors.Measurement]]:
+            exact_value, exact_leaves = exact[number]
+            return errors.relative_error(value, exact_value), errors.measure(leaves, exact_leaves, 1.0)
+
+        fine, coarse = (self._run(in_float32, 1.0, measured_change, by)[0] for by in (errors.NUDGE, _COARSE))
         self._exact = [self._with_tolerances(*of_batch) for of_batch in zip(exact, fine, coarse, strict=True)]
         rounding = self._exact[0].rounding
         self.leaves, _ = errors.reports_of(self._exact[0].leaves, [rounding], rounding)
 
     def _evaluated(self, strengths: Any, scale: Any, inputs: Any) -> Any:
         """Evaluate the program with probes, and return its outputs and the measurements of the probes."""
-        evaluator = RoundingEvaluator(self._dtype, strengths)
+        evaluator = RoundingEvaluator(self.dtype, strengths)
         outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         return outputs, jnp.asarray(rows)
-
-    def _nudged(self, by: float) -> list[list[Any]]:
-        """Return the arguments for each batch, with the parameters changed by the fraction ``by``."""
-        return [errors.nudged(batch, keep_dtypes=False, by=by) for batch in self._batches]
 
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
         """Return the float32 results for a batch, with the tolerances of all errors.
@@ -180,13 +188,13 @@ class Search:
 
         Args:
           exact: the value and the gradients in float32.
-          fine: the value and the gradients in float32, after a nudge by `errors.NUDGE`.
-          coarse: the value and the gradients in float32, after a nudge by `_COARSE`.
+          fine: the relative change of the value and the measurements of the gradients, after a nudge by
+            `errors.NUDGE`.
+          coarse: the same, after a nudge by `_COARSE`.
         """
         value, leaves = exact
-        rounding = errors.measure(fine[1], leaves, 1.0)
-        reports, total = errors.reports_of(leaves, [errors.measure(coarse[1], leaves, 1.0)], rounding)
-        of_value = errors.relative_error(fine[0], value)
+        (of_value, rounding), (coarse_of_value, measured) = fine, coarse
+        reports, total = errors.reports_of(leaves, [measured], rounding)
 
         def allowed(coarse: float, fine: float) -> float:
             """Return the tolerance of a quantity, given its relative changes after a coarse and a fine parameter nudge.
@@ -195,46 +203,69 @@ class Search:
             nudges.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
-                return self._tolerance
-            return min(max(coarse, self._tolerance), _MOST_SENSITIVE * self._tolerance)
+                return self.tolerance
+            return min(max(coarse, self.tolerance), _MOST_SENSITIVE * self.tolerance)
 
-        tolerances = [allowed(errors.relative_error(coarse[0], value), of_value) * (of_value <= self._tolerance / 2)]
+        tolerances = [allowed(coarse_of_value, of_value) * (of_value <= self.tolerance / 2)]
         for leaf in reports:
-            is_judged = leaf.norm > 0 and not leaf.rounding > self._tolerance / 2
+            is_judged = leaf.norm > 0 and not leaf.rounding > self.tolerance / 2
             times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
             tolerances.append(is_judged * times * allowed(leaf.relative_error[0], leaf.rounding))
         tolerances.append(allowed(total.relative_error[0], total.rounding))
         return _Exact(value, leaves, rounding, tolerances, total.norm)
 
     def _run(
-        self, levels: np.ndarray, scale: float, batches: Sequence[Sequence[Any]] | None = None
+        self,
+        levels: np.ndarray,
+        scale: float,
+        result_of: Callable[[int, Any, dict[str, Any]], Any] = lambda number, value, leaves: (value, leaves),
+        by: float = 0.0,
     ) -> tuple[list[Any], Measured]:
         """Evaluate the program for each batch.
 
-        Return the value and a dictionary of gradients for each batch, and the maxima of the measurements over all
-        batches.
+        Return a list of results, and the maxima of the measurements over all batches. The results are computed one by
+        one, so only the gradients of one batch are in memory at a time, unless they are part of the result.
+
+        Args:
+          levels: the precision of each site.
+          scale: the loss scale.
+          result_of: a function from the index of a batch, the value, and the gradients by path to the result.
+          by: the fraction by which the parameters are changed.
         """
         self.spent += 1
         strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
         worst, results = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields))), []
-        for args in batches or [batch.args for batch in self._batches]:
+        for number, batch in enumerate(self._batches):
+            args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
             inputs = self._traced.inputs_from((np.float32(1), *args), self._call.kwargs)[1:]
             outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
+            del args, inputs
             for site_and_role, row in zip(self._row_names, np.asarray(rows), strict=True):
                 worst[site_and_role] = np.maximum(worst[site_and_role], row)
-            results.append(errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux))
+            value, leaves = errors.value_and_leaves(self._traced.result(outputs), self._call.has_aux)
+            results.append(result_of(number, value, leaves))
+            del outputs, leaves
         return results, Measured(*np.moveaxis(worst, -1, 0))
 
     def _measured_at(self, scale: float) -> Measured:
         """Return the measurements of the probes in float32 at a loss scale."""
-        return self._run(np.full(len(self.sites), FLOAT32), scale)[1]
+        return self._run(np.full(len(self.sites), FLOAT32), scale, lambda *_: None)[1]
 
-    def _errors(self, results: Callable[[], Sequence[Any]], scale: float) -> tuple[float, float, str]:
-        """Return the largest ratio of an error to its tolerance among all batches, with the error and the quantity."""
+    def _errors(self, run: Callable[[Any], object], scale: float) -> tuple[float, float, str]:
+        """Return the largest ratio of an error to its tolerance among all batches, with the error and the quantity.
+
+        Args:
+          run: a function that evaluates the gradients. Its argument is a function that ``run`` calls for each batch,
+            with the index of the batch, the value, and the scaled gradients by path.
+          scale: the loss scale.
+        """
         found = [(0.0, 0.0, "nothing")]
+
+        def compare(number: int, value: Any, leaves: dict[str, Any]) -> None:
+            found.extend(self._exact[number].errors_of(value, leaves, scale))
+
         try:
-            for (value, leaves), exact in zip(results(), self._exact, strict=True):
-                found += exact.errors_of(value, leaves, scale)
+            run(compare)
         # The program may raise an error in a callback, for example if the input of a linear solver is not finite.
         except (RuntimeError, ValueError) as error:
             if not errors.is_raised_in_callback(error):
@@ -253,24 +284,25 @@ class Search:
         Return the largest ratio of an error to its tolerance, with the error and its quantity, as in `Trial`.
         """
         self.spent += 1
-        traced = self._call._replace(fun=autocast(self._call.fun, self._dtype, policy=policy)).scaled()
+        traced = self._call._replace(fun=autocast(self._call.fun, self.dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
         scale = policy.loss_scale or 1.0
 
-        def results() -> list[Any]:
-            inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self._batches)
-            return [errors.value_and_leaves(traced.result(compiled(*each)), self._call.has_aux) for each in inputs]
+        def run(compare: Callable[[int, Any, dict[str, Any]], None]) -> None:
+            for number, batch in enumerate(self._batches):
+                outputs = compiled(*traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs))
+                compare(number, *errors.value_and_leaves(traced.result(outputs), self._call.has_aux))
+                del outputs
 
-        return self._errors(results, scale)
+        return self._errors(run, scale)
 
     def report(self, text: str) -> None:
-        """Print a line about the progress of the search if ``progress`` is true."""
-        if self._progress:
-            report_progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
+        """Report the progress of the search."""
+        self._progress("find_precision", f"{self.spent} of at most {MOST_GRADIENTS} gradients computed; {text}")
 
     def _best_scale(self, levels: np.ndarray) -> float:
         """Return the loss scale for a trial: a power of two at which no cotangent in half precision overflows."""
-        if self._dtype != jnp.float16:
+        if self.dtype != jnp.float16:
             return 1.0
         largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
         if not 0 < largest < math.inf:
@@ -281,7 +313,7 @@ class Search:
         """Return the result of a trial with the given levels at the best loss scale. The results are cached."""
         if levels.tobytes() not in self._known:
             scale = self._best_scale(levels)
-            trial = Trial(levels, scale, *self._errors(lambda: self._run(levels, scale)[0], scale))
+            trial = Trial(levels, scale, *self._errors(lambda compare: self._run(levels, scale, compare), scale))
             float32, result = (int(self.numbers[levels == level].sum()) for level in (FLOAT32, FLOAT32_RESULT))
             self.report(
                 f"{float32} of {self.numbers.sum()} matmuls in float32, {result} with a float32 result, loss scale "
@@ -348,7 +380,7 @@ class Search:
         A value underflows if its relative error exceeds about eight times the mean relative rounding error of normal
         numbers.
         """
-        return np.asarray(measured.error > 2 * float(jnp.finfo(self._dtype).eps))
+        return np.asarray(measured.error > 2 * float(jnp.finfo(self.dtype).eps))
 
     def reasons(self, trial: Trial) -> list[str]:
         """For each site, return why its matmuls are not in half precision, or "" if they are in half precision.
@@ -387,9 +419,7 @@ class Search:
         for role, value in of_values:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
-                return (
-                    f"{value} is at most {largest:.2g}, and many of its elements are too small for {self._dtype.name}"
-                )
+                return f"{value} is at most {largest:.2g}, and many of its elements are too small for {self.dtype.name}"
         gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
         is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
@@ -397,7 +427,7 @@ class Search:
             largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
             return (
                 f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
-                f"for {self._dtype.name}, and other gradients overflow at larger scales; to compute it in half "
+                f"for {self.dtype.name}, and other gradients overflow at larger scales; to compute it in half "
                 "precision, give this part of the model a separate loss scale: "
                 f"`jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
@@ -407,7 +437,7 @@ class Search:
         if is_lost[site] or ((is_lost & is_half).any() and top == gradients[is_half].max()):
             return (
                 f"its gradients reach {top:.2g} at a loss scale of {power_of_two(scale)}, at which other gradients are "
-                f"too small for {self._dtype.name}; to compute it in half precision, give the part of the model with "
+                f"too small for {self.dtype.name}; to compute it in half precision, give the part of the model with "
                 "the small gradients a separate loss scale, with `jls.scale_gradient` and `jls.unscale_gradient`"
             )
         return ""

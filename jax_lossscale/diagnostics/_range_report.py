@@ -25,7 +25,7 @@ from jax_lossscale.diagnostics._gradient_errors import errors_by_scale, noted_er
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Ancestry, Dataflow, Parameter, Site, sites_with_instances
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
@@ -243,7 +243,7 @@ def range_report(
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
     loss_scale: Any = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **kwargs: Any,
 ) -> RangeReport:
     """Find the operations of a function and its gradient that overflow, underflow or are inaccurate in half precision.
@@ -255,8 +255,10 @@ def range_report(
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
-        the initial scale that `compare_gradients` would recommend, which requires a few evaluations of the gradients.
-      progress: whether to print a line to standard error after each tenth of the program.
+        the initial scale that `compare_gradients` would recommend, which requires two float32 gradients and 3 to 15
+        half-precision gradients.
+      progress: whether to print a line to standard error after each tenth of the program. By default, the lines are
+        printed in terminals and notebooks, from the fifth second on.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
 
@@ -292,24 +294,30 @@ def range_report(
     Each operation is compiled separately, and only once for all operations with the same shapes. Loops and conditionals
     are compiled as a whole, which takes several seconds each. The operations inside `jax.shard_map` and kernels are not
     measured, but the results of the `jax.shard_map` or kernel are.
+
+    Each operation is executed twice, for one loss scale. In addition, all gradients are computed up to 17 times if
+    ``loss_scale`` is not passed. The evaluation needs at most about four times the memory of one gradient evaluation,
+    including the parameters and activations.
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
-    check_flag(progress, "range_report(progress=...)")
-    gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
-    if scale is None:
-        errors = errors_by_scale(gradients)
-        scale = errors.start() if errors else 1.0
-    return ranges_at(gradients, scale, progress)
+    if progress is not None:
+        check_flag(progress, "range_report(progress=...)")
+    with Progress("range_report", progress) as shown:
+        gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
+        if scale is None:
+            errors = errors_by_scale(gradients, for_table=False)
+            scale = errors.start() if errors else 1.0
+        return ranges_at(gradients, scale, shown)
 
 
-def ranges_at(gradients: TracedGradients, loss_scale: float, progress: bool) -> RangeReport:
+def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress) -> RangeReport:
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
     ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
     value, grads = program.result([end.nodes for end in ends])
-    evaluator = ShadowEvaluator(dtype, len(flow.sites) if progress else 0)
+    evaluator = ShadowEvaluator(dtype, len(flow.sites), progress)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}

@@ -8,10 +8,14 @@ from __future__ import annotations
 import html
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
 from jax_lossscale._limits import limits_of
+
+# By default, reports print their progress after this time.
+SECONDS_WITHOUT_PROGRESS = 5.0
 
 Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
@@ -74,9 +78,54 @@ class Report(Sequence[Entry]):
         return above + (f"<table>\n{table}</table>\n" if table else "") + below
 
 
-def report_progress(caller: str, text: str) -> None:
-    """Print a line about the progress of a report to standard error."""
-    print(f"{caller}: {text}", file=sys.stderr)
+class Progress:
+    """Lines about the progress of a report, which are printed to standard error.
+
+    It is used as a context manager, so that nothing is printed after the report is complete.
+
+    Args:
+      caller: the name of the function that creates the report.
+      progress: whether to print the lines. If it is None, the lines are printed in terminals and notebooks, and only
+        from the fifth second on.
+    """
+
+    def __init__(self, caller: str, progress: bool | None) -> None:
+        self._is_printed = bool(progress)
+        self._latest = f"{caller}: compiling the function"
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, self._start)
+        self._timer.daemon = True
+        self._has_timer = progress is None and is_interactive()
+
+    def __enter__(self) -> Progress:
+        if self._has_timer:
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._is_printed = self._has_timer = False
+
+    def __call__(self, caller: str, text: str) -> None:
+        """Report the progress of a function. The text is printed now, or after five seconds, or not at all."""
+        with self._lock:
+            self._latest = f"{caller}: {text}"
+            if self._is_printed:
+                print(self._latest, file=sys.stderr)
+
+    def _start(self) -> None:
+        """Print the latest line, and all later lines."""
+        with self._lock:
+            if self._has_timer:
+                self._is_printed = True
+                print(self._latest, file=sys.stderr)
+
+
+def is_interactive() -> bool:
+    """Return whether standard error is a terminal, or the program runs in a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell" or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def power_of_two(scale: float) -> str:

@@ -26,7 +26,7 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 from jax_lossscale._program.walk import Walk
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._report import report_progress
+from jax_lossscale.diagnostics._report import Progress
 from jax_lossscale.diagnostics._sites import is_measured
 
 # If the terms of a sum cancel, so that the sum is smaller than its largest term by this factor, the sum consists mostly
@@ -234,16 +234,16 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype with whose range the results are compared.
-      total: the expected number of rows, or 0. If ``total`` is positive, a progress line is printed after each tenth of
-        this number of rows.
+      total: the expected number of rows.
+      progress: the progress, which is reported after each tenth of the rows.
     """
 
     fields = len(Statistics._fields)
 
-    def __init__(self, dtype: jnp.dtype, total: int = 0) -> None:
+    def __init__(self, dtype: jnp.dtype, total: int, progress: Progress) -> None:
         super().__init__()
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
-        self._done, self._total = 0, total
+        self._done, self._total, self._progress = 0, total, progress
         self._limits = limits_of(dtype)
         self._unit = float(jnp.finfo(dtype).eps) / 2  # the largest relative rounding error of the dtype
         self._is_compiled = False
@@ -300,10 +300,10 @@ class ShadowEvaluator(MeasuringEvaluator):
         return outputs
 
     def _count(self, rows: int) -> None:
-        """Print a progress line after each tenth of the total number of rows."""
+        """Report the progress after each tenth of the total number of rows."""
         before, self._done = self._done, self._done + rows
         if self._total and 10 * before // self._total < 10 * self._done // self._total:
-            report_progress("range_report", f"{self._done} of {self._total} operations")
+            self._progress("range_report", f"{self._done} of {self._total} operations")
 
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):

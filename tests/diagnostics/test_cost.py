@@ -1,5 +1,8 @@
 """The cost of reports in program runs, memory and reductions, and the progress that they print."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +15,10 @@ from jax_lossscale.diagnostics import (
     _compare_gradients,
     _gradient_errors,
     _precision_probes,
+    _report,
     _shadow,
     compare_gradients,
+    find_precision,
     range_report,
 )
 from jax_lossscale.diagnostics._bits import reduced
@@ -57,6 +62,61 @@ def deep(params, x):
 def large(params, x):
     """Compute a loss with a large kernel, so that most of the memory is used by parameters."""
     return jnp.mean((x.astype(jnp.float16) @ params[0].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+
+@pytest.fixture
+def bytes_after_runs(monkeypatch):
+    """Return a list to which each run of a function compiled by `jax.jit` appends the number of bytes in memory."""
+    jit, sizes = jax.jit, []
+
+    def measured(function, **options):
+        compiled = jit(function, **options)
+
+        def run(*args):
+            results = jax.block_until_ready(compiled(*args))
+            sizes.append(bytes_in_memory())
+            return results
+
+        return run
+
+    monkeypatch.setattr(jax, "jit", measured)
+    return sizes
+
+
+def bytes_in_memory():
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
+
+
+def test_few_scales_of_a_large_model_are_compared_within_three_times_its_memory(bytes_after_runs):
+    before = bytes_in_memory()
+    params, x = [jax.random.normal(jax.random.key(0), (512, 512))], jnp.ones((2, 512))
+    report = compare_gradients(large, params, x)
+    assert report.will_train
+    # Two of the runs compute float32 gradients.
+    assert len(bytes_after_runs) == len(report.loss_scales) + 2 <= 11
+    assert max(bytes_after_runs) - before <= 3.1 * params[0].nbytes
+
+
+@pytest.mark.parametrize("name", ["large", "sum_for_a_mean", "tiny_loss_in_float16"])
+def test_report_is_the_same_as_if_all_scales_were_compared(name):
+    weights = jax.random.normal(jax.random.key(0), (512, 512))
+    fun, *args = (large, [weights], jnp.ones((2, 512))) if name == "large" else getattr(workloads, name)()
+    report = compare_gradients(fun, *args)
+    scales = _gradient_errors._useful_scales(report.total.largest, jnp.dtype(jnp.float16))
+    assert {*report.loss_scales} < {*scales}
+    assert repr(compare_gradients(fun, *args, loss_scales=scales)) == repr(report)
+
+
+@pytest.mark.parametrize("large_leaf", [0, 2**30])
+def test_errors_of_leaves_do_not_depend_on_the_program_that_reduces_them(large_leaf, monkeypatch):
+    fun, *args = workloads.healthy()
+    expected = compare_gradients(fun, *args)
+    monkeypatch.setattr(_gradient_errors, "_LARGE_LEAF", large_leaf)
+    report = compare_gradients(fun, *args)
+    assert [leaf.path for leaf in report] == [leaf.path for leaf in expected]
+    for leaf, other in zip(report, expected, strict=True):
+        np.testing.assert_allclose(leaf.relative_error, other.relative_error, rtol=1e-4)
+        assert (leaf.lost, leaf.nonfinite, leaf.nonzero) == (other.lost, other.nonfinite, other.nonzero)
 
 
 @pytest.mark.slow
@@ -168,3 +228,56 @@ def test_progress_is_printed_to_stderr(capsys):
 def test_invalid_progress_raises_an_error(report):
     with pytest.raises(ValueError, match=r"progress=...\)` must be"):
         report(*workloads.healthy(), progress="yes")
+
+
+REPORTS = [compare_gradients, range_report, find_precision]
+
+
+def in_float32(params, x):
+    return jnp.mean((x @ params["layer0"]["kernel"]) ** 2)
+
+
+@pytest.mark.parametrize("report", REPORTS)
+@pytest.mark.parametrize(
+    ("is_interactive", "seconds", "options", "is_printed"),
+    [
+        (True, 0.0, {}, True),
+        (True, 0.0, {"progress": False}, False),
+        (True, 600.0, {}, False),
+        (False, 0.0, {}, False),
+    ],
+)
+def test_progress_is_printed_in_terminals_and_notebooks_after_some_time(
+    report, is_interactive, seconds, options, is_printed, monkeypatch, capsys
+):
+    monkeypatch.setattr(_report, "is_interactive", lambda: is_interactive)
+    monkeypatch.setattr(_report, "SECONDS_WITHOUT_PROGRESS", seconds)
+    _, *args = workloads.healthy()
+    report(jls.autocast(in_float32) if report is not find_precision else in_float32, *args, **options)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert bool(err) == is_printed
+    assert all(line.startswith(f"{report.__name__}: ") for line in err.splitlines())
+
+
+def test_latest_progress_is_printed_after_five_seconds(monkeypatch, capsys):
+    monkeypatch.setattr(_report, "is_interactive", lambda: True)
+    with _report.Progress("report", None) as progress:
+        progress("report", "1 of 3")
+        progress("report", "2 of 3")
+        assert capsys.readouterr().err == ""
+        progress._start()  # The timer calls this method after five seconds.
+        progress("report", "3 of 3")
+    progress("report", "done")
+    assert capsys.readouterr().err == "report: 2 of 3\nreport: 3 of 3\n"
+
+
+class ZMQInteractiveShell:
+    """A stand-in for the shell of a Jupyter kernel."""
+
+
+@pytest.mark.parametrize(("is_terminal", "shell"), [(True, None), (False, ZMQInteractiveShell()), (False, None)])
+def test_terminals_and_notebooks_are_recognized(is_terminal, shell, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert _report.is_interactive() == (is_terminal or shell is not None)

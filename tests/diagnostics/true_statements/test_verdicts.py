@@ -182,9 +182,8 @@ def test_only_the_learning_rate_is_mentioned_if_float32_diverges_too():
 def test_table_shows_the_scales_at_which_a_digit_changes():
     report = compare_gradients(jls.autocast(square_error), draw(8, 4, seed=1), draw(16, 8, seed=2))
     *_, headings, total, _, _ = repr(report).splitlines()
-    assert len(report.loss_scales) == 10
     shown = headings.split()[4:]
-    assert len(shown) < 10
+    assert len(shown) < len(report.loss_scales) <= 10
     assert {"2^-8", "2^24"} <= {*shown}
     assert len(total.split()) == len(shown) + 4
     first_overflow = next(n for n, share in enumerate(report.total.nonfinite) if share)
