@@ -41,7 +41,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    "dot_general": np.multiply,  # only if the `dot_general` is an elementwise multiplication (see `_is_left_out`)
+    "dot_general": np.multiply,  # A `dot_general` of constants is elementwise, because matmuls are left out.
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }
@@ -159,7 +159,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
-        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, n rem 0 is n.
+        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, the value of n rem 0 is n.
     elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":

@@ -89,7 +89,7 @@ class MinCut(NamedTuple):
         key, numbers = self._key(segment, nodes)
         try:
             is_known = key in self.known
-        except TypeError:  # Some parameters are not hashable, such as arrays.
+        except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
             return self._find_saved(segment, nodes)
         if not is_known:
             saved = self._find_saved(segment, nodes)

@@ -44,7 +44,7 @@ _LOG2_HEADROOM = 1
 # the matmuls is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
-# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its tolerance is
+# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error tolerance is
 # `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf whose
 # contribution is below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
 _SMALL_SHARE = 0.01
