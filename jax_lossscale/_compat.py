@@ -17,7 +17,10 @@ _JAX = jax.__version_info__
 
 
 def new_cache_context() -> Any:
-    """Return a function of a value that returns a context, in which JAX does not reuse traces from other contexts."""
+    """Return a function that returns a context manager for a value.
+
+    In this context, JAX reuses only functions that were traced in a context with the same value.
+    """
     if hasattr(jax, "make_user_context"):
         return jax.make_user_context()
     return contextlib.nullcontext  # needed before jax 0.7.2

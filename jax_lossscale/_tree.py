@@ -115,7 +115,7 @@ def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: 
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
-    """Return the loss scale clipped to the range from ``2**-126`` to ``2**126``, with its derivative stopped.
+    """Return the loss scale as a constant without a derivative, clipped to the range from ``2**-126`` to ``2**126``.
 
     The reciprocal of the clipped scale is a normal float32 number, which is exact if the scale is a power of two. All
     functions that scale or unscale use the clipped loss scale, so that unscaling always reverses scaling.

@@ -116,7 +116,7 @@ def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks
         known, largest = agree(known, largest, axis_name)
         grads_finite, value_finite, allowed = jax.tree.unflatten(structure, known)
     if grads_finite is not None and largest is not None:
-        # A user can pass `grads_finite=False` although all gradients, and therefore `largest`, are finite.
+        # A user can pass `grads_finite=False` even though all gradients, and therefore `largest`, are finite.
         largest = jnp.where(grads_finite, largest, jnp.nan)
     return StepChecks(grads_finite, value_finite, allowed, largest)
 

@@ -199,7 +199,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
 def _no_updates(like: optax.Updates) -> optax.Updates:
     """Return updates that do not change any parameter.
 
-    Floating updates are -0.0 because adding 0.0 would change a parameter of -0.0 to 0.0.
+    Floating-point updates are -0.0 because adding 0.0 would change a parameter of -0.0 to 0.0.
     """
     return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
 

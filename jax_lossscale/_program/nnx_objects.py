@@ -75,7 +75,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            # A value in a new container is not assigned, because the container itself is one of the changed values.
+            # If the function created the list or module that contains a value, the whole list or module is assigned.
             if holder is not None:
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:

@@ -65,7 +65,7 @@ class Propagation(Walk[Known]):
         ]
         self.within, self._location = outside
         for result, operand in inner.carried:
-            (results,) = results_of_jaxprs  # A loop has exactly one jaxpr that is a body.
+            (results,) = results_of_jaxprs  # A loop has exactly one body.
             self.carried_on(carries[operand], results[result])
         if len(results_of_jaxprs) == 1:
             return results_of_jaxprs[0]

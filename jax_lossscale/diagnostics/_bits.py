@@ -52,7 +52,7 @@ def layout_of(dtype: DTypeLike) -> Layout:
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Return the float32 or float64 bits of the absolute values of a leaf as integers, which sort like these values.
+    """Return the float32 or float64 bits of the absolute values of a leaf as integers in the same order.
 
     The real and imaginary parts of a complex leaf are stacked along a new last axis.
     """

@@ -244,8 +244,8 @@ def compare_gradients(
         errors = errors_by_scale(gradients, float32_program, scales, progress if callable(progress) else iter, compared)
         if errors is None:
             raise ValueError(
-                f"`compare_gradients(argnums={argnums})` selects no floating or complex argument. Select an argument "
-                "with parameters."
+                f"`compare_gradients(argnums={argnums})` selects no floating-point or complex argument. Select an "
+                "argument with parameters."
             )
         ranges = functools.cache(lambda scale: ranges_at(gradients, scale, shown))
         finding = Finder(gradients, errors, ranges).found()

@@ -31,15 +31,15 @@ from jax_lossscale.diagnostics._report import power_of_two
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
 _LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
-# If more than this fraction of the steps and at least this number of steps are skipped, a specific kind of batch may be
-# the cause.
+# A specific kind of batch may be the cause of the skipped steps if more than 1 of 500 steps, and at least 5 steps, were
+# skipped.
 _FRACTION_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
 # A loss scale that starts at the default of 2**15 falls to 1 after 15 consecutive skipped steps. If at least 16
 # consecutive steps are skipped, the cause is probably not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
-# The smallest unused headroom of a loss scale that is reported, in bits. `AutoLossScale` always leaves a few bits
-# unused.
+# `explain` reports the unused headroom of a loss scale if it is at least 6 bits. `AutoLossScale` always leaves a few
+# bits unused.
 _REPORTED_HEADROOM = 6
 # If at least 12 bits of headroom are unused, the user may have forgotten to scale the gradients, or may clip the
 # gradients outside of `loss_scaled`.

@@ -134,8 +134,8 @@ def find_precision(
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
     if not jax.tree.leaves([call.args[position] for position in call.positions]):
         raise ValueError(
-            f"`find_precision(argnums={argnums})` selects no floating or complex argument. Select an argument with "
-            "parameters."
+            f"`find_precision(argnums={argnums})` selects no floating-point or complex argument. Select an "
+            "argument with parameters."
         )
     with Progress("find_precision", progress) as shown:
         plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"

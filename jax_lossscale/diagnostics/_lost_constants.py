@@ -90,8 +90,8 @@ class _Constants(Propagation[_Value]):
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
-                # A zero in a maximum is often intended, as in ReLU. Therefore, it is not assumed to be an epsilon that
-                # was rounded to zero.
+                # Programs often compute the maximum of a value and zero, as in ReLU. Such a zero is therefore not
+                # assumed to be an epsilon that was rounded to zero.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             # `autocast` never rounds a nonzero constant to zero if a float32 operation uses the constant. Therefore,

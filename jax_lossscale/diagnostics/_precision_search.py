@@ -116,7 +116,7 @@ class _Exact(NamedTuple):
 
 
 class Search:
-    """A search for the matmuls that must be in float32, which performs trials with one or more batches.
+    """A search, by trials with one or more batches, for the matmuls that must be in float32.
 
     Attributes:
       dtype: the half-precision dtype.

@@ -94,7 +94,7 @@ class MeasuringEvaluator(Walk[Any]):
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """Return the names of all rows measured in an equation, including its sub-jaxprs if they are entered."""
+        """Return the names of all rows that are measured for an equation and for the sub-jaxprs that are evaluated."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)

@@ -63,7 +63,7 @@ class TracedGradients:
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and why the first other matmul is not in half precision."""
+        """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already contains a reason for the dtype that is more precise than the origin of
         # the operands.

@@ -131,14 +131,14 @@ def test_float8_statistics_are_restored_if_the_step_is_skipped():
 def test_train_state_rejects_an_optimizer_without_a_loss_scale():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         TrainState.create(apply_fn=None, params={"x": jnp.ones(2)}, tx=optax.sgd(0.5))
-    with pytest.raises(ValueError, match="around the whole inner optimizer"):
+    with pytest.raises(ValueError, match="which wraps the whole inner optimizer"):
         simple().replace(tx=optax.sgd(0.5)).apply_gradients(grads=GRADS)
 
 
 def test_apply_gradients_rejects_fields_of_another_structure_or_dtype():
     with pytest.raises(ValueError, match="same structure"):
         simple().apply_gradients(grads=GRADS, average={"x": jnp.ones(2)})
-    with pytest.raises(ValueError, match="shapes and dtypes of arrays must be equal"):
+    with pytest.raises(ValueError, match="Arrays must have the same shape and dtype"):
         simple(count=jnp.int32(3)).apply_gradients(grads=GRADS, count=jnp.float32(3))
     with pytest.raises(AttributeError, match="no_such_field"):
         simple().apply_gradients(grads=GRADS, no_such_field=1)

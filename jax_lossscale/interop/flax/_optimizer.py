@@ -24,7 +24,7 @@ def checked(tx: Any, name: str) -> LossScaledTransformation:
     if isinstance(tx, LossScaledTransformation):
         return tx
     raise ValueError(
-        f"`{name}` must be an optimizer created with `jls.loss_scaled` around the whole inner optimizer, got {tx!r}. "
+        f"`{name}` must be the result of `jls.loss_scaled`, which wraps the whole inner optimizer, got {tx!r}. "
         "For a run without loss scaling, use `jls.loss_scaled(tx, None)`."
     )
 

@@ -200,7 +200,7 @@ REFUSED = [
         (
             report,
             {"argnums": 1, "fun": lambda w, x: jnp.sum(w["kernel"])},
-            "argnums=1)` selects no floating or complex argument",
+            "argnums=1)` selects no floating-point or complex argument",
         )
         for report in ("compare_gradients", "find_precision")
     ),
