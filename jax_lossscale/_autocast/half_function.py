@@ -125,8 +125,8 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate an `in_half` function in a given dtype, and return its results.
 
-    A result that the equation declares as float32 keeps the given dtype if the function returns it in this dtype (see
-    `gives_half`). All other results are cast to the dtypes that the equation declares.
+    If the equation declares a result as float32 and the function returns it in the given dtype, the result is not cast
+    (see `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
     # The call to `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the

@@ -136,11 +136,10 @@ class MinCut(NamedTuple):
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
-            # The price of saving a value is the number of bytes that are read and written. Reading a saved byte in the
-            # backward pass has the price `self.price_saved`, or 1 if the byte belongs to an input of the segment.
-            # Writing a byte in the forward pass has the price 1, or 0 if the value is written to memory anyway. One
-            # byte is added to the price of each value, so that the cut with the fewest values is selected among cuts
-            # with the same price.
+            # Saving a value costs the number of bytes that are read and written. Reading a saved byte in the backward
+            # pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a byte in the
+            # forward pass costs 1, or 0 if the value is written to memory anyway. One byte is added to the cost of each
+            # value, so that the cut with the fewest values is selected among cuts with the same cost.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 

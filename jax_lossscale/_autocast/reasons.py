@@ -44,7 +44,7 @@ def are_added() -> bool:
 
 
 def autocast_scope() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that, if reasons are added, marks all new equations as being under `autocast`."""
+    """Return a context manager that marks all new equations as being under `autocast`, if a report is traced."""
     return jax.named_scope(_AUTOCAST) if are_added() else contextlib.nullcontext()
 
 

@@ -162,7 +162,7 @@ class Rule:
     def _follows(self, eqn: Any) -> NodeKind | None:
         """Return the kind of a data movement or selection, or None if the operation computes new numbers."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "convert_element_type":  # A cast from float32 to float32 has the dtype of its operand.
+        if name == "convert_element_type":  # A cast from float32 to float32 does not change its operand.
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
             return NodeKind.DATA_MOVEMENT if dtypes == {np.dtype(np.float32)} else None
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):

@@ -212,7 +212,7 @@ class _Additions(Propagation[bool | None]):
 
 
 def adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds a smaller value or a broadcast, such as a bias, to a value in half precision.
+    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to a half-precision value.
 
     The cotangent of the sum is used twice: it is summed for the gradient of the bias, and rounded for the value in half
     precision.

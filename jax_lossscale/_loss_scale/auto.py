@@ -21,7 +21,7 @@ from jax_lossscale._loss_scale.powers import LARGEST_EXPONENT, ceil_log2, power_
 # infinity in float16, so that rounding errors of log2 do not affect comparisons with the limit.
 _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16).overflow) / 2)
 
-# The constants of the update rule, in bits (powers of two). `benchmarks/policies/constants.py` contains traces that
+# The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
 LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum plausible increase of the peak
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
@@ -58,8 +58,8 @@ class AutoLossScale(BoundedLossScale):
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
     is at most ``ceiling``. For each event, apply the first row of the table whose condition is true, and then the row
     "finally". All rows use the values before the step, except that the row "finally" uses the new target, which is
-    computed from the new peak, margin and allowance. Quantities that neither of the two applied rows mentions do not
-    change::
+    computed from the new peak, margin and allowance. A quantity does not change if neither of
+    the two applied rows mentions it::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------

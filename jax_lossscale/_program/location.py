@@ -18,9 +18,9 @@ from jax.extend.source_info_util import summarize
 # JAX transformations wrap the names of scopes in their own names, as in `transpose(jvp(Dense_0))`.
 _TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
 _RECOMPUTED = "rematted_computation"
-# Names that JAX adds to the name stack, and that are not names of layers.
+# Names that JAX adds to the name stack and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}
-# The prefix of the names of scopes that are omitted from locations.
+# Scopes whose names start with this prefix are omitted from locations.
 HIDDEN_SCOPE = "jls: "
 _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect handler, not a layer.
 # The path of each directory ends in a separator, because otherwise the path of `jax` would be a prefix of the path of

@@ -90,7 +90,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and why the first other matmul is not in half precision."""
+        """The number of matmuls in half precision, and why the first float32 matmul is not among them."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:

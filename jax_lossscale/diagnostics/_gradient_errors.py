@@ -462,8 +462,7 @@ def _reference(
         computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
     else:
         computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
-    # The changed parameters are freed before the second run, so that at most two arrays of the size of each parameter
-    # are in memory in addition to the parameters.
+    # The changed parameters are freed before the second run to save memory.
     outputs = computed(*float32_program.inputs_from(moved, call.kwargs))
     _, of_moved = value_and_leaves(float32_program.filled(outputs)[0], call.has_aux)
     del moved, outputs
@@ -570,7 +569,7 @@ def _is_same(errors: GradientErrors, for_table: bool) -> bool:
     is_finite = [[leaf.nonfinite[n] == 0 for leaf in leaves] for n in pair]
     if any(first != second for first, second in (inaccurate, has_raised, is_right, is_finite)):
         return False
-    # If every gradient overflows or is zero at both loss scales, so does every gradient at the loss scales in between.
+    # If every gradient overflows or is zero at both loss scales, this also holds at all loss scales in between.
     is_saturated = all(leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves)
     if errors.total.nonzero < _FEW_ELEMENTS and not is_saturated:
         return False

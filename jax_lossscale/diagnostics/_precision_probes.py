@@ -37,8 +37,9 @@ from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
 # Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
-# The left operand, the right operand and the result of a matmul have the roles 0, 1 and 2. Their cotangents have the
-# roles 3, 4 and 5. The slices `VALUES` and `COTANGENTS` select the roles of forward-pass values and of cotangents.
+# The role of a probed value is an index: 0, 1 and 2 for the left operand, the right operand and the result of a matmul,
+# and 3, 4 and 5 for the cotangents of these three values. The slices `VALUES` and `COTANGENTS` select the roles of
+# forward-pass values and of cotangents.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 

@@ -32,10 +32,10 @@ from jax_lossscale.diagnostics._sites import is_measured
 # If the terms of a sum cancel, so that the sum is smaller than its largest term by this factor, the sum consists mostly
 # of rounding errors, even in float32.
 _ROUNDING = 2.0**-20
-# Outliers, such as the fill value of a mask, are within this factor of the largest magnitude. An array has outliers
-# only if no other element is within the square of this factor of the largest magnitude.
+# An element, such as the fill value of a mask, is an outlier if it is at most 4 times smaller than the largest
+# magnitude of the array, and if all elements that are not outliers are more than 16 times smaller than this magnitude.
 _OUTLIER_FACTOR = 4.0
-# An array has outliers only if at least this fraction of its nonzero elements are not outliers.
+# Elements do not count as outliers if more than 255 of 256 nonzero elements of the array would be outliers.
 _SMALLEST_SHARE = 1 / 256
 
 
