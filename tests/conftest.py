@@ -24,7 +24,7 @@ OF_ALL = re.compile(r"^pytestmark = (.*)", re.MULTILINE)
 
 
 def pytest_configure(config):
-    """Run all tests of the paths that are named on the command line, unless the command line has markers, too.
+    """If the command line names a path and no markers, run all tests of this path.
 
     By default, `addopts` in `pyproject.toml` excludes slow tests.
     """

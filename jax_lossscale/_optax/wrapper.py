@@ -37,6 +37,7 @@ class Wrapper:
     """An inner optimizer with the options of `loss_scaled`, and the methods of the wrapped transformation.
 
     Attributes:
+      takes_scaled_gradients: whether the gradients must be divided by the loss scale. Otherwise, they are unscaled.
       inner: the inner optimizer.
       initial_loss_scale: the loss scale of the first step.
       axis_name: the name or names of the axes over which devices agree whether to skip a step.

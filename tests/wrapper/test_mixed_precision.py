@@ -365,7 +365,7 @@ def test_without_the_third_line_shard_map_raises_an_error_that_shows_it():
     mp = jls.MixedPrecision(adam(), axis_name="data")
     with pytest.raises(ValueError, match=THIRD_LINE):
         train_data_parallel(mp, mp.loss(loss_fn), lambda step: step, 1)
-    with pytest.raises(ValueError, match=THIRD_LINE):  # The update reads the references, too.
+    with pytest.raises(ValueError, match=THIRD_LINE):  # The update also reads the references.
         train_data_parallel(mp, loss_fn, lambda step: step, 1)
 
 
