@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.autocast import gpu, hard, tracing
+from benchmarks.autocast import costs, gpu, hard, tracing
 from benchmarks.autocast.counting import bytes_saved, dtypes_of_matmuls
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
@@ -48,13 +48,14 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     """Return all tables."""
     models = _QUICK_MODELS if quick else tuple(_GOALS)
     return [
-        _steps(models, quick, progress.part(0, 6, "for an H100")),
-        _compile_time(quick, progress.part(1, 6, "compile time")),
-        tracing.table(quick, progress.part(2, 6, "trace time")),
+        _steps(models, quick, progress.part(0, 7, "for an H100")),
+        _compile_time(quick, progress.part(1, 7, "compile time")),
+        tracing.table(quick, progress.part(2, 7, "trace time")),
         _saved(quick),
-        _errors(quick, progress.part(3, 6, "gradients")),
-        _hard(quick, progress.part(4, 6, "hard cases")),
-        _timed(models, quick, progress.part(5, 6, "timing")),
+        _errors(quick, progress.part(3, 7, "gradients")),
+        _hard(quick, progress.part(4, 7, "hard cases")),
+        _timed(models, quick, progress.part(5, 7, "timing")),
+        *costs.tables(quick, progress.part(6, 7, "other costs")),
     ]
 
 
