@@ -58,7 +58,9 @@ def predictions() -> list[tuple[str, float, float]]:
         for line in section.splitlines()
         if line.startswith("| ")
     ]
-    return [(row[0].strip(), float(row[1]), float(row[3])) for row in rows[1:]]
+    return [
+        (row[0].strip(), float(row[1]), float(row[3])) for row in rows[1:]
+    ]
 
 
 def models() -> Figure:
@@ -67,8 +69,20 @@ def models() -> Figure:
     ax = figure.subplots()
     names, times, memory = zip(*predictions(), strict=True)
     positions = np.arange(len(names))
-    ax.barh(positions - 0.2, times, 0.4, label="run time (estimated)", color="tab:blue")
-    ax.barh(positions + 0.2, memory, 0.4, label="temporary memory", color="tab:orange")
+    ax.barh(
+        positions - 0.2,
+        times,
+        0.4,
+        label="run time (estimated)",
+        color="tab:blue",
+    )
+    ax.barh(
+        positions + 0.2,
+        memory,
+        0.4,
+        label="temporary memory",
+        color="tab:orange",
+    )
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     ax.set_yticks(positions, names)
     ax.invert_yaxis()
@@ -97,7 +111,9 @@ def main() -> None:
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     suggestion = jls.diagnostics.suggest_loss_scale(grads)
-    jls.plotting.plot_exponents(grads, suggestion.loss_scale, ax=figure.subplots())
+    jls.plotting.plot_exponents(
+        grads, suggestion.loss_scale, ax=figure.subplots()
+    )
     figure.savefig(FOLDER / "exponents.png", dpi=DOTS_PER_INCH)
 
     jls.plotting.plot_run(history(result))[0].figure.savefig(
