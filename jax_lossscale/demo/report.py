@@ -42,7 +42,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
     from rich.table import Table
 
     table = Table("training", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("final\nloss", "PSNR", "zero\ngradients", "skipped\nsteps", "final\nscale", "seconds"):
+    for heading in ("final\nloss", "PSNR", "zero\ngradients", "skipped\nsteps", "final\nscale"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
         table.add_row(
@@ -52,7 +52,6 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
             _percent(result.zero_gradient_fraction),
             str(result.skipped_steps),
             f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1",
-            f"{result.seconds:.1f}",
         )
     console = Console(file=file, highlight=False)
     console.print(table)
