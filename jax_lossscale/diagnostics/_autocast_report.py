@@ -31,6 +31,8 @@ from jax_lossscale.diagnostics._report import Report, percent
 _MOST_ROWS = 16
 # The report suggests `half_residual_stream=True` if it reduces the saved bytes by more than this fraction.
 _WORTH_SUGGESTING = 0.05
+# If at least this fraction of the work is in half precision, a further matmul would not make a step noticeably faster.
+_NOTHING_TO_DO = 0.98
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
 
@@ -94,15 +96,19 @@ class AutocastReport(Report[OperationPrecision]):
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
-        forward = sum(operation.count for operation in self.matmuls if not operation.is_backward)
-        backward = sum(operation.count for operation in self.matmuls if operation.is_backward)
+        lines = [str(self.summary)]
+        if self.matmuls:
+            forward = sum(operation.count for operation in self.matmuls if not operation.is_backward)
+            backward = sum(operation.count for operation in self.matmuls if operation.is_backward)
+            lines.append(
+                f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
+                f"{percent(self.half_share)} of all floating-point operations in matmuls are in {self.dtype}."
+            )
+        if self.summary.first_float32 and self.half_share >= _NOTHING_TO_DO:
+            lines.append("You do not need to change anything, because all other matmuls are small.")
         without = "" if self.bytes_before is None else f" ({_in_bytes(self.bytes_before)} without `autocast`)"
-        return (
-            f"{self.summary}\n"
-            f"Forward pass: {forward} matmuls. Backward pass: {backward} matmuls. "
-            f"{percent(self.half_share)} of all floating-point operations in matmuls are in {self.dtype}.\n"
-            f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}."
-        )
+        lines.append(f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}.")
+        return "\n".join(lines)
 
     def _rows(self) -> list[list[str]]:
         return [_HEADINGS, *map(_cells, self.matmuls[:_MOST_ROWS])] if self.matmuls else []

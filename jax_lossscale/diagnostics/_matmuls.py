@@ -56,8 +56,8 @@ class MatmulSummary(NamedTuple):
             )
         if self.is_autocast:
             return (
-                f"`autocast` computes none of the {self.matmuls} matrix multiplications and convolutions in "
-                f"{self.dtype}. The first one: {self.first_float32}."
+                f"`autocast` computes no matrix multiplications and convolutions in {self.dtype}. The first of "
+                f"{self.matmuls}: {self.first_float32}."
             )
         return (
             f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "

@@ -48,6 +48,25 @@ def test_summary_counts_matmuls_and_locates_the_first_in_float32():
     assert f"test_autocast_report.py:{HEAD}); marked with the precision" in summary
 
 
+@pytest.mark.parametrize(("size", "is_small"), [(8, False), (200, True)])
+def test_report_says_that_nothing_must_be_changed_if_the_other_matmuls_are_small(size, is_small):
+    def fun(w, x):
+        hidden = x @ w @ w
+        with jls.keep_float32():
+            return jnp.mean(hidden @ w[:, :1])
+
+    report = autocast_report(fun, jnp.ones((size, size)), jnp.ones((4, size)))
+    assert report.half_share < 1
+    assert (report.half_share >= 0.98) == is_small
+    assert ("You do not need to change anything" in str(report)) == is_small
+
+
+def test_report_without_matmuls_contains_no_numbers_of_matmuls():
+    lines = str(autocast_report(lambda w, x: jnp.sum(w * x), X, X)).splitlines()
+    assert lines[0] == "Matrix multiplications and convolutions (matmuls): none."
+    assert lines[1].startswith("Saved for the backward pass")
+
+
 def test_report_is_printed_as_a_table_of_matmuls():
     text = str(autocast_report(network, W, X))
     rows = [line.split() for line in text.splitlines()[4:]]
