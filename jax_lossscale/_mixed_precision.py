@@ -117,6 +117,8 @@ class MixedPrecision:
     - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
       restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
       are rounded to zero at the initial scale. This can only affect the first step.
+    - **Both lines.** A warning is emitted if a compiled function calls ``mp.optimizer.update`` before ``mp.loss`` has
+      been used.
     - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
@@ -217,6 +219,11 @@ class MixedPrecision:
 
         return step  # type: ignore[return-value]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an `AttributeError`. Its message is specific if the object is used as an optimizer."""
+        hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
+        raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
+
     def __repr__(self) -> str:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"
 
@@ -236,11 +243,13 @@ class _SharedLossScale:
         self._of_step: contextvars.ContextVar[LossScale | None] = contextvars.ContextVar("of_step", default=None)
         self._references: list[Any] | None = None
         self._device: Any = None
+        self.is_read = False  # whether a function returned by `MixedPrecision.loss` was called or traced
         if mesh is not None:
             self._create_references(mesh)
 
     def read(self) -> LossScale:
         """Return the loss scale for a backward pass."""
+        self.is_read = True
         of_step = self._of_step.get()
         if of_step is None:
             return self._initial if not self._leaves() else self._loss_scale(self._refs("loss")[1:])
@@ -381,6 +390,13 @@ class _UnscaledWrapper(Wrapper):
         self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
     ) -> Any:
         state = state._replace(loss_scale=self.shared.of_gradients(state.loss_scale))
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
+        if is_traced and not self.shared.is_read:
+            warn_user(
+                "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been "
+                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` of the "
+                "same `MixedPrecision` to the trainer."
+            )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.write(state.loss_scale)
         return result, state
@@ -393,9 +409,9 @@ def _warn_if_in_multi_steps() -> None:
         if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
             warn_user(
                 "`MixedPrecision.optimizer` is inside `optax.MultiSteps`, which never recovers from an overflow: it "
-                "multiplies the accumulated gradients by zero, and infinity times zero is NaN. Pass "
-                "`MixedPrecision(optax.MultiSteps(optimizer, ...))` to the trainer instead, and turn off its gradient "
-                "accumulation."
+                "multiplies the accumulated gradients by zero, and infinity times zero is NaN. Turn off the gradient "
+                "accumulation of the trainer, and use `mp = MixedPrecision(optax.MultiSteps(optimizer, ...))`, so that "
+                "`optax.MultiSteps` is inside `mp.optimizer`."
             )
             return
         frame = frame.f_back

@@ -34,7 +34,7 @@ _LOG2_MOST_MARGIN = 30
 # underflow in float16.
 _LOG2_SEARCH_TOP = 40
 
-_LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
+LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
 _LEAVES = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
 _Bits = tuple[jax.Array, ...]  # base-2 logarithms of the scale, peak, margin and allowance, each a float32[]
 
@@ -223,7 +223,7 @@ class AutoLossScale(BoundedLossScale):
         self._set(log2_headroom=_check.nonnegative_number(self.log2_headroom, self._named("log2_headroom")))
         self._make_leaves(
             current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
-            log2_peak=(np.float32, _LOG2_NOTHING, _check.finite_number),
+            log2_peak=(np.float32, LOG2_NOTHING, _check.finite_number),
             log2_margin=(np.float32, self._search_margin(), _check.nonnegative_number),
             log2_allowance=(np.float32, 0, _check.finite_number),
         )
@@ -255,7 +255,7 @@ class AutoLossScale(BoundedLossScale):
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
         after_finite = _where(has_gradient, after_gradient, self._after_zeros(now))
-        forgotten = (now[0], *map(jnp.float32, (_LOG2_NOTHING, self._search_margin(), 0)))
+        forgotten = (now[0], *map(jnp.float32, (LOG2_NOTHING, self._search_margin(), 0)))
         after_overflow = _where(scale <= self.min_loss_scale, forgotten, self._after_overflow(now))
         log2_scale, *learned = _where(grads_finite, after_finite, after_overflow)
 
@@ -267,7 +267,7 @@ class AutoLossScale(BoundedLossScale):
 
     def _after_gradient(self, now: _Bits, x: jax.Array) -> _Bits:
         s, peak, margin, allowance = now
-        peak_was_wrong, has_allowance = (peak <= _LOG2_NOTHING) | (x > peak + LOG2_MOVE), allowance != 0
+        peak_was_wrong, has_allowance = (peak <= LOG2_NOTHING) | (x > peak + LOG2_MOVE), allowance != 0
         peak = jnp.maximum(peak - jnp.where(has_allowance, _LOG2_HARDLY_FORGOTTEN, _LOG2_FORGOTTEN), x)
         margin = jnp.maximum(margin - jnp.where(has_allowance, 0, _LOG2_FORGOTTEN), _LOG2_LEAST_MARGIN)
         margin = jnp.where(peak_was_wrong, _LOG2_LEAST_MARGIN, margin)
@@ -278,8 +278,8 @@ class AutoLossScale(BoundedLossScale):
 
     def _after_zeros(self, now: _Bits) -> _Bits:
         s, peak, margin, allowance = now
-        margin = jnp.where(peak <= _LOG2_NOTHING, jnp.maximum(margin - _LOG2_FORGOTTEN, self._search_margin()), margin)
-        peak = jnp.maximum(peak - _LOG2_HARDLY_FORGOTTEN, _LOG2_NOTHING)
+        margin = jnp.where(peak <= LOG2_NOTHING, jnp.maximum(margin - _LOG2_FORGOTTEN, self._search_margin()), margin)
+        peak = jnp.maximum(peak - _LOG2_HARDLY_FORGOTTEN, LOG2_NOTHING)
         target = self._target(peak, margin, allowance)
         return jnp.clip(s, target - 1, target), peak, margin, allowance
 
@@ -312,7 +312,7 @@ class AutoLossScale(BoundedLossScale):
         # scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
-        after = _where(peak <= _LOG2_NOTHING, without_peak, with_peak)
+        after = _where(peak <= LOG2_NOTHING, without_peak, with_peak)
         # `has_climbed` is false if the previous step also overflowed, or if the initial scale is far below the target.
         has_climbed = s > target - LOG2_MOVE
         margin, allowance = _where(has_climbed, after, (margin, allowance))

@@ -118,7 +118,11 @@ def not_a_state(argument: Any, name: str) -> ValueError:
         got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state instead."
     elif _holds_nnx_state(argument):
         got = "an `nnx.State`, which does not contain the classes of its objects"
-        fix = "Merge the state with `nnx.merge(graphdef, state)`, and pass the optimizer or its `opt_state`."
+        fix = (
+            "If the state contains a whole `nnx.Optimizer`, merge it with `nnx.merge(graphdef, state)`, and pass the "
+            "optimizer or its `opt_state`. If you passed the `opt_state` of an optimizer, this optimizer was not made "
+            "with `loss_scaled`."
+        )
     elif _is_plain_copy(argument):
         got = "a plain dictionary, as stored in a checkpoint"
         fix = "Restore the checkpoint with a target: `tx.init(params)`."

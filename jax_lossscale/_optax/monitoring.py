@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_lossscale._check import count
 from jax_lossscale._loss_scale import AutoLossScale, LossScale
+from jax_lossscale._loss_scale.auto import LOG2_NOTHING
 from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax import scaling_evidence
 from jax_lossscale._optax.state import LossScaledState
@@ -20,6 +21,9 @@ from jax_lossscale._optax.state import LossScaledState
 # An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
 # limit.
 _MAX_CONSECUTIVE_SKIPS = 1000
+
+# If the gradients of all steps are zero, an error is raised from this number of applied steps on.
+_MAX_STEPS_WITHOUT_GRADIENTS = 20
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
@@ -82,6 +86,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       ``lower_bound``.
     - The last 1,000 steps were skipped, at any scale. For example, all steps are skipped if the loss is NaN in every
       step, because a non-finite loss does not lower the scale.
+    - The gradients of all steps since the first step have been exactly zero, and at least 20 steps were applied. An
+      `AutoLossScale` is needed to detect this case.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`. If the state belongs to a batch of
@@ -130,6 +136,12 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
             "decreased by as many powers of two as the loss scale increased. "
             f"{HOW_TO_SCALE}"
         )
+    if np.any(_never_had_gradients(state)):
+        raise RuntimeError(
+            f"All gradients have been exactly zero since the first step, although the loss scale is {scale}. Either "
+            "the gradients are computed in float16 and are not scaled, or the loss does not depend on the parameters. "
+            f"{HOW_TO_SCALE}"
+        )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
     elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
@@ -162,6 +174,14 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     return scaling_evidence.seem_unscaled(
         state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
     )
+
+
+def _never_had_gradients(state: LossScaledState) -> np.ndarray:
+    """Return, as a NumPy boolean, whether many steps were applied and the gradients of all steps were exactly zero."""
+    if not isinstance(state.loss_scale, AutoLossScale):
+        return np.asarray(False)
+    is_zero = np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING
+    return np.asarray(is_zero & (np.asarray(state.applied_steps) >= _MAX_STEPS_WITHOUT_GRADIENTS))
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:

@@ -378,10 +378,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         return
     if largest == 0:
         yield f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32."
-        yield (
-            "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. Use "
-            "`jls.value_and_scaled_grad`."
-        )
+        yield f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {HOW_TO_SCALE}"
         return
     yield f"The largest gradient of the last step was {largest:.3g}."
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))

@@ -172,6 +172,21 @@ def test_multi_steps_around_the_optimizer_does_not_recover_from_an_overflow():
     assert state.inner_opt_state.applied_steps == 0
 
 
+@pytest.mark.parametrize("fun", [loss_fn, jls.autocast(loss_fn), jls.MixedPrecision(adam()).loss(loss_fn)])
+def test_an_optimizer_without_its_loss_function_warns(fun):
+    mp = jls.MixedPrecision(adam())
+    step = jax.jit(train_step_of(fun, mp.optimizer))
+    with pytest.warns(UserWarning, match=r"no function returned by `MixedPrecision\.loss` has been called"):
+        step(PARAMS, mp.optimizer.init(PARAMS), DATA)
+
+
+def test_an_object_that_is_passed_instead_of_its_optimizer_is_named():
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(AttributeError, match=r"no attribute 'init'\. Pass `mp\.optimizer` instead of `mp`"):
+        mp.init(PARAMS)
+    assert not hasattr(mp, "opt_state")
+
+
 def donating(train_step):
     return jax.jit(train_step, donate_argnums=(0, 1))
 

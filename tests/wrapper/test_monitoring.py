@@ -78,6 +78,25 @@ STUCK = {
 }
 
 
+@pytest.mark.parametrize(("loss_scale", "is_reported"), [("auto", True), ("dynamic", False)])
+def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_reported):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    zeros = jnp.zeros(3)
+    state = tx.init(zeros)
+    for _ in range(19):
+        _, state = tx.update(zeros, state, zeros)
+    jls.raise_if_stuck(state)
+    _, stuck = tx.update(zeros, state, zeros)
+    if is_reported:
+        with pytest.raises(RuntimeError, match="All gradients have been exactly zero since the first step"):
+            jls.raise_if_stuck(stuck)
+    else:
+        jls.raise_if_stuck(stuck)
+    _, recovered = tx.update(jnp.ones(3), state, zeros)
+    _, recovered = tx.update(zeros, recovered, zeros)
+    jls.raise_if_stuck(recovered)
+
+
 @pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)
 def test_raise_if_stuck_detects_runs_that_skip_every_step(state, message):
     if message is None:
