@@ -374,8 +374,9 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
 def _severity(operation: OperationRange) -> Any:
     """Return the sort key of an operation in the report. Worse operations have smaller keys."""
     changes = bool(operation.suggestion) and operation.changes_result
-    begins = 0.0 if operation.overflow else -operation.amplification * changes
-    return not changes, operation.is_backward, not operation.overflow, begins, -operation.zero
+    # Operations that overflow have equal keys, so a stable sort leaves them in the order of the program.
+    last = (0.0, 0.0) if operation.overflow else (-operation.amplification * changes, -operation.zero)
+    return not changes, operation.is_backward, not operation.overflow, *last
 
 
 def _scale_of(loss_scale: Any) -> float:

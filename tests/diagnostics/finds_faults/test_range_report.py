@@ -317,3 +317,14 @@ def test_report_is_printed_as_a_table_with_suggestions_below():
     assert second.startswith("mul (derivative of rsqrt)")
     assert len(notes) == 1
     assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass, so no loss scale helps.")
+
+
+def test_operations_that_overflow_are_listed_in_the_order_of_the_program():
+    def fun(w, x):
+        w, x = w.astype(jnp.float16), x.astype(jnp.float16)
+        first, second = w * w, x * x
+        return jnp.sum(first.astype(jnp.float32)) + jnp.sum(second.astype(jnp.float32))
+
+    # In the second product, three elements also become zero.
+    report = jls.diagnostics.range_report(fun, jnp.full(4, 1e3), jnp.array([1e3, 1e-5, 1e-5, 1e-5]))
+    assert [(each.overflow, each.zero) for each in report.operations[:2]] == [(1.0, 0.0), (0.25, 0.75)]
