@@ -2,13 +2,15 @@
 
 A small Llama 3 with random parameters learns to count. A prompt consists of random digits. The reward is the fraction
 of the digits in the completion that are one larger than the digit before, where 0 follows 9. For example, the
-completion "78901234" of the prompt "2296" has the reward 1.
+completion "78901234" of the prompt "2296" has the reward 1. The MLPs of the model do not learn, because tunix
+initializes their kernels with zeros, so their gradients are zero.
 
 tunix computes the gradients and applies the optimizer itself, so `jls.MixedPrecision` shares the loss scale between the
 loss function and the optimizer. The model is also wrapped with `jls.autocast`, because tunix calls the model in two
 places: in the sampler, which generates one token at a time with a cache, and in the loss function. If only the loss
-function were wrapped, the sampler would compute in float32. Its log-probabilities would then differ from those of the
-trainer. The remaining mismatch of the log-probabilities is measured after training.
+function were wrapped, the sampler would compute in float32, and its log-probabilities would differ from those of the
+trainer. This mismatch is measured after training. With seed 0 and float16, it is 1.4e-7. Without the line that wraps
+the model, it is 6e-6.
 
 Reference:
   Shao et al., DeepSeekMath, 2024, arXiv 2402.03300 (GRPO).
