@@ -39,6 +39,17 @@ CONFIG = ModelConfig(
 GRAPH, STATE = nnx.split(Llama3(CONFIG, rngs=nnx.Rngs(0)))
 
 
+def with_random_mlps(state):
+    """Return the parameters with random numbers instead of the zeros with which tunix initializes the MLPs.
+
+    If all kernels of an MLP are zero, all of their gradients are zero, and the MLP does not learn.
+    """
+    keys = iter(jax.random.split(jax.random.key(9), 3 * CONFIG.num_layers))
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.any() else jax.random.normal(next(keys), leaf.shape) / len(leaf) ** 0.5, state
+    )
+
+
 def apply(state, tokens, positions, cache, mask):
     return nnx.merge(GRAPH, state)(tokens, positions, cache, mask)
 
@@ -149,7 +160,7 @@ def trained(state, steps=300):
 
 
 def main():
-    state, tokens = trained(STATE), batch_of(jax.random.key(1))
+    state, tokens = trained(with_random_mlps(STATE)), batch_of(jax.random.key(1))
     # The first half of each sequence is a prompt. Some of the remaining tokens are random.
     noise = jax.random.randint(jax.random.key(2), tokens.shape, 0, VOCABULARY)
     tokens = jnp.where((jnp.arange(LENGTH) < LENGTH // 2) | (noise % 4 > 0), tokens, noise)
