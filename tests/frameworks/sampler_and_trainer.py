@@ -7,10 +7,14 @@
 A small Llama 3 of tunix is trained in float32. The trainer then computes the log probabilities of the tokens in the
 loss function, together with the gradients. The sampler computes them in one pass over the sequence (prefill), or token
 by token with a key-value cache (decoding). All programs are compiled with `jax.jit`.
+
+In the last setup of each dtype, the attention of both programs adds the terms of its matrix multiplications in the same
+order. This shows how much of the difference is caused by the order of the additions.
 """
 
 import sys
-from functools import partial
+from functools import partial, reduce
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +39,17 @@ CONFIG = ModelConfig(
 GRAPH, STATE = nnx.split(Llama3(CONFIG, rngs=nnx.Rngs(0)))
 
 
+def with_random_mlps(state):
+    """Return the parameters with random numbers instead of the zeros with which tunix initializes the MLPs.
+
+    If all kernels of an MLP are zero, all of their gradients are zero, and the MLP does not learn.
+    """
+    keys = iter(jax.random.split(jax.random.key(9), 3 * CONFIG.num_layers))
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.any() else jax.random.normal(next(keys), leaf.shape) / len(leaf) ** 0.5, state
+    )
+
+
 def apply(state, tokens, positions, cache, mask):
     return nnx.merge(GRAPH, state)(tokens, positions, cache, mask)
 
@@ -46,6 +61,42 @@ def manual_cast(dtype):
         return apply(jax.tree.map(lambda leaf: leaf.astype(dtype), state), *args)
 
     return cast_and_apply
+
+
+def einsum_in_order(spec, *operands):
+    """Return `jnp.einsum` of two operands, with the terms of each sum added one after the other.
+
+    The products of numbers in half precision are exact in float32, so only the additions round.
+    """
+    inputs, output = spec.split("->")
+    subscripts = inputs.split(",")
+    (summed,) = set(subscripts[0]) & set(subscripts[1]) - set(output)
+    order = output + summed
+    aligned = []
+    for letters, operand in zip(subscripts, operands, strict=True):
+        operand = operand.transpose([letters.index(letter) for letter in order if letter in letters])
+        aligned.append(jnp.expand_dims(operand, [axis for axis, letter in enumerate(order) if letter not in letters]))
+    products = aligned[0] * aligned[1]
+    return reduce(jnp.add, [products[..., index] for index in range(products.shape[-1])])
+
+
+def attention_in_order(dtype):
+    """Return `apply` with attention that uses `einsum_in_order`, with operands and results rounded to a dtype."""
+    einsum, info = jnp.einsum, jnp.finfo(dtype)
+
+    def rounded(x):  # In contrast to a cast, XLA never omits this rounding.
+        return jax.lax.reduce_precision(x, info.nexp, info.nmant)
+
+    def replacement(spec, *operands):
+        if spec not in ("BTHGD,BSHD->BHGTS", "BHGTS,BSHD->BTHGD"):
+            return einsum(spec, *operands)
+        return rounded(einsum_in_order(spec, *map(rounded, operands)))
+
+    def apply_in_order(*args):
+        with mock.patch.object(jnp, "einsum", replacement):
+            return apply(*args)
+
+    return apply_in_order
 
 
 def log_probabilities(logits, tokens):
@@ -109,7 +160,7 @@ def trained(state, steps=300):
 
 
 def main():
-    state, tokens = trained(STATE), batch_of(jax.random.key(1))
+    state, tokens = trained(with_random_mlps(STATE)), batch_of(jax.random.key(1))
     # The first half of each sequence is a prompt. Some of the remaining tokens are random.
     noise = jax.random.randint(jax.random.key(2), tokens.shape, 0, VOCABULARY)
     tokens = jnp.where((jnp.arange(LENGTH) < LENGTH // 2) | (noise % 4 > 0), tokens, noise)
@@ -119,11 +170,13 @@ def main():
     setups = [("everything in float32", jnp.float32, lambda fun: fun, apply, apply)]
     for dtype in map(jnp.dtype, sys.argv[1:] or ["float16", "bfloat16"]):
         half = jls.autocast(apply, dtype)
+        in_order = jls.autocast(attention_in_order(dtype), dtype)
         setups += [
             ("(a) wrapped loss function", dtype, partial(jls.autocast, dtype=dtype), apply, apply),
             ("(b) wrapped model", dtype, lambda fun: fun, half, half),
             ("(a) and (b)", dtype, partial(jls.autocast, dtype=dtype), half, half),
             ("(c) manual cast", dtype, lambda fun: fun, manual_cast(dtype), manual_cast(dtype)),
+            ("(b) with attention sums in a fixed order", dtype, lambda fun: fun, in_order, in_order),
         ]
     for name, dtype, wrap_loss, of_trainer, of_sampler in setups:
         half_loss = wrap_loss(partial(loss_fn, of_trainer))
