@@ -68,7 +68,10 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         # probabilities ensures that adding a constant to all tangents does not change the derivative. The sum of the
         # rounded probabilities is 0 if all of them are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
-        return y * (tangent - (y * tangent).sum(axes, keepdims=True) / total)
+        # Because the division is inside of the second sum, XLA compiles the gradient to one GPU kernel instead of
+        # several. This kernel needs one more array with the shape of `y`, because a kernel that sums an operand cannot
+        # overwrite this operand.
+        return y * (tangent - (y / total * tangent).sum(axes, keepdims=True))
 
     return ByResult(function, derivative)
 

@@ -60,6 +60,19 @@ def test_softmax_that_is_rounded_to_zero_has_zero_gradient():
     assert (_softmax((0,)).derivative(jnp.zeros(8), jnp.ones(8)) == 0).all()
 
 
+@pytest.mark.parametrize("size", [64, 8192, 100_000])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=lambda dtype: dtype.dtype.name)
+def test_softmax_derivative_is_accurate_for_long_rows(dtype, size):
+    """The error must be a float32 error, although the rounded probabilities do not sum to exactly 1."""
+    logits, tangents = np.random.default_rng(0).normal(size=(2, size)).astype(np.float32)
+    tangents += 10
+    rounded = jax.nn.softmax(logits).astype(dtype).astype(jnp.float32)
+    y = np.asarray(rounded, np.float64)
+    exact = y * (tangents - (y * tangents).sum() / y.sum())
+    ours = _softmax((0,)).derivative(rounded, tangents)
+    assert np.linalg.norm(ours - exact) <= 3e-6 * np.linalg.norm(exact)
+
+
 @pytest.mark.parametrize(("rows", "dtype"), [(2048, "float16"), (2049, "float32")])
 def test_maximum_is_half_precision_if_float16_can_count_the_elements(rows, dtype):
     jaxpr = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.max(x @ w, axis=0) @ w))(jnp.eye(2), jnp.ones((rows, 2)))
