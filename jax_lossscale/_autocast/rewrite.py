@@ -30,7 +30,16 @@ from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import as_declared, as_dtype, bind_here, in_context, is_float32, with_dtype
+from jax_lossscale._program.jaxpr import (
+    as_declared,
+    as_dtype,
+    bind_here,
+    in_context,
+    in_scopes,
+    is_float32,
+    name_stack_of,
+    with_dtype,
+)
 from jax_lossscale._program.subjaxprs import subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -80,15 +89,17 @@ class Rewriting:
         }
         functions: dict[Any, Callable[..., list[Any]]] = {}
         for segment in plan.segments:
-            function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment)
+            scopes = _common_scopes(plan, segment)
+            function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment, len(scopes))
             if segment.saved is not None:
                 if self.measured is None:
                     # `jax.checkpoint` traces each function object only once. Equal segments, such as those of equal
                     # blocks of a network, therefore use the same function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
-                        function = functions.setdefault(_key(plan, segment), function)
+                        function = functions.setdefault(_key(plan, segment, len(scopes)), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
-            results = function(*(values[value_id] for value_id in segment.inputs))
+            with in_scopes(scopes):
+                results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in graph.outputs]
 
@@ -96,12 +107,15 @@ class Rewriting:
         """Return a value in the dtype in which it is stored between segments."""
         return as_dtype(array, self.dtype) if value_id in plan.half else array
 
-    def _segment(self, plan: Plan, segment: Segment, *inputs: Any) -> list[Any]:
-        """Return the outputs of a segment, in the dtypes in which the plan stores them."""
+    def _segment(self, plan: Plan, segment: Segment, num_scopes: int, *inputs: Any) -> list[Any]:
+        """Return the outputs of a segment, in the dtypes in which the plan stores them.
+
+        The caller has entered the first ``num_scopes`` scopes of all nodes.
+        """
         values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
-            with in_context(node.eqn, node.within):
+            with in_context(node.eqn, node.within, num_scopes):
                 for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_dtype(values[value], _FLOAT32)
                 if node_plan.kind is NodeKind.CALL:
@@ -264,12 +278,32 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
     return mark_saved(array) if segment.saved and value in segment.saved else array
 
 
-def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
+def _common_scopes(plan: Plan, segment: Segment) -> Any:
+    """Return the scopes that begin the name stacks of all nodes of a segment.
+
+    If a name stack contains the name of a transformation, such as ``jvp``, this name is not separated from the scope to
+    which it applies.
+    """
+    nodes = [plan.graph.nodes[position] for position in segment.nodes]
+    first, *others = [name_stack_of(node.eqn, node.within) for node in nodes]
+    length = min(map(len, [first, *others]))
+    while any(stack.stack[:length] != first.stack[:length] for stack in others) or _ends_inside_name(first[:length]):
+        length -= 1
+    return first[:length]
+
+
+def _ends_inside_name(stack: Any) -> bool:
+    """Return whether a further scope would be shown in parentheses, as ``jvp(scope)`` instead of ``layer/scope``."""
+    return len(stack) > 0 and str(stack.extend("scope")) != f"{stack}/scope"
+
+
+def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     """Return a key that is equal for two segments only if the segments can share one function object.
 
-    Two segments with equal keys perform the same operations on the same lines of code and in the same layer, so the
-    locations that reports and profiles show are correct for both segments. The key does not contain the saved values,
-    because these values are determined by the other parts of the key.
+    Two segments with equal keys perform the same operations on the same lines of code and in the same layers, except
+    for the first ``num_scopes`` scopes, which are added outside of the function. Therefore, the locations that reports
+    and profiles show are correct for both segments. The key does not contain the saved values, because these values are
+    determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 
@@ -282,8 +316,9 @@ def _key(plan: Plan, segment: Segment) -> tuple[Any, ...]:
     nodes = []
     for position in segment.nodes:
         node = plan.graph.nodes[position]
-        locations = [(str(eqn.source_info.name_stack), eqn.source_info.traceback) for eqn in (*node.within, node.eqn)]
-        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *locations
+        lines = [eqn.source_info.traceback for eqn in (*node.within, node.eqn)]
+        location = name_stack_of(node.eqn, node.within).stack[num_scopes:], *lines
+        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *location
         values = *map(numbered, node.inputs), *map(numbered, node.outputs)
         nodes.append((computed, values, position in segment.rounds_cotangent))
     outputs = tuple(map(numbered, segment.outputs))

@@ -181,18 +181,32 @@ def last_uses(jaxpr: Jaxpr) -> list[list[Any]]:
     return uses[::-1]
 
 
+def name_stack_of(eqn: Any, within: Sequence[Any] = ()) -> Any:
+    """Return the name stacks of the inlined calls ``within`` (starting with the outermost call) and of ``eqn``."""
+    stack = eqn.source_info.name_stack
+    for holder in reversed(within):
+        stack = holder.source_info.name_stack + stack
+    return stack
+
+
 @contextlib.contextmanager
-def in_context(eqn: Any, within: Sequence[Any] = ()) -> Iterator[None]:
+def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Iterator[None]:
     """Give equations that are traced in this context the name stack, source line and mesh of ``eqn``.
 
-    ``within`` contains the inlined calls around ``eqn``, the outermost first. The name stacks of the inlined calls
-    precede the name stack of ``eqn``.
+    Args:
+      eqn: the equation.
+      within: the inlined calls around ``eqn``, starting with the outermost call.
+      num_scopes: the number of scopes at the beginning of the name stack that are left out, because the caller has
+        already entered them.
     """
-    stack = current_name_stack()
-    for holder in (*within, eqn):
-        stack = stack + holder.source_info.name_stack
+    stack = current_name_stack() + name_stack_of(eqn, within)[num_scopes:]
     with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def in_scopes(stack: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context that adds ``stack`` to the name stacks of the equations that are traced in it."""
+    return user_context(None, name_stack=current_name_stack() + stack)
 
 
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
