@@ -67,7 +67,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
     batched = jax.vmap(lambda *operands: _plain(*operands, matmul=matmul, **params), in_axes=tuple(axes))
     closed = jax.make_jaxpr(batched)(*operands)
     values = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    # The jaxpr of the batched matmul contains a matmul, and equations that move the axes of its operands and result.
+    # The jaxpr of the batched matmul contains a matmul and the equations that move the axes of its operands and result.
     for eqn in closed.jaxpr.eqns:
         inputs = [values[atom] for atom in eqn.invars]
         if eqn.primitive is matmul:

@@ -178,7 +178,7 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """Bind the equation of an `in_half` function, and return its results.
+    """Bind the equation of an `in_half` function and return the results.
 
     Only the jaxpr of ``fallback`` is a parameter of the equation. The float16 and bfloat16 jaxprs are hidden in a
     function, which is another parameter. Therefore, code that traverses all jaxprs in a program finds only the
