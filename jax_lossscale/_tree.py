@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
 
-# The smallest and the largest power of two whose reciprocal is also a normal float32 number. XLA can flush subnormal
+# The smallest and largest powers of two whose reciprocals are also normal float32 numbers. XLA can flush subnormal
 # numbers to zero.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
 
@@ -275,7 +275,7 @@ def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
 def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     """Return the product of a leaf and a real scalar.
 
-    The real and the imaginary part of a complex leaf are multiplied separately, because ``inf * (s + 0j)`` is NaN.
+    The real and imaginary parts of a complex leaf are multiplied separately, because ``inf * (s + 0j)`` is NaN.
     """
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(_multiply(leaf.real, factor), _multiply(leaf.imag, factor))

@@ -89,9 +89,9 @@ class Context(NamedTuple):
       within: the equations that contain the jaxpr, starting with the outermost equation.
       half_inputs: for each argument, whether it is passed in half precision; by default False.
       half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
-      unrounded: for each result that must not be rounded, the reason; otherwise "", which is the default.
+      unrounded: for each result, the reason why it must not be rounded; "" (the default) if it may be rounded.
       known: for each argument that is a constant or a slice of a constant, the function that computes the interval of
-        its elements (`constants.Interval`); otherwise None, which is the default.
+        its elements (`constants.Interval`); None (the default) for all other arguments.
     """
 
     within: tuple[Any, ...] = ()

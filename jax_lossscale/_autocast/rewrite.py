@@ -196,7 +196,8 @@ class Rewriting:
           within: the equations that contain the jaxpr.
           closed: the jaxpr.
           inputs: the arguments.
-          known: for each argument that is a constant, the function that computes its interval; otherwise None.
+          known: for each argument, the function that computes its interval if the argument is a constant, and None
+            otherwise.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
             declares. All other results are returned in the dtypes in which the plan stores them.
         """

@@ -134,7 +134,7 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
-    """Return whether all flags are true, ignoring each ``None``. Return ``None`` if all flags are ``None``."""
+    """Return whether all flags are true, ignoring any ``None``. Return ``None`` if all flags are ``None``."""
     result = None
     for flag in flags:
         if flag is not None:

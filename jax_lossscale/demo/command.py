@@ -1,4 +1,4 @@
-"""Command line of the demonstration, ``python -m jax_lossscale``, with its options and a progress bar."""
+"""Command-line interface of the demonstration (``python -m jax_lossscale``), with a progress bar."""
 
 from __future__ import annotations
 

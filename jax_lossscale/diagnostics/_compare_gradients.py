@@ -173,7 +173,7 @@ def compare_gradients(
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in
-        terminals and notebooks, from the fifth second on. If ``progress`` is a function, such as ``tqdm.tqdm`` or
+        terminals and notebooks, starting after five seconds. If ``progress`` is a function, such as ``tqdm.tqdm`` or
         ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
         `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.

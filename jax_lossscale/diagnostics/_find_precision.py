@@ -55,10 +55,10 @@ def find_precision(
       tolerance: the largest accepted error, relative to the float32 result, of the value, of the gradient of each leaf
         and of the gradient of all leaves together. The default tolerance is 0.01 for float16 and 0.08 for bfloat16. The
         notes below describe exceptions for small leaves.
-      batches: further batches for which the policy must achieve the tolerance. Each batch replaces the last element of
+      batches: additional batches for which the policy must meet the tolerance. Each batch replaces the last element of
         ``args`` and must have the same structure, shapes and dtypes.
       progress: whether to print a line to standard error for each trial. By default, the lines are printed in terminals
-        and notebooks, from the fifth second on.
+        and notebooks, starting after five seconds.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand with `functools.partial`.
 

@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     Attributes:
       cause: the name of the cause, as documented in `GradientComparison`.
       sentences: the sentences of the verdict. Empty strings are ignored.
-      at: the index of the loss scale that shows the cause best.
+      at: the index of the loss scale that best shows the cause.
       leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, ``leaves``
         contains the leaves whose gradients are inaccurate without a loss scale.
       will_train: whether there is a loss scale at which all gradients are accurate.

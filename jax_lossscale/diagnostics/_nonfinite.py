@@ -106,7 +106,7 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
-    """Count the NaN and infinite elements of each leaf, and find the first non-finite element.
+    """Count the NaN and infinite elements of each leaf and find the first non-finite element.
 
     Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
     `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with

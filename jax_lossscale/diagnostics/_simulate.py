@@ -129,7 +129,7 @@ def simulate(
             f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
             "largest gradient of each step. Pass `largest` instead."
         )
-    # A gradient of zero is finite at every scale, and an infinite gradient is finite at no scale.
+    # A gradient of zero is finite at every scale, and an infinite gradient is not finite at any scale.
     seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
     return _replay(loss_scale, seen, seen, dtype)
 
