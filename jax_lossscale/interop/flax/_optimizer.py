@@ -32,9 +32,9 @@ def checked(tx: Any, name: str) -> LossScaledTransformation:
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
-    ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`. Both optimizers compute the same
-    result, but ``nnx.Optimizer`` is slower, because it computes the updates and adds them to the parameters in two
-    steps. All jax_lossscale functions that accept an optimizer state also accept ``opt.opt_state``.
+    ``nnx.Optimizer`` also accepts the result of `loss_scaled` and computes the same parameters, but it is slower,
+    because it computes the updates and adds them to the parameters in two steps. All jax_lossscale functions that
+    accept an optimizer state also accept ``opt.opt_state``.
 
     Args:
       model: the model, as in ``flax.nnx.Optimizer``.
