@@ -395,7 +395,7 @@ class _UnscaledWrapper(Wrapper):
         if is_traced and not self.shared.is_read:
             warn_user(
                 "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been "
-                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` of the "
+                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` from the "
                 "same `MixedPrecision` to the trainer."
             )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)

@@ -312,7 +312,7 @@ def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Para
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
-            f"`{name}` must have the same structure as `params`, {expected}, got {got}. If you compute "
+            f"`{name}` must have the same structure as `params` ({expected}), got {got}. If you compute "
             "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
         ) from error
 

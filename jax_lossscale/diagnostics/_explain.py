@@ -207,8 +207,8 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
                 "float16 if it is cast or multiplied."
             )
             yield (
-                "If this parameter became so large during training, restart from a checkpoint with a smaller learning "
-                "rate."
+                "If this parameter became this large during training, restart from a checkpoint with a smaller "
+                "learning rate."
             )
 
 

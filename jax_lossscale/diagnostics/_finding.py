@@ -79,7 +79,7 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32 as well. If the loss became so large during training, "
+                f"The loss is {reference:.2g} in float32 as well. If the loss became this large during training, "
                 f"training diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate "
                 "and the sign of the loss.",
             )

@@ -56,7 +56,7 @@ class MatmulSummary(NamedTuple):
             )
         if self.is_autocast:
             return (
-                f"`autocast` computes no matrix multiplications and convolutions in {self.dtype}. The first of "
+                f"`autocast` computes no matrix multiplications or convolutions in {self.dtype}. The first of "
                 f"{self.matmuls}: {self.first_float32}."
             )
         return (

@@ -196,7 +196,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
         ) from error
     if not -1 <= position < len(paths):
         raise ValueError(
-            f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "
+            f"`leaf_path(index=...)` must be between -1 and {len(paths) - 1} for a tree of {len(paths)} leaves, got "
             f"{position}. Pass a tree with the same structure as the gradients."
         )
     return None if position == -1 else paths[position]

@@ -65,7 +65,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         if set(names) != set(state):
             raise ValueError(
                 f"The saved state of a `{kind.__name__}` contains {sorted(state)}, but the target contains "
-                f"{sorted(names)}. Restore the state onto a loss scale with the same configuration."
+                f"{sorted(names)}. Restore the state into a loss scale with the same configuration."
             )
         leaves = [
             serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)
