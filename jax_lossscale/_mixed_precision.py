@@ -221,7 +221,7 @@ class MixedPrecision:
         return step  # type: ignore[return-value]
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise an `AttributeError`, and suggest `mp.optimizer` if the object is used as an optimizer."""
+        """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
         hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
         raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
 

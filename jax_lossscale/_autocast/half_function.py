@@ -84,7 +84,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
     operations are not rewritten. Results in the dtype of `autocast` are cast to float32, and other results are not
     changed. ``jax.grad(autocast(fun))`` differentiates ``function``.
 
-    The fallback is computed in the following cases, and is differentiated like any other program:
+    The fallback, which is differentiated like any other program, is computed in the following cases:
 
     - The program is not transformed by `autocast`.
     - The call is inside `keep_float32`.
@@ -123,7 +123,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate an `in_half` function in a given dtype, and return its results.
+    """Evaluate an `in_half` function in a given dtype and return its results.
 
     If the equation declares a result as float32 and the function returns it in the given dtype, the result is not cast
     (see `gives_half`). All other results are cast to the dtypes that the equation declares.

@@ -2,7 +2,7 @@
 
 1. Decide the treatment of each node (its `NodePlan`).
 2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.
-3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
+3. Group the nodes into segments and select the values of each segment that are saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Planner:
     def _decide(
         self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, str], constants: Constants
     ) -> list[NodePlan]:
-        """Return the `NodePlan` of each node, and add all values computed from constants alone to ``constants``."""
+        """Return the `NodePlan` of each node. Add all values computed from constants alone to ``constants``."""
         node_plans: list[NodePlan] = []
         for node in graph.nodes:
             node_plan = self.rule.decide(node, within, unrounded, constants)

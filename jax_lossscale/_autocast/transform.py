@@ -116,7 +116,7 @@ def autocast(
     the usual order, they are added in ``dtype`` if the value is cast only once.
 
     XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``, which is on by default). Results
-    can therefore be more accurate than described here, and can differ slightly with and without `jax.jit`.
+    can therefore be more accurate than described here and can differ slightly with and without `jax.jit`.
 
     The page "How autocast works" explains which values are saved for the backward pass, and which sums are computed in
     float32.

@@ -23,7 +23,7 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 
 # The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
-LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum plausible increase of the peak
+LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and maximum plausible increase in the peak
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1

@@ -258,7 +258,7 @@ def register(cls: _T) -> _T:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Convert a NumPy scalar to a JAX array, and return any other leaf unchanged.
+    """Convert a NumPy scalar to a JAX array; return any other leaf unchanged.
 
     The constructor of a loss scale creates NumPy scalars, so that it does not initialize a JAX backend. When a loss
     scale is flattened, its NumPy scalars are converted to JAX arrays. As a result, the leaves of new and updated loss

@@ -158,7 +158,7 @@ class DynamicLossScale(BoundedLossScale):
         )
 
     def _check_rule(self) -> None:
-        """Convert the configuration of the update rule to Python numbers, and raise a `ValueError` if it is invalid."""
+        """Convert the configuration of the update rule to Python numbers; raise a `ValueError` if it is invalid."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
         period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
         hysteresis = _check.count(

@@ -1,4 +1,4 @@
-"""Functions that decide whether a step is applied, and compute the next loss scale.
+"""Functions that decide whether a step is applied and compute the next loss scale.
 
 A table in the docstring of `loss_scaled` shows how the loss scale is updated. `decide` checks the step on each device,
 combines the results of the checks over all devices, and then decides whether the step is applied.

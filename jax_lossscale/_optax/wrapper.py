@@ -273,7 +273,7 @@ def _check_arguments(
         hint = did_you_mean(argument, StepInputs._fields)
         if hint:
             raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # Without this error, `restore_from` would be passed to the inner optimizer, which would ignore it.
+    # The inner optimizer would ignore `restore_from`, so this argument is rejected.
     if "restore_from" in extra_args:
         raise ValueError(
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "

@@ -259,7 +259,7 @@ def axes_of_shard_map(eqn: Any) -> frozenset[str]:
 def shard_map(
     evaluate: Evaluate, eqn: Any, inputs: Sequence[Any], more_out_specs: Sequence[jax.sharding.PartitionSpec] = ()
 ) -> list[Any]:
-    """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map`, and return its outputs.
+    """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map` and return its outputs.
 
     The new `jax.shard_map` is necessary because it binds the axis names that the jaxpr uses. ``evaluate`` may return
     more outputs than the jaxpr has, and ``more_out_specs`` contains the partition specs of these additional outputs.
@@ -277,7 +277,7 @@ def shard_map(
 
 
 def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
-    """Call a function while the axis names of a `jax.shard_map` are bound, and return the result of the function."""
+    """Call a function while the axis names of a `jax.shard_map` are bound and return the result of the function."""
     results: list[_Result] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:

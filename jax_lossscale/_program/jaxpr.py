@@ -91,7 +91,7 @@ class Traced:
 
 
 def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function, and raise a `ValueError` if the function changes an nnx object that it closes over."""
+    """Call a function and raise a `ValueError` if the function changes an nnx object that it closes over."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
@@ -215,7 +215,7 @@ class RuleError(Exception):
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Call `bind_here`, and convert any exception that it raises to a `RuleError`.
+    """Call `bind_here` and convert any exception that it raises to a `RuleError`.
 
     JAX calls the differentiation rule of an equation while the equation is being bound. An exception in `bind_here` is
     therefore caused by this rule, not by the code that differentiates the equation.

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Perform the five training runs one after another, and return their results by name.
+    """Perform the five training runs one after another and return their results by name.
 
     All training runs have the same number of steps and the same initial parameters. A progress bar is shown if stderr
     is a terminal.

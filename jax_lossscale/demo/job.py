@@ -98,8 +98,8 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
         "float16_fixed": (jnp.float16, 2.0**15),
-        # The initial scale is deliberately far too high, and the growth period is short. The run shows that a dynamic
-        # scale still reaches a suitable value.
+        # The initial scale is deliberately far too high, and the growth period is short. This training run shows that a
+        # dynamic scale still reaches a suitable value.
         "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
         # The automatic scale does not need any settings.
         "float16_auto": (jnp.float16, jls.AutoLossScale()),

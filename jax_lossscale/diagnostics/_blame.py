@@ -93,7 +93,7 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Search backward from some nodes, and return the first node on each path that does not satisfy a condition."""
+    """Search backward from some nodes and return the first node on each path that does not satisfy a condition."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 

@@ -337,7 +337,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
     """Return whether more steps were skipped than the search for a suitable loss scale explains."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
-    # Each increase of the loss scale may cause an overflow.
+    # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     steps = int(state.applied_steps) + int(state.skipped_steps)
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps

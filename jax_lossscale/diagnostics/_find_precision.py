@@ -63,7 +63,7 @@ def find_precision(
         must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason, and identifies matmuls by layer,
+      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason and identifies matmuls by layer,
       parameter, operation or function. The policy therefore remains valid for other parameter values, for other batch
       sizes, and after changes to other parts of the code. The attribute ``loss_scale`` of the policy is the loss scale
       of the last trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error
@@ -117,8 +117,8 @@ def find_precision(
       - If the norm of a leaf is less than 0.1% of the norm of the whole gradient, only elements that become zero or
         non-finite count as errors.
       - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
-      - If a change of the parameters by a factor of ``1 ± 2**-9`` causes disproportionately large errors even in
-        float32, the tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
+      - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
+        tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
     call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")

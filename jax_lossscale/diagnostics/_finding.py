@@ -214,7 +214,8 @@ class Finder:
         lost = f"{percent(share)} of the gradients of {_paths(leaves)} are zero"
         if error <= LARGE_ERROR:
             start = errors.start()
-            # This factor scales the largest gradient of the branch up to the largest of all gradients.
+            # Multiplying the gradients of the branch by this factor makes its largest gradient equal to the largest of
+            # all gradients.
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
             sentences = [

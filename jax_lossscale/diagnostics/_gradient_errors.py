@@ -27,7 +27,7 @@ from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
-# If a change of the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
+# If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.
 _MOSTLY_ROUNDING = 0.05
 # The parameters are changed by this fraction to measure rounding errors. The fraction is close to the smallest relative

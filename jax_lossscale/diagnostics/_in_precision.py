@@ -1,9 +1,9 @@
 """Evaluation of a function with all half-precision values in another dtype.
 
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
-matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore depend only on its
-original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same parameters as
-before, except that the dtypes in the parameters are replaced as well.
+matter how a value was computed, and leaves all other dtypes unchanged. The new dtypes of an equation therefore depend
+only on its original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same
+parameters as before, except that the dtypes in the parameters are replaced as well.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def check_call(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> LossCall:
-    """Check the arguments of a report, and return a `LossCall` for the loss function.
+    """Check the arguments of a report and return a `LossCall` for the loss function.
 
     Args:
       caller: the name of the report, for error messages.

@@ -40,7 +40,7 @@ _EXACT = {"xla_allow_excess_precision": False}
 # headroom is necessary because the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by the fraction `_COARSE` changes the signs of ReLU inputs about as often as rounding to
-# float16 in every layer does. If this change of the parameters causes large errors even in float32, the precision of
+# float16 in every layer does. If this change to the parameters causes large errors even in float32, the precision of
 # the matmuls is not the cause, and the tolerance is increased by a factor of up to `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
@@ -188,9 +188,8 @@ class Search:
 
         Args:
           exact: the value and the gradients in float32.
-          fine: the relative change of the value and the measurements of the gradients, after a nudge by
-            `errors.NUDGE`.
-          coarse: the relative change of the value and the measurements of the gradients, after a nudge by `_COARSE`.
+          fine: the relative change in the value and the measurements of the gradients, after a nudge by `errors.NUDGE`.
+          coarse: the relative change in the value and the measurements of the gradients, after a nudge by `_COARSE`.
         """
         value, leaves = exact
         (of_value, rounding), (coarse_of_value, measured) = fine, coarse

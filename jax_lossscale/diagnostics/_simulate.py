@@ -172,6 +172,6 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round ``number`` to ``dtype``, and return the result in the original dtype of ``number``."""
+    """Round ``number`` to ``dtype`` and return the result in the original dtype of ``number``."""
     # Without the optimization barrier, the compiler could remove the conversion to `dtype` and the conversion back.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)
