@@ -19,7 +19,8 @@ _JAX = jax.__version_info__
 def new_cache_context() -> Any:
     """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
 
-    In the context of a value, JAX reuses a traced function only if it was traced in the context of an equal value.
+    In the context of a value, JAX reuses a traced function only if the function was traced in the context of an equal
+    value.
     """
     if hasattr(jax, "make_user_context"):
         return jax.make_user_context()

@@ -100,9 +100,9 @@ class MinCut(NamedTuple):
     def _key(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
     ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return a key that is equal only for segments with the same minimum cut, and a dictionary of numbered values.
+        """Return a key that is equal only for segments with the same minimum cut, and a dictionary.
 
-        The dictionary contains the number by which each value is represented in the key. In contrast to the key in
+        The dictionary maps each value to the number that represents the value in the key. In contrast to the key in
         `rewrite`, this key contains neither the locations of the nodes nor the values of literals.
         """
         numbers: dict[ValueId, int] = {}

@@ -131,8 +131,8 @@ class Plan(NamedTuple):
       within: the equations that contain the jaxpr, starting with the outermost equation.
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes. An equation whose sub-jaxprs contain one of these matmuls or
-        functions is mapped to an empty string.
+        precision, including those in the jaxprs of nodes. A higher-order equation that contains a matmul or an
+        `in_half` function with a reason is mapped to an empty string.
     """
 
     graph: Graph

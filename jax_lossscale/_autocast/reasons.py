@@ -1,8 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
 A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Only programs that are traced for a report have scopes with reasons. In reports, scopes with reasons are
-omitted from the names of layers.
+forward matmul. Reasons are added only to programs that are traced for a report. When a report prints the name of a
+layer, it omits the name scopes that contain reasons.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # `jax_default_matmul_precision` sets the precision of all matmuls. If a matmul has this precision, the user did
-        # not select the precision for this matmul in particular.
+        # `jax_default_matmul_precision` sets the precision of all matmuls. If a matmul has this default precision, the
+        # user did not select the precision for this particular matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(

@@ -1,7 +1,7 @@
 """Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
 
-The micro-batches are processed in a `jax.lax.scan`, so the device memory needs to hold the intermediate values of only
-one micro-batch at a time.
+The micro-batches are processed in a `jax.lax.scan`, so the activations of the whole batch do not have to fit into the
+device memory.
 """
 
 from __future__ import annotations

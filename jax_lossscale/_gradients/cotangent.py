@@ -167,7 +167,7 @@ def _check_order(tree: chex.ArrayTree, function: str) -> None:
 
 
 def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
-    """Return the current scale as a ``float32[]`` with its derivative stopped.
+    """Return the current scale as a ``float32[]``, after applying `jax.lax.stop_gradient`.
 
     Args:
       loss_scale: any loss scale.

@@ -30,7 +30,7 @@ _LOG2_LEAST_MARGIN = 1
 # Upper limit, in bits, for the sum of the margin and the allowance. The limit applies if gradients overflow even though
 # the scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
-# The base-2 logarithm of the target before the first gradient that is not zero. At a scale of 2**40, gradients above
+# The base-2 logarithm of the target that is used until the first nonzero gradient. At a scale of 2**40, gradients above
 # 2**-65 do not underflow in float16.
 _LOG2_SEARCH_TOP = 40
 

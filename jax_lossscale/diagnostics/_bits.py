@@ -54,8 +54,8 @@ def layout_of(dtype: DTypeLike) -> Layout:
 def magnitudes(leaf: ArrayLike) -> jax.Array:
     """Return the float32 or float64 bits of the absolute values of a leaf, as integers.
 
-    A larger absolute value has a larger integer. The real and imaginary parts of a complex leaf are stacked along a new
-    last axis.
+    Larger absolute values correspond to larger integers. The real and imaginary parts of a complex leaf are stacked
+    along a new last axis.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):

@@ -168,8 +168,8 @@ def compare_gradients(
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype in which ``fun`` computes.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
-        ``2**-8`` and ``2**24`` are compared, and further powers of two if the gradients are very large or very small. A
-        power of two is skipped if the errors at a smaller and a larger power of two are the same or below 1%.
+        ``2**-8`` and ``2**24`` are compared, and additional powers of two if the gradients are very large or very
+        small. A power of two is skipped if the errors at a smaller and a larger power of two are the same or below 1%.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in

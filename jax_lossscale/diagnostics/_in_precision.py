@@ -50,7 +50,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     Returns:
       A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to
       ``dtype``. Results that are in half precision in ``fun`` are returned in ``dtype``. The new function traces
-      ``fun`` in each call, so compile the new function with `jax.jit`.
+      ``fun`` on every call, so compile the new function with `jax.jit`.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or is float64 although 64-bit types are disabled.

@@ -53,7 +53,7 @@ def simulate(
 
     The simulation is compiled and takes far less time than the training run. There are two kinds of traces:
 
-    - ``grads_finite`` contains, for each step, whether the gradients were finite.
+    - ``grads_finite`` specifies, for each step, whether the gradients were finite.
     - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
       simulation computes whether the gradients are finite at the current loss scale.
 
