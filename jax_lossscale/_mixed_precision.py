@@ -381,7 +381,7 @@ class _UnscaledWrapper(Wrapper):
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """Return the state before the first step, and create the shared loss scale on the devices of the parameters."""
+        """Return the state before the first step and create the shared loss scale on the devices of the parameters."""
         if self.initial_loss_scale.skip_nonfinite:
             _warn_if_in_multi_steps()
         self.shared.place_like(params)

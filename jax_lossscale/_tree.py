@@ -2,7 +2,7 @@
 
 A pytree of gradients can contain other leaves besides floating arrays: ``None`` for frozen parameters, integers and
 their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
-inexact leaves (floating or complex, see `is_inexact`), and return every other leaf as the same object.
+inexact leaves (floating or complex, see `is_inexact`) and return every other leaf as the same object.
 
 The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
 dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.

@@ -37,8 +37,8 @@ _primitive.multiple_results = True
 def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
     """Compute a function in half precision under `autocast`, and a fallback in float32 everywhere else.
 
-    Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`, a
-    float32 program can call a kernel that supports only 16-bit dtypes. `in_half` is the counterpart of `keep_float32`.
+    Some kernels, such as cuDNN attention and many Pallas kernels, support only 16-bit dtypes. With `in_half`, a float32
+    program can call a kernel that supports only 16-bit dtypes. `in_half` is the counterpart of `keep_float32`.
     `in_half` also works inside `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
 
     Args:

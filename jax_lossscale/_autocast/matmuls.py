@@ -50,7 +50,7 @@ class TracedMatmuls(NamedTuple):
       traced: the program.
       used: the equations on which the results depend. Compilers remove all unused equations.
       matmuls: the matmuls of ``used``, in the order of the program.
-      is_autocast: whether the function, or a part of it, is under `autocast`.
+      is_autocast: whether `autocast` is applied to the function or to a part of it.
     """
 
     traced: Traced

@@ -133,7 +133,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
-    """Return ``value`` unchanged, and multiply its cotangent by the loss scale in the backward pass.
+    """Return ``value`` unchanged; in the backward pass, multiply its cotangent by the loss scale.
 
     `seed_gradient` is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
     `scale_gradient` differ only if they are called inside `jax.shard_map` and the scale varies over mesh axes over

@@ -80,7 +80,7 @@ def loss_scaled(
         yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
         `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the weights,
         both in float16 and in bfloat16.
-      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects either
+      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step and then selects either
         the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
         other platforms, ``"auto"`` uses ``"select"``, because a program compiled for a GPU moves half as many bytes
         with ``"select"`` (this has not been timed on a GPU). All values of ``skip`` lead to the same results. Use

@@ -366,7 +366,7 @@ def _steps_of_a_search(loss_scale: LossScale) -> float:
 
 
 def _about_gradients(state: LossScaledState) -> Iterator[str]:
-    """Yield sentences about the size of the gradients in a run whose last step was applied and finite."""
+    """Yield sentences about the size of the gradients in a run whose last step was neither skipped nor non-finite."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())

@@ -40,7 +40,7 @@ def find_precision(
     """Find the matmuls that must be in float32 so that the gradients of a function are accurate under `autocast`.
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
-    ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
+    ``fun`` with different sets of matmuls in half precision and compares them with the value and the gradients in
     float32. The gradients are computed at most 30 times per batch. The parameters and gradients need at most ``3 + n``
     times the memory of the parameters, where ``n`` is the number of batches, in addition to the memory of the
     activations.
@@ -146,7 +146,7 @@ def find_precision(
 
 
 def _found(call: LossCall, search: Search) -> PrecisionPolicy:
-    """Return the policy that a search finds, and warn if it is not useful."""
+    """Return the policy that a search finds and warn if it is not useful."""
     dtype, tolerance = search.dtype, search.tolerance
     if not search.is_exact_finite():
         faults = argument_faults(call)

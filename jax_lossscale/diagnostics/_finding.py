@@ -299,7 +299,7 @@ class Finder:
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe the error of the first operation, and suggest a fix. Return "" if there are no operations."""
+        """Describe the error of the first operation and suggest a fix. Return "" if there are no operations."""
         if not locations:
             return ""
         operation = locations[0]

@@ -58,7 +58,7 @@ class LossCall(NamedTuple):
         return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
 
     def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
-        """Trace the value and the scaled gradients of the loss function, and list the matmuls of the program."""
+        """Trace the value and the scaled gradients of the loss function and list the matmuls of the program."""
         program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
         self._checked(program.traced)
         return program

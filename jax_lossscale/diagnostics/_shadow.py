@@ -4,7 +4,7 @@
 largest measurements are saved. Each subclass of `MeasuringEvaluator` chooses how to represent values and which
 quantities to measure.
 
-`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
+`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32 and compares the results.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Pair(NamedTuple):
 
 
 class ShadowEvaluator(MeasuringEvaluator):
-    """Interpreter that evaluates jaxprs both in their own dtypes and in float32, and compares the results.
+    """Interpreter that evaluates jaxprs both in their own dtypes and in float32 and compares the results.
 
     For each site of a `Dataflow`, in the order of the sites, the interpreter measures one row, which contains the
     `Statistics` as ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each
