@@ -47,7 +47,7 @@ class Network(nn.Module):
 
 
 class TrainState(jls_flax.TrainState):
-    """The train state of flax with loss scaling and batch statistics."""
+    """The flax train state with loss scaling and batch statistics."""
 
     batch_stats: Any
 

@@ -1,4 +1,4 @@
-"""Validation of arguments. Error messages contain the name of the argument, its value, and how to fix the error."""
+"""Validation of arguments. Each error message states the name and value of the argument, and how to fix the error."""
 
 from __future__ import annotations
 

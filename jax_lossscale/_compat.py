@@ -17,9 +17,10 @@ _JAX = jax.__version_info__
 
 
 def new_cache_context() -> Any:
-    """Return a function that returns a context manager for a value.
+    """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
 
-    In this context, JAX reuses only functions that were traced in a context with the same value.
+    In the context of a value, JAX reuses a traced function only if the function was traced in the context of an equal
+    value.
     """
     if hasattr(jax, "make_user_context"):
         return jax.make_user_context()

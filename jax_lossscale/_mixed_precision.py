@@ -40,8 +40,9 @@ from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# `MixedPrecision.step` uses this context, because the caches of JAX do not know the loss scale that it sets. Otherwise,
-# JAX would reuse functions that it traced in another step, such as the argument of `jax.checkpoint`.
+# `MixedPrecision.step` uses this context, because the keys of JAX's tracing caches do not contain the loss scale that
+# it sets. Otherwise, JAX would reuse functions that it traced in another step, such as the argument of
+# `jax.checkpoint`.
 _in_step = _compat.new_cache_context()
 
 _USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
@@ -192,7 +193,7 @@ class MixedPrecision:
         `jax.export`. Wrap the function before it is compiled. The function must make only one update, because `loss`
         uses the same loss scale during the whole call. If the trainer compiles a loop over several steps, such as
         `jax.lax.scan`, wrap the body of the loop. Inside `jax.vmap`, also use `jax.jit`. Otherwise, JAX compiles every
-        operation again in each call.
+        operation again on every call.
 
         Args:
           train_step: a function that computes the gradients and calls ``mp.optimizer.update``. The arguments of
@@ -220,7 +221,7 @@ class MixedPrecision:
         return step  # type: ignore[return-value]
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise an `AttributeError`. Its message is specific if the object is used as an optimizer."""
+        """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
         hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
         raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -311,7 +312,7 @@ class _SharedLossScale:
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Inside the ``with`` block, use ``loss_scale`` instead of the loss scale in the references."""
+        """Inside the ``with`` block, use ``loss_scale`` and ignore the loss scale that is stored in the references."""
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
         token = self._of_step.set(loss_scale)
         try:
@@ -380,7 +381,7 @@ class _UnscaledWrapper(Wrapper):
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """Return the state before the first step, and create the shared loss scale on the devices of the parameters."""
+        """Return the state before the first step and create the shared loss scale on the devices of the parameters."""
         if self.initial_loss_scale.skip_nonfinite:
             _warn_if_in_multi_steps()
         self.shared.place_like(params)
@@ -394,7 +395,7 @@ class _UnscaledWrapper(Wrapper):
         if is_traced and not self.shared.is_read:
             warn_user(
                 "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been "
-                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` of the "
+                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` from the "
                 "same `MixedPrecision` to the trainer."
             )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
@@ -403,7 +404,10 @@ class _UnscaledWrapper(Wrapper):
 
 
 def _warn_if_in_multi_steps() -> None:
-    """Warn if this function is called in `optax.MultiSteps.init`, which passes nothing that identifies the caller."""
+    """Warn if a method of `optax.MultiSteps` is on the call stack.
+
+    The stack is searched because `optax.MultiSteps` calls ``init`` without any argument that identifies the caller.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), optax.MultiSteps):

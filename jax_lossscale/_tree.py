@@ -2,7 +2,7 @@
 
 A pytree of gradients can contain other leaves besides floating arrays: ``None`` for frozen parameters, integers and
 their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
-inexact leaves (floating or complex, see `is_inexact`), and return every other leaf as the same object.
+inexact leaves (floating or complex, see `is_inexact`) and return every other leaf as the same object.
 
 The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
 dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
 
-# The smallest and the largest power of two whose reciprocal is also a normal float32 number. XLA can flush subnormal
+# The smallest and largest powers of two whose reciprocals are also normal float32 numbers. XLA can flush subnormal
 # numbers to zero.
 _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126)
 
@@ -275,7 +275,7 @@ def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
 def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     """Return the product of a leaf and a real scalar.
 
-    The real and the imaginary part of a complex leaf are multiplied separately, because ``inf * (s + 0j)`` is NaN.
+    The real and imaginary parts of a complex leaf are multiplied separately, because ``inf * (s + 0j)`` is NaN.
     """
     if jnp.iscomplexobj(leaf):
         return jax.lax.complex(_multiply(leaf.real, factor), _multiply(leaf.imag, factor))

@@ -24,13 +24,13 @@ from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_cont
 
 
 class ByResult(NamedTuple):
-    """A function, and its derivative, which is computed from the function's result and a tangent."""
+    """A function and its derivative, which is computed from the function's result and a tangent."""
 
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
 
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return the function's result for ``x``, and this result rounded to half precision.
+        """Return the result of the function for ``x``, and the same result rounded to half precision.
 
         The derivatives of both results are computed from the rounded result.
         """

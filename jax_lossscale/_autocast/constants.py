@@ -34,14 +34,14 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# Each function in `_MONOTONE` is monotone in each operand, separately for positive and for negative numbers. The
-# largest and smallest values of a function on an interval are therefore at the two bounds or at the number that is
-# closest to 0.
+# Each function in `_MONOTONE` is monotone in each operand, separately for positive and for negative numbers. On an
+# interval, each function therefore takes its largest and smallest values at the bounds of the interval or at the number
+# in the interval that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    "dot_general": np.multiply,  # A `dot_general` of constants is elementwise, because matmuls are left out.
+    "dot_general": np.multiply,  # Matmul results are never constants, so this `dot_general` has one term per sum.
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }
@@ -52,8 +52,8 @@ class Constants:
 
     Args:
       graph: the graph. The caller passes each node of the graph to `add`, in the order of the graph.
-      known: for each argument that is a constant or a slice of a constant, the function that computes its interval;
-        otherwise None.
+      known: for each argument, the function that computes its interval if the argument is a constant or a slice of a
+        constant, and None otherwise.
     """
 
     def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
@@ -90,11 +90,11 @@ class Constants:
 
 
 def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> list[FindInterval | None]:
-    """Return, for each result of a jaxpr that is a constant, the function that computes its interval; otherwise None.
+    """Return, for each result of a jaxpr, the function that computes its interval, or None if it is not a constant.
 
     Args:
       closed: the jaxpr.
-      known: for each input that is a constant, the function that computes its interval; otherwise None.
+      known: for each input, the function that computes its interval if the input is a constant, and None otherwise.
     """
     graph = inlined(closed)
     constants = Constants(graph, known)
@@ -130,7 +130,7 @@ def _of_array(value: Any) -> Interval:
 
 
 def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
-    """Return the interval between the smallest and the largest number, after conversion to a dtype."""
+    """Return the interval between the smallest and largest numbers, after conversion to a dtype."""
     is_unknown = any(map(math.isnan, numbers))  # Arithmetic on infinite bounds can result in NaN.
     low, high = UNKNOWN if is_unknown else (float(min(numbers)), float(max(numbers)))
     if jnp.issubdtype(dtype, jnp.floating):

@@ -2,7 +2,7 @@
 
 Tensor cores accumulate in float32, so the float32 result of a matmul is not rounded. In JAX, ``preferred_element_type``
 can also select a float32 result for half-precision operands. However, with ``preferred_element_type``, the backward
-matmuls multiply a float32 cotangent by an operand in half precision, and are therefore computed in float32. The
+matmuls multiply a float32 cotangent by an operand in half precision and are therefore computed in float32. The
 primitive in this module rounds the cotangent to half precision first, so that both backward matmuls are in half
 precision. A `jax.custom_vjp` function could also round the cotangent, but would not support forward-mode
 differentiation.
@@ -67,7 +67,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
     batched = jax.vmap(lambda *operands: _plain(*operands, matmul=matmul, **params), in_axes=tuple(axes))
     closed = jax.make_jaxpr(batched)(*operands)
     values = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    # The jaxpr of the batched matmul contains a matmul, and equations that move the axes of its operands and result.
+    # The jaxpr of the batched matmul contains a matmul and the equations that move the axes of its operands and result.
     for eqn in closed.jaxpr.eqns:
         inputs = [values[atom] for atom in eqn.invars]
         if eqn.primitive is matmul:

@@ -37,8 +37,8 @@ _primitive.multiple_results = True
 def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
     """Compute a function in half precision under `autocast`, and a fallback in float32 everywhere else.
 
-    Some kernels support only 16-bit dtypes, such as the attention of cuDNN and many Pallas kernels. With `in_half`, a
-    float32 program can call a kernel that supports only 16-bit dtypes. `in_half` is the counterpart of `keep_float32`.
+    Some kernels, such as cuDNN attention and many Pallas kernels, support only 16-bit dtypes. With `in_half`, a float32
+    program can call a kernel that supports only 16-bit dtypes. `in_half` is the counterpart of `keep_float32`.
     `in_half` also works inside `jax.jit`, `jax.vmap`, `jax.checkpoint`, `jax.shard_map` and loops.
 
     Args:
@@ -84,7 +84,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
     operations are not rewritten. Results in the dtype of `autocast` are cast to float32, and other results are not
     changed. ``jax.grad(autocast(fun))`` differentiates ``function``.
 
-    The fallback is computed in the following cases, and is differentiated like any other program:
+    The fallback, which is differentiated like any other program, is computed in the following cases:
 
     - The program is not transformed by `autocast`.
     - The call is inside `keep_float32`.
@@ -123,7 +123,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
 
 def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluate an `in_half` function in a given dtype, and return its results.
+    """Evaluate an `in_half` function in a given dtype and return its results.
 
     If the equation declares a result as float32 and the function returns it in the given dtype, the result is not cast
     (see `gives_half`). All other results are cast to the dtypes that the equation declares.
@@ -178,7 +178,7 @@ def _described(aval: Any) -> str:
 
 
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
-    """Bind the equation of an `in_half` function, and return its results.
+    """Bind the equation of an `in_half` function and return the results.
 
     Only the jaxpr of ``fallback`` is a parameter of the equation. The float16 and bfloat16 jaxprs are hidden in a
     function, which is another parameter. Therefore, code that traverses all jaxprs in a program finds only the

@@ -32,7 +32,7 @@ def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
-    """Return ``value``, and round its cotangent to ``dtype`` in the backward pass, once for all uses of the cotangent.
+    """Return ``value``; in the backward pass, round its cotangent to ``dtype`` once for all uses of the cotangent.
 
     The sum ``y + bias``, where ``y`` is the result of a matmul in half precision, is passed to
     `with_rounded_cotangent`. The cotangent of the sum is rounded for the backward matmuls anyway. The reduction that
@@ -50,7 +50,7 @@ def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
 
 
 def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
-    """Return a primitive that returns its operand, and whose transpose rule is ``transpose``."""
+    """Return a primitive that returns its operand and whose transpose rule is ``transpose``."""
     primitive = Primitive(name)
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda aval, **_: aval)

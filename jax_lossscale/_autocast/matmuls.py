@@ -50,7 +50,7 @@ class TracedMatmuls(NamedTuple):
       traced: the program.
       used: the equations on which the results depend. Compilers remove all unused equations.
       matmuls: the matmuls of ``used``, in the order of the program.
-      is_autocast: whether the function, or a part of it, is under `autocast`.
+      is_autocast: whether `autocast` is applied to the function or to a part of it.
     """
 
     traced: Traced
@@ -62,7 +62,7 @@ class TracedMatmuls(NamedTuple):
 def trace_matmuls(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: jnp.dtype
 ) -> TracedMatmuls:
-    """Trace a function, and return the program and every matmul in it.
+    """Trace a function and return the program and every matmul in it.
 
     Args:
       fun: the function. If the function computes gradients, the matmuls of the backward pass are included.
@@ -95,7 +95,7 @@ class NestedEquation(NamedTuple):
     Attributes:
       eqn: the equation.
       location: the location of the equation.
-      within: the equations that contain the equation, the outermost first.
+      within: the equations that contain the equation, starting with the outermost equation.
       times: the number of executions of the equation, as far as this number is known.
     """
 
@@ -122,7 +122,10 @@ def jaxprs_in(eqn: Any) -> list[Jaxpr]:
 
 
 def operation_name(eqn: Any) -> str:
-    """Return the name of an equation's primitive, or of the original matmul for a matmul with a float32 result."""
+    """Return the name of an equation's primitive.
+
+    For a `float32_result_matmul`, return the name of the matmul primitive that it replaces.
+    """
     name: str = eqn.primitive.name
     return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 

@@ -52,11 +52,11 @@ class CutGraph:
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
     def require(self, value: Value) -> None:
-        """Require that a value is available in the backward pass."""
+        """Require a value to be available in the backward pass."""
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values that must be saved for the lowest total price of saving and recomputing."""
+        """Return the values to save so that the total price of saving and recomputing is as low as possible."""
         nodes = _nearest_to_sink(self._edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
@@ -100,10 +100,10 @@ class MinCut(NamedTuple):
     def _key(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
     ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return a key that is equal only for segments with the same minimum cut, and the numbers of the values in it.
+        """Return a key that is equal only for segments with the same minimum cut, and a dictionary.
 
-        In contrast to the key in `rewrite`, this key contains neither the locations of the nodes nor the values of
-        literals.
+        The dictionary maps each value to the number that represents the value in the key. In contrast to the key in
+        `rewrite`, this key contains neither the locations of the nodes nor the values of literals.
         """
         numbers: dict[ValueId, int] = {}
 
@@ -157,7 +157,7 @@ class MinCut(NamedTuple):
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
             for value in map(Value, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
-                    # Recomputing a reduction reads its operands, which are much larger than the result.
+                    # To recompute a reduction, its operands must be read, and they are much larger than its result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.

@@ -86,12 +86,12 @@ class Context(NamedTuple):
     If an attribute is an empty sequence, its default value applies to every argument or result.
 
     Attributes:
-      within: the equations that contain the jaxpr, the outermost first.
+      within: the equations that contain the jaxpr, starting with the outermost equation.
       half_inputs: for each argument, whether it is passed in half precision; by default False.
       half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
-      unrounded: for each result that must not be rounded, the reason; otherwise "", which is the default.
+      unrounded: for each result, the reason why it must not be rounded; "" (the default) if it may be rounded.
       known: for each argument that is a constant or a slice of a constant, the function that computes the interval of
-        its elements (`constants.Interval`); otherwise None, which is the default.
+        its elements (`constants.Interval`); None (the default) for all other arguments.
     """
 
     within: tuple[Any, ...] = ()
@@ -108,7 +108,8 @@ class CallPlan(NamedTuple):
       plans: the plan of each jaxpr.
       operands: for each operand of the node, whether it is passed in half precision.
       results: for each result of the node, whether it is returned in half precision.
-      known: for each operand of the node that is a constant, the function that computes its interval; otherwise None.
+      known: for each operand of the node, the function that computes its interval if the operand is a constant, and
+        None otherwise.
     """
 
     plans: tuple[Plan, ...]
@@ -127,11 +128,11 @@ class Plan(NamedTuple):
       half_inputs: for each argument, whether it is passed in half precision.
       calls: the treatment of the jaxprs in each node that is a `NodeKind.CALL`, by position of the node.
       segments: the segments of the graph, in the order of their evaluation.
-      within: the equations that contain the jaxpr, the outermost first.
+      within: the equations that contain the jaxpr, starting with the outermost equation.
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes. An equation whose jaxprs contain a matmul or function with a
-        reason has an entry "".
+        precision, including those in the jaxprs of nodes. A higher-order equation that contains a matmul or an
+        `in_half` function with a reason is mapped to an empty string.
     """
 
     graph: Graph

@@ -2,7 +2,7 @@
 
 1. Decide the treatment of each node (its `NodePlan`).
 2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.
-3. Group the nodes into segments, and select the values of each segment that are saved for the backward pass.
+3. Group the nodes into segments and select the values of each segment that are saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Values(NamedTuple):
 
 
 class Planner:
-    """Makes plans by the rule of `autocast` and a `PrecisionPolicy`, which contains exceptions to this rule.
+    """Makes plans according to the rule of `autocast` and a `PrecisionPolicy` with exceptions to this rule.
 
     Attributes:
       dtype: the half-precision dtype.
@@ -120,7 +120,7 @@ class Planner:
     def _decide(
         self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, str], constants: Constants
     ) -> list[NodePlan]:
-        """Return the `NodePlan` of each node, and add all values computed from constants alone to ``constants``."""
+        """Return the `NodePlan` of each node. Add all values computed from constants alone to ``constants``."""
         node_plans: list[NodePlan] = []
         for node in graph.nodes:
             node_plan = self.rule.decide(node, within, unrounded, constants)
@@ -136,7 +136,7 @@ class Planner:
         unrounded: Mapping[ValueId, str],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Choose the values of a graph that are stored in half precision, and plan the jaxprs in its nodes.
+        """Choose the values of a graph that are stored in half precision and plan the jaxprs in its nodes.
 
         If nothing in the jaxprs of a node is rewritten, the entry of the node in ``node_plans`` is changed in place
         from `NodeKind.CALL` to `NodeKind.OTHER`.
@@ -160,7 +160,7 @@ class Planner:
                 call = self._plan_call(node, context.within, values)
                 for plan in call.plans:
                     reasons |= plan.reasons
-                # The backward pass of a `jax.custom_vjp` function is traced later, and may contain matmuls.
+                # The backward pass of a `jax.custom_vjp` function is traced later and may contain matmuls.
                 if node.eqn.primitive.name == "custom_vjp_call" or any(plan.is_rewritten for plan in call.plans):
                     calls[position] = call
                     results = call.results
@@ -222,10 +222,10 @@ class Planner:
         def plan_subjaxprs() -> list[Plan]:
             return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
 
-        # Planning differentiates equations, which requires that the mesh axes of a `jax.shard_map` are bound.
+        # Planning differentiates equations, which requires the mesh axes of a `jax.shard_map` to be bound.
         plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Apart from residual streams, only two kinds of results may have another dtype than the jaxpr declares: all
-        # results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
+        # Apart from residual streams, only two kinds of results may differ in dtype from the declaration in the jaxpr:
+        # all results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
         first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
         results = [
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
@@ -236,7 +236,10 @@ class Planner:
     def _group(
         self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments of a graph with their saved values, and ``half`` extended by residual streams."""
+        """Return the segments of a graph, with the values that each segment saves, and the values in half precision.
+
+        The values in half precision are those in ``half`` and, if the policy requires it, the residual streams.
+        """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
@@ -276,7 +279,7 @@ class Planner:
 
 
 def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
-    """Return a list of pairs of a value and its mark. If ``marks`` is empty, every mark is False."""
+    """Return a list of pairs ``(value, mark)``. If ``marks`` is empty, every mark is False."""
     return list(zip(values, marks or [False] * len(values), strict=True))
 
 
@@ -288,7 +291,7 @@ def _with_reasons(
     Args:
       graph: the graph.
       node_plans: the treatment of each node.
-      within: the equations that contain the graph, the outermost first.
+      within: the equations that contain the graph, starting with the outermost equation.
       in_calls: the reasons of the equations in the jaxprs of nodes.
     """
     around = [(*within, *node.within) for node in graph.nodes]

@@ -40,9 +40,9 @@ class PrecisionRule:
 
     Args:
       precision: ``"half"`` (the dtype of `autocast`), ``"float32"``, or ``"float32_result"``. The value
-        ``"float32_result"`` applies to matrix multiplications and convolutions, and selects operands in half precision
-        and a float32 result. For `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``. An
-        operation always stays in float32 if one of its constant operands is known to be outside the range of half
+        ``"float32_result"`` applies to matrix multiplications and convolutions: their operands are in half precision,
+        and their result is in float32. For `in_half`, both ``"float32"`` and ``"float32_result"`` select ``fallback``.
+        An operation always stays in float32 if one of its constant operands is known to be outside the range of half
         precision.
       layer: the path of scopes (flax, haiku, `jax.named_scope`), or the classes of the modules that were being called
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
@@ -129,7 +129,7 @@ class PrecisionPolicy:
       loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
         printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
-        float32 sums that each block of a network passes to the next block (skip connections). In half precision, the
+        float32 sums that each block of a network with skip connections passes to the next block. In half precision, the
         residual stream takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is
         part of the residual stream if each iteration adds a value to the carry and also uses the carry in another
         operation. For example, the parameters in an inner training loop are part of the residual stream, because each

@@ -1,8 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
 A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Only programs that are traced for a report have scopes with reasons. The names of layers in reports do
-not contain the scopes with reasons.
+forward matmul. Reasons are added only to programs that are traced for a report. When a report prints the name of a
+layer, it omits the name scopes that contain reasons.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ def adding_reasons() -> Iterator[None]:
 
 
 def are_added() -> bool:
-    """Return whether the current context is `adding_reasons()`, so that traced programs contain reasons."""
+    """Return whether the code runs inside `adding_reasons()`, in which case traced programs contain reasons."""
     return _are_added.get()
 
 
 def autocast_scope() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that marks all new equations as being under `autocast`, if a report is traced."""
+    """Return a context manager that marks all new equations as being under `autocast`.
+
+    The context manager has no effect outside of `adding_reasons()`.
+    """
     return jax.named_scope(_AUTOCAST) if are_added() else contextlib.nullcontext()
 
 
@@ -70,9 +73,10 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
 
     Args:
       eqn: the equation.
-      within: the equations that contain the equation, the outermost first.
-      reasons: a dictionary from the paths of equations to the reasons why they are not in half precision. An equation
-        that only contains an equation with a reason has the entry "".
+      within: the equations that contain the equation, starting with the outermost equation.
+      reasons: a dictionary from the paths of equations to the reasons why the equations are not in half precision. An
+        equation that has no reason, but whose sub-jaxprs contain an equation with a reason, is mapped to an empty
+        string.
     """
     path = *within, eqn
     if path not in reasons:

@@ -134,11 +134,11 @@ class Rewriting:
         return [self._as_stored(plan, value_id, values[Value(value_id)]) for value_id in segment.outputs]
 
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
-        """Return a result of a node in its dtype within the segment, marked as saved if the segment saves it.
+        """Return a result of a node, cast to the dtype that the result has in the segment.
 
-        A value that is stored in half precision is rounded before it is saved, even if it is converted to float32 in
-        the segment. The results of data movement and selections need no rounding, because their operands have already
-        been rounded.
+        If the segment saves the result, the result is marked as saved. A value that is stored in half precision is
+        rounded before it is saved, even if it is converted to float32 in the segment. The results of data movement and
+        selections need no rounding, because their operands have already been rounded.
         """
         is_upcast = value_id in segment.upcast
         if not (is_upcast and node_plan.kind in FOLLOWING):
@@ -210,7 +210,8 @@ class Rewriting:
           within: the equations that contain the jaxpr.
           closed: the jaxpr.
           inputs: the arguments.
-          known: for each argument that is a constant, the function that computes its interval; otherwise None.
+          known: for each argument, the function that computes its interval if the argument is a constant, and None
+            otherwise.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
             declares. All other results are returned in the dtypes in which the plan stores them.
         """
@@ -265,7 +266,7 @@ class Rewriting:
         return self._plan_and_evaluate(plan.within, closed, inputs, known, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
-        """Return the rewritten jaxpr. ``are_half`` contains, for each result, whether it is in half precision."""
+        """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
         types = [
             with_dtype(aval, self.dtype) if is_half else aval
             for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)

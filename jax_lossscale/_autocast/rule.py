@@ -67,8 +67,8 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # `jax_default_matmul_precision` sets the precision of all matmuls. A matmul with the precision set by
-        # `jax_default_matmul_precision` was not marked individually by the user.
+        # `jax_default_matmul_precision` sets the precision of all matmuls. If a matmul has this default precision, the
+        # user did not select the precision for this particular matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
@@ -78,7 +78,7 @@ class Rule:
 
         Args:
           node: the node.
-          within: the equations that contain the graph, the outermost first.
+          within: the equations that contain the graph, starting with the outermost equation.
           feeding: the values that must not be rounded, each with the reason (see `Feeding.values`).
           constants: the constants among the arguments of the graph and the results of all previous nodes.
         """
@@ -95,8 +95,8 @@ class Rule:
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices, because
-        # the transpose of an all-gather is a sum, and placements, which include `pvary`, whose transpose is also a sum.
+        # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices (such as
+        # an all-gather) and placements (such as `pvary`). The transposes of an all-gather and of `pvary` are sums.
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
@@ -236,7 +236,7 @@ class Rule:
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
-        """Return the first rule of the policy that matches the equation, and add it to ``matched``."""
+        """Return the first rule of the policy that matches the equation, after adding the rule to ``matched``."""
         if not self._policy.rules:
             return None
         location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
@@ -249,9 +249,9 @@ class Rule:
     def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
-        A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function, and either the layer
-        of the function or a lower layer. Lower layers are included because the backward pass can enter layers that the
-        forward pass does not enter.
+        A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function and either the layer
+        of the function or a layer inside this layer. Inner layers are included because the backward pass can enter
+        layers that the forward pass does not enter.
         """
         location = location_within(eqn, around)
         for rule in self._policy.rules:

@@ -34,9 +34,9 @@ class Segment(NamedTuple):
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
       rounds_cotangent: the positions of the nodes that add a bias and whose result has a cotangent in float32. This
         cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
-      saved: the values computed in the segment, and the roundings of these values and of inputs, that are saved for the
-        backward pass. ``saved`` is None if the segment is evaluated without `jax.checkpoint`, so that JAX selects the
-        saved values.
+      saved: the values that are saved for the backward pass. They can be values that are computed in the segment, or
+        rounded copies of such values or of inputs. ``saved`` is None if the segment is evaluated without
+        `jax.checkpoint`, so that JAX selects the saved values.
     """
 
     nodes: tuple[int, ...]
@@ -81,7 +81,7 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
 def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
     """Return, for each large value that is cheap to compute, the position of the node that computes it.
 
-    A value is large if it has more than twice as many bytes as its sources together. The sources of a value are the
+    A value is large if it has more than twice as many bytes as all its sources combined. The sources of a value are the
     operands of its node, but an operand that is itself a large value is replaced by the sources of this operand.
     """
 
@@ -111,7 +111,7 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
 
 
 def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node. ``is_counted`` contains, for each node, whether it separates segments."""
+    """Return the level of each node. For each node, ``is_counted`` specifies whether the node separates segments."""
     levels: list[int] = []
     of_value: dict[ValueId, int] = {}
     after_effects = 0  # ensures that effects remain in order

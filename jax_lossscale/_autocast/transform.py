@@ -26,18 +26,19 @@ def autocast(
 ) -> Callable[..., Any]:
     """Transform a float32 function so that its matmuls are computed in half precision.
 
-    Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, in the forward pass and in the backward
-    pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the operands.
-    All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can overflow or
-    lose digits. Integers, random keys, complex numbers, float64 and the results of manual casts do not change.
+    Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
+    backward pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the
+    operands. All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can
+    overflow or lose digits. Integers, random keys, complex numbers, float64 and the results of manual casts do not
+    change.
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a
-    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul, and the reason for each
+    Cholesky factorization. `jls.diagnostics.autocast_report` prints the dtype of each matmul and the reason for each
     dtype.
 
     Args:
-      fun: a function of arbitrary pytrees, written for float32. ``fun`` is traced again at every call of the returned
+      fun: a function of arbitrary pytrees, written for float32. ``fun`` is traced again on every call of the returned
         function, so use `jax.jit` to compile the returned function. Arrays in the arguments are traced, and other
         arguments (Python numbers, strings, functions) are passed to ``fun`` unchanged.
       dtype: float16, which needs a loss scale, or bfloat16. With float32, `autocast` returns ``fun`` itself.
@@ -55,8 +56,8 @@ def autocast(
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
-        pass is traced later. A rule may match an operation in the backward pass if the rule matches the source line of
-        the `jax.custom_vjp` function, and either the layer of this function or a lower layer.
+        pass is traced later. A rule may match the backward pass if it matches the source line of the `jax.custom_vjp`
+        function and either the layer of the function or a layer inside this layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -115,7 +116,7 @@ def autocast(
     the usual order, they are added in ``dtype`` if the value is cast only once.
 
     XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``, which is on by default). Results
-    can therefore be more accurate than described here, and can differ slightly with and without `jax.jit`.
+    can therefore be more accurate than described here and can differ slightly with and without `jax.jit`.
 
     The page "How autocast works" explains which values are saved for the backward pass, and which sums are computed in
     float32.
@@ -148,7 +149,7 @@ def autocast(
 def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
-    """Evaluate a function under `autocast`, and return the result of the function and the `Planner`."""
+    """Evaluate a function under `autocast` and return the result of the function and the `Planner`."""
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)

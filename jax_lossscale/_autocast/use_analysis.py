@@ -55,8 +55,8 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
     The returned values are the graph arguments used by several nodes, and the graph arguments used by `in_half`
     functions, directly or after data movement.
 
-    The gradient of an argument that is used several times is a sum. If an argument is cast separately for each use, the
-    sum that is its gradient is computed in float32.
+    The gradient of an argument that is used several times is the sum of one cotangent per use. This sum is computed in
+    float32 if the argument is cast separately for each use.
     """
     arguments = {*graph.inputs, *graph.constants}
     moved = {*arguments}
@@ -130,9 +130,9 @@ def with_float32_cotangents(
 ) -> set[ValueId]:
     """Return the values whose cotangents are computed in float32.
 
-    These are the values that any operation takes in float32. A value that is not stored in half precision is also
-    included if the graph returns it, or if it is used several times. In the latter case, each use rounds the value, and
-    the rounded cotangents are added in float32.
+    A value is included if it is a float32 operand of any operation. A value that is not stored in half precision is
+    also included if the graph returns it, or if it is used several times. In the latter case, each use rounds the
+    value, and the rounded cotangents are added in float32.
     """
     found = {*value_ids(graph.outputs)} - half
     uses: Counter[ValueId] = Counter()
@@ -160,7 +160,7 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
 
 
 def carried_residual_stream(eqn: Any) -> set[int]:
-    """Return the positions of the operands of a scan that are its residual stream.
+    """Return the positions of the operands of a scan that contain the residual stream.
 
     The residual stream consists of the largest float32 carries to which each iteration adds a value and which the
     iteration also uses in another operation. The cell state of an LSTM is not part of the residual stream, because each

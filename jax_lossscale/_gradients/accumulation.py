@@ -1,6 +1,7 @@
 """Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
 
-The micro-batches are processed by a `jax.lax.scan`, so that the batch can be too large for the device memory.
+The micro-batches are processed in a `jax.lax.scan`, so the activations of the whole batch do not have to fit into the
+device memory.
 """
 
 from __future__ import annotations

@@ -133,12 +133,12 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
 
 
 def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
-    """Return ``value`` unchanged, and multiply its cotangent by the loss scale in the backward pass.
+    """Return ``value`` unchanged; in the backward pass, multiply its cotangent by the loss scale.
 
     `seed_gradient` is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
-    `scale_gradient` differ only inside `jax.shard_map`, if the scale varies over mesh axes over which the value does
-    not vary. `seed_gradient` then preserves the type of ``value``, and the computed gradient is the gradient of the sum
-    of ``scale * value`` over the devices along these axes.
+    `scale_gradient` differ only if they are called inside `jax.shard_map` and the scale varies over mesh axes over
+    which the value does not vary. `seed_gradient` then preserves the type of ``value``, and the computed gradient is
+    the gradient of the sum of ``scale * value`` over the devices along these axes.
     """
     scale = constant_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 
@@ -167,7 +167,7 @@ def _check_order(tree: chex.ArrayTree, function: str) -> None:
 
 
 def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
-    """Return the current scale as a ``float32[]`` with its derivative stopped.
+    """Return the current scale as a ``float32[]``, after applying `jax.lax.stop_gradient`.
 
     Args:
       loss_scale: any loss scale.

@@ -23,15 +23,15 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 
 # The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
-LOG2_MOVE = 8  # decrease of the scale after an overflow, maximum allowance, and maximum plausible increase of the peak
+LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and maximum plausible increase in the peak
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Upper limit, in bits, for the sum of the margin and the allowance, which applies if gradients overflow although the
-# scale is below its target. Normal float16 numbers span 30 powers of two.
+# Upper limit, in bits, for the sum of the margin and the allowance. The limit applies if gradients overflow even though
+# the scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
-# Initial target, before the first gradient that is not zero. At a scale of 2**40, gradients above 2**-65 do not
-# underflow in float16.
+# The base-2 logarithm of the target that is used until the first nonzero gradient. At a scale of 2**40, gradients above
+# 2**-65 do not underflow in float16.
 _LOG2_SEARCH_TOP = 40
 
 LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -58,8 +58,7 @@ class AutoLossScale(BoundedLossScale):
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
     is at most ``ceiling``. For each event, apply the first row of the table whose condition is true, and then the row
     "finally". All rows use the values before the step, except that the row "finally" uses the new target, which is
-    computed from the new peak, margin and allowance. A quantity does not change if neither of
-    the two applied rows mentions it::
+    computed from the new peak, margin and allowance. Quantities that do not appear in the applied rows do not change::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -79,8 +78,8 @@ class AutoLossScale(BoundedLossScale):
                    otherwise                       allowance = min(allowance + 2, 8)
                    finally                         scale = min(scale, target) - 8, and the step is skipped
 
-    The events are: all gradients are finite and at least one of them is not zero ("finite"), all gradients are zero
-    ("all zero"), and some gradients are not finite ("overflow"). A negative allowance also decays toward 0.
+    The event is "finite" if all gradients are finite and at least one of them is not zero, "all zero" if all gradients
+    are zero, and "overflow" if some gradients are not finite. A negative allowance also decays toward 0.
 
     Args:
       initial_loss_scale: the first scale, which need not be a power of two. All later scales are powers of two, unless
@@ -102,9 +101,9 @@ class AutoLossScale(BoundedLossScale):
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before the
         first gradient that is not zero, the margin can be larger than 30, because there is no peak and the margin alone
         determines the target. The margin is a leaf of the pytree.
-      log2_allowance: ``float32[]``, a number from -8 to 8 whose magnitude is the number of additional bits that remain
-        free for some time. The allowance is negative if a lower scale did not prevent the last overflows. The allowance
-        is a leaf of the pytree.
+      log2_allowance: ``float32[]``, a number from -8 to 8. Its magnitude is the number of bits that must remain free in
+        addition to the margin, and decays over time. The allowance is negative if lowering the scale did not prevent
+        the most recent overflows. The allowance is a leaf of the pytree.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
@@ -294,16 +293,16 @@ class AutoLossScale(BoundedLossScale):
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
         # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
-        # allowance up to its maximum, and the next overflows increase the margin in order to test lower scales.
+        # allowance up to its maximum. Subsequent overflows increase the margin in order to test lower scales.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
         reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. Overflows below
-        # the target also end the test of lower scales, because the scale does not reach the target if gradients
-        # underflow.
+        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. An overflow below
+        # the target can also end the test of lower scales, because the scale does not rise to its target while all
+        # gradients underflow to zero.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
@@ -324,7 +323,7 @@ class AutoLossScale(BoundedLossScale):
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
 
     def _search_margin(self) -> int:
-        """Return the initial margin, with which the initial target is 40, or ``ceiling`` if ``ceiling`` is lower."""
+        """Return the initial margin, chosen so that the initial target is ``min(40, ceiling)``."""
         return max(self._log2_ceiling() - _LOG2_SEARCH_TOP, 0) + _LOG2_LEAST_MARGIN
 
     def _log2_ceiling(self) -> int:

@@ -183,7 +183,7 @@ class LossScale(abc.ABC):
 
         Args:
           grads: any pytree of **unscaled** gradients, as returned by `unscale`. Leaves that are ``None`` are ignored.
-          axis_name: the name or names of the mesh axes over which the devices must agree whether all gradients are
+          axis_name: the name or names of the mesh axes over which the devices must agree on whether all gradients are
             finite, as in `all_finite`.
 
         Returns:
@@ -258,7 +258,7 @@ def register(cls: _T) -> _T:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Convert a NumPy scalar to a JAX array, and return any other leaf unchanged.
+    """Convert a NumPy scalar to a JAX array; return any other leaf unchanged.
 
     The constructor of a loss scale creates NumPy scalars, so that it does not initialize a JAX backend. When a loss
     scale is flattened, its NumPy scalars are converted to JAX arrays. As a result, the leaves of new and updated loss
@@ -270,8 +270,8 @@ def _as_array(leaf: Any) -> Any:
 def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
     """Return a copy of a loss scale with new leaves, without validating the leaves.
 
-    The derivatives of the leaves are stopped, because an update rule is not differentiable everywhere, and integer
-    counters do not have a derivative.
+    `jax.lax.stop_gradient` is applied to the new leaves, because an update rule is not differentiable everywhere, and
+    integer counters do not have a derivative.
     """
     moved = copy.copy(loss_scale)
     for name, leaf in leaves.items():

@@ -58,10 +58,10 @@ class DynamicLossScale(BoundedLossScale):
       current_loss_scale: ``float32[]``, the current scale, a leaf.
       num_good_steps: ``int32[]``, the number of finite steps since the last increase or the last non-finite step, a
         leaf.
-      hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After a
-        decrease of the scale, ``hysteresis_left`` is 0 until the count of non-finite steps restarts, and until then,
-        each non-finite step lowers the scale again. If ``hysteresis`` is 1, ``hysteresis_left`` is ``None`` instead of
-        a leaf.
+      hysteresis_left: ``int32[]``, the number of further non-finite steps until the scale decreases, a leaf. After the
+        scale decreases, ``hysteresis_left`` is 0 until the count of non-finite steps restarts. As long as
+        ``hysteresis_left`` is 0, each non-finite step lowers the scale again. If ``hysteresis`` is 1,
+        ``hysteresis_left`` is ``None`` instead of a leaf.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, if ``increment_period`` or ``hysteresis`` is
@@ -130,7 +130,7 @@ class DynamicLossScale(BoundedLossScale):
         grads_finite = jnp.asarray(grads_finite)
         scale, num_good_steps = self(), jnp.asarray(self.num_good_steps)
         # The counter `num_good_steps` can already exceed `increment_period` if it was restored from a run with a longer
-        # period. Therefore, the comparison of the two uses `>=` instead of `==`.
+        # period. Therefore, `num_good_steps` and `increment_period` are compared with `>=` instead of `==`.
         period_ends = num_good_steps >= self.increment_period - 1
 
         grown = scale * self.multiplier
@@ -158,7 +158,7 @@ class DynamicLossScale(BoundedLossScale):
         )
 
     def _check_rule(self) -> None:
-        """Convert the configuration of the update rule to Python numbers, and raise a `ValueError` if it is invalid."""
+        """Convert the configuration of the update rule to Python numbers; raise a `ValueError` if it is invalid."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
         period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
         hysteresis = _check.count(

@@ -20,7 +20,7 @@ _Tree = TypeVar("_Tree")
 # If a class is not registered with flax, flax restores objects of this class as dictionaries.
 READ_WITHOUT_INTEROP = (
     "contains a dictionary instead of a loss scale. If flax restored the state from a checkpoint, "
-    "`import jax_lossscale.interop.flax` first, and restore the checkpoint again."
+    "first `import jax_lossscale.interop.flax`, and then restore the checkpoint again."
 )
 
 

@@ -1,4 +1,4 @@
-"""Reductions over the devices of named mesh axes, and the axes over which values vary inside `jax.shard_map`."""
+"""Reductions over mesh axes, and functions that return or change the mesh axes over which an array varies."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def finite_and_largest(
     Returns:
       A ``bool[]`` that is true if all elements are finite, and a ``float32[]`` with the largest magnitude. The largest
       magnitude is NaN if an element is not finite, and 0 if there are no elements. The magnitude of a complex number is
-      the larger magnitude of its real and imaginary parts. A float64 number that is too large for float32 is replaced
-      by the largest float32 number. XLA can flush subnormal numbers to 0.
+      the larger of the magnitudes of its real and imaginary parts. A float64 number that is too large for float32 is
+      replaced by the largest float32 number. XLA can flush subnormal numbers to 0.
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf

@@ -61,8 +61,8 @@ def on_cpu(*leaves: jax.Array) -> jax.Array:
     """Return the largest magnitude of a list of arrays, computed by elementwise maxima of arrays and few reductions.
 
     On a CPU, XLA does not vectorize a reduction whose elements are computed in the same loop. Therefore, arrays of the
-    same shape and dtype are first combined to the elementwise maximum of their magnitudes, and only this elementwise
-    maximum is reduced. If there are too few arrays of the same shape and dtype, the arrays are split into parts.
+    same shape and dtype are first combined into one array, the elementwise maximum of their magnitudes, and only the
+    combined array is reduced. If there are too few arrays of the same shape and dtype, the arrays are split into parts.
     """
     groups = _groups(leaves)
     parts = [[part for leaf in group for part in _parts(leaf, max(1, _STREAMS // len(group)))] for group in groups]

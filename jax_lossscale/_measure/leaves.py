@@ -19,7 +19,7 @@ _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """Return the leaf as an array of at least 16 bits per number, with stopped derivatives."""
+    """Return the leaf as an array of at least 16 bits per number, after applying `jax.lax.stop_gradient`."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
     # Leaves with a dtype of 8 bits or less are cast to float32, which can represent all numbers of these dtypes. Some
     # dtypes of 8 bits or less have no infinity.

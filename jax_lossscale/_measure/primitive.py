@@ -13,7 +13,7 @@ on any other mesh                        `of_each`, which processes each array s
 
 On a mesh with axes that are neither explicit nor bound by `jax.shard_map`, the shardings of the arrays are not known
 when the program is lowered. If two arrays were processed together, XLA would first have to convert both arrays to the
-same sharding, and would therefore gather whole gradients. If each array is processed separately, each reduction returns
+same sharding and would therefore gather whole gradients. If each array is processed separately, each reduction returns
 a scalar, and XLA merges the all-reduces of these scalars.
 
 The number of devices is not known when a program is traced, but it is known when the program is lowered. The largest

@@ -53,8 +53,8 @@ def _with_same_varying_axes(
 
     Inside `jax.shard_map` with ``check_vma=True``, both branches of a `jax.lax.cond` must return values that vary over
     the same axes. However, newly created zeros do not vary over any mesh axis, and the initial optimizer state varies
-    over fewer axes than the state after the first sharded gradient. Each result is therefore marked as varying over the
-    mesh axes of both branches, and over the mesh axes of ``should_apply``.
+    over fewer axes than the state after a step with sharded gradients. Each result is therefore marked as varying over
+    the mesh axes of both branches, and over the mesh axes of ``should_apply``.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return run, leave

@@ -1,4 +1,4 @@
-"""Functions that decide whether a step is applied, and compute the next loss scale.
+"""Functions that decide whether a step is applied and compute the next loss scale.
 
 A table in the docstring of `loss_scaled` shows how the loss scale is updated. `decide` checks the step on each device,
 combines the results of the checks over all devices, and then decides whether the step is applied.
@@ -134,7 +134,7 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
-    """Return whether all flags are true, ignoring each ``None``. Return ``None`` if all flags are ``None``."""
+    """Return whether all flags are true, ignoring any ``None``. Return ``None`` if all flags are ``None``."""
     result = None
     for flag in flags:
         if flag is not None:

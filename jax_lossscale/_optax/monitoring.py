@@ -22,7 +22,7 @@ from jax_lossscale._optax.state import LossScaledState
 # limit.
 _MAX_CONSECUTIVE_SKIPS = 1000
 
-# If the gradients of all steps are zero, an error is raised from this number of applied steps on.
+# If the gradients of all steps are zero, an error is raised after this number of applied steps.
 _MAX_STEPS_WITHOUT_GRADIENTS = 20
 
 HOW_TO_SCALE = (
@@ -79,8 +79,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     """Raise an error if a run keeps skipping steps and a lower scale would not help, or if gradients are not scaled.
 
-    `raise_if_stuck` waits for the device, so call `raise_if_stuck` outside `jax.jit`, and only occasionally, for
-    example once in 100 steps. A run is stuck in the following cases:
+    `raise_if_stuck` waits for the device, so call it outside `jax.jit` and only occasionally, for example once every
+    100 steps. A run is stuck in the following cases:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
@@ -106,9 +106,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
       >>> jls.raise_if_stuck(state)
 
-    **Details.** From step 20 on, the state of an `AutoLossScale` also shows whether the user has scaled the gradients.
-    If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An error is raised
-    if both of the following conditions are true:
+    **Details.** After the first 20 steps, the state of an `AutoLossScale` also shows whether the user has scaled the
+    gradients. If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An
+    error is raised if both of the following conditions are true:
 
     - In the first 10 steps, the scale grew by a factor of at least 2**8, and the measured gradients shrank in
       proportion.

@@ -84,8 +84,8 @@ def seem_unscaled(
     """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
     The result is true only if the largest gradient of the last step is still far below the peak of the `AutoLossScale`.
-    If the user has started to scale the gradients, for example after loading a checkpoint, the largest gradient is
-    close to this peak again.
+    If the user has meanwhile started to scale the gradients, for example after loading a checkpoint, the largest
+    gradient is close to the peak of the `AutoLossScale` again, so the result is false.
 
     Args:
       evidence: the evidence from the first steps of the run.

@@ -135,7 +135,7 @@ def next_state(
       decision: the decision about the step.
       inner_state: the new state of the inner optimizer.
       unscaled: a function that returns the unscaled gradients.
-      axis_name: the name or names of the axes over which devices agree whether to skip a step.
+      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
     """
     applied = jnp.ones([], jnp.int32) if decision.should_apply is None else decision.should_apply.astype(jnp.int32)
     skipped = 1 - applied
@@ -235,7 +235,7 @@ def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
 
 
 def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """Return the optimizer state with a copy of each array that occurs in it more than once.
+    """Return the optimizer state, with repeated occurrences of the same array replaced by copies.
 
     The initial states of some optimizers contain the same array several times, and JAX cannot donate an array twice.
     """

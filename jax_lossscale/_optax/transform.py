@@ -45,7 +45,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = self.update(scaled_grads, state, params, **extra_args)
             return apply_updates(params, updates), state
 
-        # `update` has been replaced, for example with `_replace`, by a function that is not a method of a `Wrapper`.
+        # A user can replace `update`, for example with `_replace`, so it may not be a method of a `Wrapper`.
         return update_then_apply
 
     def __repr__(self) -> str:
@@ -74,13 +74,13 @@ def loss_scaled(
       inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
         because a step outside `jax.jit` is compiled as well.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
-      axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree
-        whether to skip a step, so that all devices skip the same steps. To agree, the devices perform one small
-        all-reduce in each step. The wrapper does not sum or average the gradients over devices. Sum or average the
-        gradients yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
+      axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree on
+        whether to skip a step, so that all devices skip the same steps. With ``axis_name``, each step performs one
+        small all-reduce. The wrapper does not sum or average the gradients over devices. Sum or average the gradients
+        yourself in float32, because a sum over devices is rounded to the dtype of the gradients. The sum that
         `jax.shard_map` computes for the gradients of replicated weights is also rounded to the dtype of the weights,
         both in float16 and in bfloat16.
-      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step, and then selects either
+      skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step and then selects either
         the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
         other platforms, ``"auto"`` uses ``"select"``, because a program compiled for a GPU moves half as many bytes
         with ``"select"`` (this has not been timed on a GPU). All values of ``skip`` lead to the same results. Use

@@ -40,7 +40,7 @@ class Wrapper:
       takes_scaled_gradients: whether the gradients must be divided by the loss scale. Otherwise, they are unscaled.
       inner: the inner optimizer.
       initial_loss_scale: the loss scale of the first step.
-      axis_name: the name or names of the axes over which devices agree whether to skip a step.
+      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
       skip: how a step is skipped, as in `loss_scaled`.
       record_bad_steps: whether the state contains a `BadStep`.
     """
@@ -230,15 +230,14 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     """Return parameters or unscaled gradients, cast to at least float32 for the inner optimizer.
 
     With a `NoOpLossScale`, bfloat16 leaves are not cast, so that the step is the same as without the wrapper. Float16
-    leaves are always cast, because the square of a small gradient is zero in float16, so that Adam would divide zero by
-    zero.
+    leaves are always cast. In float16, the square of a small gradient is zero, so Adam would divide zero by zero.
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
 
 
 def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
-    """Warn about float16 parameters. ``are_scaled`` is whether the optimizer takes scaled gradients.
+    """Warn about float16 parameters. ``are_scaled`` specifies whether the optimizer takes scaled gradients.
 
     Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
     """
@@ -269,12 +268,12 @@ def _check_arguments(
     _check_inputs(inputs, method)
     name = f"{method}({grads_name}=...)"
     _tree.check_tree(scaled_grads, name)
-    # The inner optimizer ignores arguments that it does not have, so a misspelled name would have no effect.
+    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
     for argument in extra_args:
         hint = did_you_mean(argument, StepInputs._fields)
         if hint:
             raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # If `restore_from` did not raise an error, it would be passed to the inner optimizer, which would ignore it.
+    # The inner optimizer would ignore `restore_from`, so this argument is rejected.
     if "restore_from" in extra_args:
         raise ValueError(
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
@@ -313,7 +312,7 @@ def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Para
             raise
         got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
         raise ValueError(
-            f"`{name}` must have the same structure as `params`, {expected}, got {got}. If you compute "
+            f"`{name}` must have the same structure as `params` ({expected}), got {got}. If you compute "
             "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
         ) from error
 

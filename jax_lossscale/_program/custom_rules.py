@@ -19,12 +19,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 
 _Result = TypeVar("_Result")
-# A function that evaluates a jaxpr and returns its outputs. The inputs of the jaxpr may have other dtypes than the
+# A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from those that the
 # jaxpr declares.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
 
-# A function that binds an equation with the given operands and parameters, and returns its results.
+# A function that binds an equation with the given operands and parameters and returns its results.
 Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
 
@@ -77,8 +77,8 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
     Returns:
       A jaxpr and a list. The inputs of the jaxpr are all operands of the equation, followed by the tangents of the
       perturbed operands (those at the positions ``perturbed``). The outputs of the jaxpr are the results of the
-      equation, followed by the nonzero tangents of the results. The list contains, for each result of the equation,
-      whether its tangent is a symbolic zero.
+      equation, followed by the nonzero tangents of the results. Each element of the list specifies whether the tangent
+      of the corresponding result is a symbolic zero.
     """
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
@@ -259,7 +259,7 @@ def axes_of_shard_map(eqn: Any) -> frozenset[str]:
 def shard_map(
     evaluate: Evaluate, eqn: Any, inputs: Sequence[Any], more_out_specs: Sequence[jax.sharding.PartitionSpec] = ()
 ) -> list[Any]:
-    """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map`, and return its outputs.
+    """Evaluate the jaxpr of a `jax.shard_map` inside a new `jax.shard_map` and return its outputs.
 
     The new `jax.shard_map` is necessary because it binds the axis names that the jaxpr uses. ``evaluate`` may return
     more outputs than the jaxpr has, and ``more_out_specs`` contains the partition specs of these additional outputs.
@@ -277,7 +277,7 @@ def shard_map(
 
 
 def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
-    """Call a function while the axis names of a `jax.shard_map` are bound, and return the result of the function."""
+    """Call a function while the axis names of a `jax.shard_map` are bound and return the result of the function."""
     results: list[_Result] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ class Node(NamedTuple):
       eqn: the equation in its original jaxpr.
       inputs: for each operand, the identifier of its value, or the literal.
       outputs: the identifiers of the results.
-      within: the inlined calls that contain the equation, the outermost first.
+      within: the inlined calls that contain the equation, starting with the outermost call.
     """
 
     eqn: Any

@@ -62,7 +62,7 @@ class Traced:
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the arrays in new arguments of the function, with which the jaxpr can be evaluated.
+        """Return the inputs with which the jaxpr can be evaluated for new arguments of the function.
 
         The new arguments must have the same tree structure as the arguments with which the function was traced.
         """
@@ -80,7 +80,7 @@ class Traced:
         return self.result([jnp.asarray(output) for output in outputs])
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the result of the function, and apply the changes that the function makes to nnx objects.
+        """Return the result of the function after applying the changes that the function makes to nnx objects.
 
         Args:
           outputs: the outputs of the jaxpr.
@@ -91,7 +91,7 @@ class Traced:
 
 
 def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function, and raise a `ValueError` if the function changes an nnx object that it closes over."""
+    """Call a function and raise a `ValueError` if the function changes an nnx object that it closes over."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
@@ -117,7 +117,7 @@ def is_half(aval: Any) -> bool:
 
 
 def is_float32(aval: Any) -> bool:
-    """Return whether a value of the type ``aval`` is a float32 array, or a reference to a float32 array."""
+    """Return whether ``aval`` is the type of a float32 array or of a reference to a float32 array."""
     return getattr(aval, "dtype", None) == np.float32
 
 
@@ -210,13 +210,13 @@ def in_scopes(stack: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def bind(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Bind the primitive of an equation in the context of the equation, and return its outputs."""
+    """Bind the primitive of an equation in the context of the equation and return its outputs."""
     with in_context(eqn):
         return bind_here(eqn, inputs, params)
 
 
 def bind_here(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Bind the primitive of an equation, and return its outputs.
+    """Bind the primitive of an equation and return its outputs.
 
     The caller must have entered the context `in_context(eqn)`.
     """
@@ -229,7 +229,7 @@ class RuleError(Exception):
 
 
 def bind_differentiated(eqn: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Call `bind_here`, and convert any exception that it raises to a `RuleError`.
+    """Call `bind_here` and convert any exception that it raises to a `RuleError`.
 
     JAX calls the differentiation rule of an equation while the equation is being bound. An exception in `bind_here` is
     therefore caused by this rule, not by the code that differentiates the equation.

@@ -35,14 +35,14 @@ class Location(NamedTuple):
     """The location of an equation in the code.
 
     Attributes:
-      stack: the names of the enclosing scopes and transformations, the outermost first.
+      stack: the names of the enclosing scopes and transformations, starting with the outermost name.
       layer: the names of the enclosing scopes; if there are no scopes, the classes whose ``__call__`` was running; ""
         if there are neither scopes nor such classes.
       source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the
         cell replaces the file.
       column: the innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the
         same line; "" if this library added the equation.
-      functions: the names of the functions outside of JAX that were running, the innermost first.
+      functions: the names of the functions outside of JAX that were running, starting with the innermost function.
       is_backward: whether the equation belongs to the backward pass.
       instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
         equations have the same bytecode positions only if the same user code was executed for both.
@@ -81,7 +81,10 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the location of an equation. ``within`` contains the enclosing equations, the outermost first."""
+    """Return the location of an equation.
+
+    ``within`` contains the enclosing equations, starting with the outermost equation.
+    """
     location = None
     for outer in within:
         location = location_of(outer, location)
@@ -114,7 +117,7 @@ def _layer(stack: str) -> str:
 
 
 def _frames(eqn: Any) -> list[Any]:
-    """Return the stack frames outside of JAX and this library, from the innermost frame to the start of the tracing."""
+    """Return the stack frames outside of JAX and this library, from the innermost frame to the traced function."""
     traceback = eqn.source_info.traceback
     # Before jax 0.9.1, a traceback also included the callers of the function that traces the model. These callers are
     # left out, because they are not layers of the model.
@@ -140,7 +143,7 @@ def _readable(file_name: str) -> str:
 
 
 def _classes(frames: list[Any]) -> list[str]:
-    """Return the classes whose ``__call__`` was running when an equation was traced, the outermost first.
+    """Return the classes whose ``__call__`` was running when an equation was traced, starting with the outermost class.
 
     The layers of nnx and equinox models are named after classes, because nnx and equinox add no names to the name
     stack.

@@ -1,10 +1,10 @@
-"""Support for modules and variables of flax nnx in the arguments of a traced function.
+"""Support for flax nnx modules and variables in the arguments of a traced function.
 
-Modules and variables of nnx are mutable, and a function may change them while it runs. If nnx modules were flattened as
-pytrees, the traced function would change copies of the modules (for example, of the batch statistics and the counters
-of random streams), and these changes would be silently lost. Therefore, nnx modules and variables are split and merged
-with `nnx.split` and `nnx.merge`, and the parts that a function changes become additional results of the traced
-function.
+Because nnx modules and variables are mutable, a function may change them while it runs. If nnx modules were flattened
+as pytrees, the traced function would change copies of the modules (for example, of the batch statistics and the
+counters of random streams), and these changes would be silently lost. Therefore, nnx modules and variables are split
+and merged with `nnx.split` and `nnx.merge`, and the parts that a function changes become additional results of the
+traced function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Flattened(NamedTuple):
     Attributes:
       leaves: the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects.
       objects: the nnx modules and variables in the tree.
-      with_leaves: a function that rebuilds the tree with new leaves, and returns the new tree and the new nnx objects.
+      with_leaves: a function that rebuilds the tree with new leaves and returns the new tree and the new nnx objects.
     """
 
     leaves: list[Any]
@@ -32,7 +32,7 @@ class Flattened(NamedTuple):
 
 
 def flattened(tree: Any) -> Flattened:
-    """Flatten a tree, and use `nnx.split` to flatten the nnx objects in it."""
+    """Flatten a tree, using `nnx.split` to flatten the nnx objects in it."""
     parts, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     objects = [part for part in parts if _is_object(part)]
     if not objects:
@@ -75,7 +75,8 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if not isinstance(value, _nnx().Variable):
-            # If the function created the list or module that contains a value, the whole list or module is assigned.
+            # If the function created the list or module that contains a value, `holder` is None, and the value is
+            # assigned together with this list or module.
             if holder is not None:
                 (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
         elif path in nodes:
@@ -85,7 +86,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
 
 
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function, and a tuple with the nnx object that the function needs as its first argument.
+    """Return a function and a tuple with the nnx object that the function needs as its first argument.
 
     If ``fun`` is an nnx module or a method of an nnx module, the result is the unbound method and a tuple with the
     module. Any other function is returned unchanged, together with an empty tuple.
@@ -97,7 +98,7 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the path and value of each variable in nnx objects, and of each other value in these objects."""
+    """Return the paths and values of all nnx variables, and of all values that are not variables, in nnx objects."""
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held

@@ -13,7 +13,7 @@ from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
 from jax_lossscale._program.propagation import Propagation
 
-# The path of an equation: the equations that contain it, the outermost first, followed by the equation itself.
+# The path of an equation: all equations that contain it, from the outermost to the innermost, and the equation itself.
 Path: TypeAlias = tuple[Any, ...]
 
 

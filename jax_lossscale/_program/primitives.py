@@ -1,8 +1,8 @@
 """Tables of JAX primitives, grouped by kind of operation.
 
-`autocast` computes a primitive that is not in any table in float32, and evaluates the jaxprs in its parameters
-unchanged, because this treatment is correct for every primitive. Reports list the names of all primitives that are not
-in any table of this module.
+If a primitive is not in any table of this module, `autocast` computes it in float32 and evaluates the jaxprs in its
+parameters unchanged, because this treatment is correct for every primitive. Reports list the names of all primitives
+that are not in any table of this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
 
 
 def _names(words: str) -> frozenset[str]:
-    """Return the set of the names in a string, which are separated by spaces."""
+    """Return the set of space-separated names in a string."""
     return frozenset(words.split())
 
 
@@ -87,7 +87,7 @@ CHEAP = _names(
 )
 
 # Operations whose operands must not be rounded, because rounding a nearly singular matrix can change the result
-# strongly.
+# significantly.
 LINEAR_ALGEBRA = _names(
     "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu "
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "

@@ -24,7 +24,7 @@ class Propagation(Walk[Known]):
 
     Attributes:
       follows: the names of the primitives whose sub-jaxprs are entered.
-      within: the equations that contain the current equation, the outermost first.
+      within: the equations that contain the current equation, starting with the outermost equation.
     """
 
     follows: frozenset[str] = REBOUND | {*CUSTOM_CALLS}

@@ -1,4 +1,4 @@
-"""Command line of the demonstration, ``python -m jax_lossscale``, with its options and a progress bar."""
+"""Command-line interface of the demonstration (``python -m jax_lossscale``), with a progress bar."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
-    """Perform the five training runs one after another, and return their results by name.
+    """Perform the five training runs one after another and return their results by name.
 
     All training runs have the same number of steps and the same initial parameters. A progress bar is shown if stderr
     is a terminal.

@@ -7,9 +7,9 @@ each step uses all patches. Differences between the results are therefore caused
 batches.
 
 The loss is a mean over 814,080 values. The gradient with respect to each decoded value is therefore 2.5e-6 times the
-error of this value. Gradients below ``2**-25`` = 3e-8 become zero in float16. The better a patch is decoded, the more
-of its gradients become zero, and training in float16 without a loss scale stops making progress. In larger networks,
-gradients become similarly small because of large batches, long contexts and dense prediction.
+error of this value. Gradients below ``2**-25`` (about 3e-8) become zero in float16. The better a patch is decoded, the
+more of its gradients become zero, and training in float16 without a loss scale stops making progress. In larger
+networks, gradients become similarly small because of large batches, long contexts and dense prediction.
 
 References:
   Park et al., DeepSDF: Learning Continuous Signed Distance Functions for Shape Representation, CVPR 2019.
@@ -53,7 +53,7 @@ class Trace(NamedTuple):
       zero_fraction: the fraction of gradient values that are exactly zero, over all values of all parameters. The
         fraction is measured after the backward pass, before the gradients are unscaled.
       loss_scale: the loss scale after the step, from `jls.metrics`; 1 without a loss scale.
-      skipped_steps: the number of steps that were skipped so far, including the current step.
+      skipped_steps: the number of steps that have been skipped so far, including the current step.
     """
 
     loss: Any  # shape=(steps,), dtype=float32
@@ -98,8 +98,8 @@ def arms() -> dict[str, tuple[DTypeLike, Any]]:
         "float32": (jnp.float32, None),
         "float16": (jnp.float16, None),
         "float16_fixed": (jnp.float16, 2.0**15),
-        # The initial scale is far too high, and the scale grows often, to show that a dynamic scale still reaches a
-        # suitable value.
+        # The initial scale is deliberately far too high, and the growth period is short. This training run shows that a
+        # dynamic scale still reaches a suitable value.
         "float16_dynamic": (jnp.float16, jls.DynamicLossScale(2.0**32, increment_period=50)),
         # The automatic scale does not need any settings.
         "float16_auto": (jnp.float16, jls.AutoLossScale()),

@@ -31,7 +31,8 @@ from jax_lossscale.diagnostics._report import Report, percent
 _MOST_ROWS = 16
 # The report suggests `half_residual_stream=True` if it reduces the saved bytes by more than this fraction.
 _WORTH_SUGGESTING = 0.05
-# If at least this fraction of the work is in half precision, a further matmul would not make a step noticeably faster.
+# If at least this fraction of the work is in half precision, computing another matmul in half precision would not make
+# a step noticeably faster.
 _NOTHING_TO_DO = 0.98
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
@@ -60,7 +61,7 @@ class AutocastReport(Report[OperationPrecision]):
       arguments: one sentence for each leaf of the arguments that contains NaN.
       not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
       bytes_with_half_residual_stream: like ``bytes_after``, for the same policy with ``half_residual_stream=True``. The
-        printed report suggests this option if it would save more than 5 % of these bytes. It is ``None`` if the policy
+        printed report suggests this option if it would save more than 5% of these bytes. It is ``None`` if the policy
         already contains the option or ``dtype`` is float32.
     """
 

@@ -52,9 +52,10 @@ def layout_of(dtype: DTypeLike) -> Layout:
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
-    """Return the float32 or float64 bits of the absolute values of a leaf as integers in the same order.
+    """Return the float32 or float64 bits of the absolute values of a leaf, as integers.
 
-    The real and imaginary parts of a complex leaf are stacked along a new last axis.
+    Larger absolute values correspond to larger integers. The real and imaginary parts of a complex leaf are stacked
+    along a new last axis.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
@@ -69,7 +70,7 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
 
 
 def bits_of(number: float, layout: Layout) -> Any:
-    """Round ``number`` down to a number with the given bit layout, and return its bits as a NumPy integer."""
+    """Round ``number`` down to a number with the given bit layout and return its bits as a NumPy integer."""
     with np.errstate(over="ignore"):
         rounded = layout.floating(number)
     if float(rounded) > number:
@@ -83,7 +84,7 @@ def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
 
 
 def number_of(magnitude: int, layout: Layout) -> float:
-    """Return the number that has the bits ``magnitude`` as a Python float."""
+    """Return, as a Python float, the number whose bits are ``magnitude``."""
     return float(layout.integer(magnitude).view(layout.floating))
 
 

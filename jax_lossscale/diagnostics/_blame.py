@@ -42,8 +42,8 @@ def blame(
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. Overflows that disappear
-    # also count as harmful, because the derivative of the later operation may be wrong.
+    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. An overflow that
+    # disappears also counts as harmful, because the derivative of the operation in which it disappears may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that
@@ -53,7 +53,7 @@ def blame(
 
 
 def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
-    """Search backward from the results through the nodes that satisfy a condition, and return the visited nodes."""
+    """Search backward from the results through the nodes that satisfy a condition and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
@@ -93,7 +93,7 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Search backward from some nodes, and return the first node on each path that does not satisfy a condition."""
+    """Search backward from some nodes and return the first node on each path that does not satisfy a condition."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 

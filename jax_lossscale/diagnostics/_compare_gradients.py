@@ -168,12 +168,12 @@ def compare_gradients(
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype in which ``fun`` computes.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
-        ``2**-8`` and ``2**24`` are compared, and further powers of two if the gradients are very large or very small. A
-        power of two is skipped if the errors at a smaller and a larger power of two are the same or below 1%.
+        ``2**-8`` and ``2**24`` are compared, and additional powers of two if the gradients are very large or very
+        small. A power of two is skipped if the errors at a smaller and at a larger power of two are equal or below 1%.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in
-        terminals and notebooks, from the fifth second on. If ``progress`` is a function, such as ``tqdm.tqdm`` or
+        terminals and notebooks, starting after five seconds. If ``progress`` is a function, such as ``tqdm.tqdm`` or
         ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
         `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.
@@ -215,9 +215,9 @@ def compare_gradients(
       compiled without excess precision, so every operation rounds its result to its own dtype.
 
       By default, the float32 gradients are computed twice, and the half-precision gradients at most 15 times. Widely
-      spaced loss scales are compared first, and further loss scales only between those at which the errors differ and
-      exceed 1%. For most large models, 4 to 10 loss scales are sufficient. If the gradients have fewer than 4096
-      nonzero elements, a loss scale is skipped only if every gradient overflows or is zero there.
+      spaced loss scales are compared first. Additional loss scales are compared only between those at which the errors
+      differ and exceed 1%. For most large models, 4 to 10 loss scales are sufficient. If the gradients have fewer than
+      4096 nonzero elements, a loss scale is skipped only if every gradient overflows or is zero there.
 
       The parameters and gradients need at most three times the memory of the parameters, in addition to the memory of
       the activations. The half-precision gradient of each large leaf is reduced to a few numbers as soon as it is

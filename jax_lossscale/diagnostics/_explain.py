@@ -31,17 +31,17 @@ from jax_lossscale.diagnostics._report import power_of_two
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
 _LARGE_FRACTION_OF_SKIPS = 0.01
 _FEW_STEPS = 100
-# A specific kind of batch may be the cause of the skipped steps if more than 1 of 500 steps, and at least 5 steps, were
-# skipped.
+# A specific kind of batch may be the cause of the skipped steps if more than 1 in 500 steps, and at least 5 steps in
+# total, were skipped.
 _FRACTION_OF_A_KIND = 1 / 500
 _SKIPS_OF_A_KIND = 5
 # A loss scale that starts at the default of 2**15 falls to 1 after 15 consecutive skipped steps. If at least 16
 # consecutive steps are skipped, the cause is probably not an overflow.
 _MANY_SKIPS_IN_A_ROW = 16
 # `explain` reports the unused headroom of a loss scale if it is at least 6 bits. `AutoLossScale` always leaves a few
-# bits unused.
+# bits of headroom unused.
 _REPORTED_HEADROOM = 6
-# If at least 12 bits of headroom are unused, the user may have forgotten to scale the gradients, or may clip the
+# If at least 12 bits of headroom are unused, the user may have forgotten to scale the gradients, or may be clipping the
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
@@ -207,13 +207,13 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
                 "float16 if it is cast or multiplied."
             )
             yield (
-                "If this parameter became so large during training, restart from a checkpoint with a smaller learning "
-                "rate."
+                "If this parameter became this large during training, restart from a checkpoint with a smaller "
+                "learning rate."
             )
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Return the cause of a skipped or non-finite last step, or "" if the step was applied and finite."""
+    """Return the cause of a skipped or non-finite last step, or "" if the step was neither skipped nor non-finite."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -289,7 +289,7 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
-    """Yield sentences about the earlier steps of a run whose last step was applied and finite."""
+    """Yield sentences about the earlier steps of a run whose last step was neither skipped nor non-finite."""
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
@@ -337,7 +337,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
     """Return whether more steps were skipped than the search for a suitable loss scale explains."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
-    # Each increase of the loss scale may cause an overflow.
+    # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     steps = int(state.applied_steps) + int(state.skipped_steps)
     return loss_scale.skip_nonfinite and skipped >= _SKIPS_OF_A_KIND and skipped > share * steps
@@ -366,7 +366,7 @@ def _steps_of_a_search(loss_scale: LossScale) -> float:
 
 
 def _about_gradients(state: LossScaledState) -> Iterator[str]:
-    """Yield sentences about the size of the gradients in a run whose last step was applied and finite."""
+    """Yield sentences about the size of the gradients in a run whose last step was neither skipped nor non-finite."""
     if not int(state.applied_steps) or state.largest is None or not state.loss_scale.needs_largest:
         return
     largest, scale = float(state.largest), float(state.loss_scale())

@@ -244,8 +244,8 @@ def suggest_loss_scale(
         largest * loss_scale * headroom <= finfo(dtype).max
         1 <= loss_scale <= 2**127
 
-    In these conditions, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the
-    gradients of the next batch may be larger.
+    Here, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the gradients of the
+    next batch may be larger.
 
     The suggested loss scale becomes outdated as the gradients change. At the end of five of eight small training runs,
     the suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
@@ -285,7 +285,7 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """The bits of the largest finite number in some leaves, and how many elements of each kind the leaves contain."""
+    """The bits of the largest finite number in a list of leaves, and the counts of each kind of element."""
 
     largest: jax.Array
     numbers: jax.Array  # finite nonzero numbers

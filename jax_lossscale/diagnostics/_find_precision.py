@@ -40,7 +40,7 @@ def find_precision(
     """Find the matmuls that must be in float32 so that the gradients of a function are accurate under `autocast`.
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
-    ``fun`` with different sets of matmuls in half precision, and compares them with the value and the gradients in
+    ``fun`` with different sets of matmuls in half precision and compares them with the value and the gradients in
     float32. The gradients are computed at most 30 times per batch. The parameters and gradients need at most ``3 + n``
     times the memory of the parameters, where ``n`` is the number of batches, in addition to the memory of the
     activations.
@@ -55,15 +55,15 @@ def find_precision(
       tolerance: the largest accepted error, relative to the float32 result, of the value, of the gradient of each leaf
         and of the gradient of all leaves together. The default tolerance is 0.01 for float16 and 0.08 for bfloat16. The
         notes below describe exceptions for small leaves.
-      batches: further batches for which the policy must achieve the tolerance. Each batch replaces the last element of
+      batches: additional batches for which the policy must meet the tolerance. Each batch replaces the last element of
         ``args`` and must have the same structure, shapes and dtypes.
       progress: whether to print a line to standard error for each trial. By default, the lines are printed in terminals
-        and notebooks, from the fifth second on.
+        and notebooks, starting after five seconds.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason, and identifies matmuls by layer,
+      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason and identifies matmuls by layer,
       parameter, operation or function. The policy therefore remains valid for other parameter values, for other batch
       sizes, and after changes to other parts of the code. The attribute ``loss_scale`` of the policy is the loss scale
       of the last trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error
@@ -117,8 +117,8 @@ def find_precision(
       - If the norm of a leaf is less than 0.1% of the norm of the whole gradient, only elements that become zero or
         non-finite count as errors.
       - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
-      - If a change of the parameters by a factor of ``1 ± 2**-9`` causes disproportionately large errors even in
-        float32, the tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
+      - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
+        tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
     call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
@@ -146,7 +146,7 @@ def find_precision(
 
 
 def _found(call: LossCall, search: Search) -> PrecisionPolicy:
-    """Return the policy that a search finds, and warn if it is not useful."""
+    """Return the policy that a search finds and warn if it is not useful."""
     dtype, tolerance = search.dtype, search.tolerance
     if not search.is_exact_finite():
         faults = argument_faults(call)

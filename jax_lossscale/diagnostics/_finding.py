@@ -31,7 +31,7 @@ class Finding(NamedTuple):
     Attributes:
       cause: the name of the cause, as documented in `GradientComparison`.
       sentences: the sentences of the verdict. Empty strings are ignored.
-      at: the index of the loss scale that shows the cause best.
+      at: the index of the loss scale that best shows the cause.
       leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, ``leaves``
         contains the leaves whose gradients are inaccurate without a loss scale.
       will_train: whether there is a loss scale at which all gradients are accurate.
@@ -79,7 +79,7 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32 as well. If the loss became so large during training, "
+                f"The loss is {reference:.2g} in float32 as well. If the loss became this large during training, "
                 f"training diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate "
                 "and the sign of the loss.",
             )
@@ -214,7 +214,8 @@ class Finder:
         lost = f"{percent(share)} of the gradients of {_paths(leaves)} are zero"
         if error <= LARGE_ERROR:
             start = errors.start()
-            # This factor scales the largest gradient of the branch up to the largest of all gradients.
+            # Multiplying the gradients of the branch by this factor makes its largest gradient equal to the largest of
+            # all gradients.
             ratio = math.log2(errors.total.largest / float(np.max([leaf.largest for leaf in leaves])))
             factor = f"2.0**{math.floor(ratio)}" if math.isfinite(ratio) else "2.0**n"
             sentences = [
@@ -298,7 +299,7 @@ class Finder:
         return too_small if errors.is_loss_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
-        """Describe the error of the first operation, and suggest a fix. Return "" if there are no operations."""
+        """Describe the error of the first operation and suggest a fix. Return "" if there are no operations."""
         if not locations:
             return ""
         operation = locations[0]

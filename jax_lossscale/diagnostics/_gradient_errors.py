@@ -27,7 +27,7 @@ from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
-# If a change of the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
+# If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.
 _MOSTLY_ROUNDING = 0.05
 # The parameters are changed by this fraction to measure rounding errors. The fraction is close to the smallest relative
@@ -111,7 +111,7 @@ def order_of(leaf: LeafGradientError, n: int) -> tuple[bool, float, float]:
 
 
 def printed_error(leaf: LeafGradientError, n: int) -> tuple[bool, str]:
-    """Return whether a gradient overflows at the loss scale with index ``n``, and its error with one digit."""
+    """Return whether a gradient overflows at the loss scale with index ``n``, and its error rounded to one digit."""
     return bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}"
 
 
@@ -156,7 +156,7 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
 
 
 def with_errors(measured: Measurement, errors: Sequence[Any]) -> Measurement:
-    """Return the measurements of a leaf with the results of `_measure_errors`."""
+    """Return the measurements of a leaf, completed with the results of `_measure_errors`."""
     squares, squared_errors, lost, nonfinite = errors
     return measured._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
 
@@ -167,7 +167,8 @@ def _measure_exact(exact: ArrayLike) -> Measurement:
     (reference,) = _tree.widen([_in_rows(exact)])
     sizes = jnp.abs(reference)
     bits, is_nonzero = magnitudes(sizes), sizes > 0
-    # The smallest number has the largest complement. The complement of a finite number is not zero.
+    # The smallest magnitude has the largest bitwise complement. The bitwise complement of a finite magnitude is never
+    # zero.
     largest, complement = reduced(largest=[sizes, jnp.where(is_nonzero, ~bits, 0)])
     smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
     (nonzero,) = reduced(sums=[is_nonzero])
@@ -326,7 +327,7 @@ class GradientErrors(NamedTuple):
         return [n for n in range(len(self.scales)) if not any(leaf.nonfinite[n] for leaf in self.leaves)]
 
     def inaccurate_leaves(self, n: int) -> list[LeafGradientError]:
-        """Return the leaves whose gradient is wrong at the loss scale with index ``n``, the largest gradient first."""
+        """Return the leaves whose gradients are wrong at the loss scale with index ``n``, sorted by decreasing norm."""
         wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
@@ -366,7 +367,7 @@ class GradientErrors(NamedTuple):
         return max([scale for scale in good if scale <= self.largest_start()] or [good[0]])
 
     def largest_start(self) -> float:
-        """Return the largest loss scale with enough headroom for a start; 0 if no scale has finite gradients."""
+        """Return the largest initial loss scale with enough headroom, or 0 if no loss scale has finite gradients."""
         return max((self.scales[n] for n in self.finite()), default=0.0) * 2.0**-_LOG2_HEADROOM
 
 
@@ -522,9 +523,9 @@ def _compare_where_errors_change(
     progress: Callable[[Sequence[float]], Iterable[float]],
     for_table: bool,
 ) -> list[int]:
-    """Compare the gradients at widely spaced loss scales, and at further loss scales between which the errors change.
+    """Compare the gradients at widely spaced loss scales, and at more scales in each interval where the errors change.
 
-    The smallest candidate, the largest candidate and the loss scale 1 are always compared. A candidate between two
+    The smallest candidate, the largest candidate and a loss scale of 1 are always compared. A candidate between two
     compared loss scales is skipped if `_is_same` is true for these two loss scales. The exception is the candidate that
     could be recommended as the initial loss scale, which is never skipped.
 
@@ -556,7 +557,9 @@ def _compare_where_errors_change(
 
 
 def _is_same(errors: GradientErrors, for_table: bool) -> bool:
-    """Return whether two loss scales have the same or small errors, so that no loss scales between them are compared.
+    """Return whether the errors at two loss scales are equal or small.
+
+    In this case, the gradients are not compared at the loss scales in between.
 
     Args:
       errors: the errors at the two loss scales.
@@ -581,7 +584,7 @@ def _is_same(errors: GradientErrors, for_table: bool) -> bool:
 
 
 def _coarse_to_fine(count: int, middle: int) -> list[int]:
-    """Return the integers from 0 to ``count - 1``, such that widely spaced integers, and ``middle``, come first."""
+    """Return the integers from 0 to ``count - 1``, ordered so that ``middle`` and widely spaced integers come first."""
     order = list(dict.fromkeys([0, count - 1, middle]))
     while len(order) < count:
         order += [(low + high) // 2 for low, high in itertools.pairwise(sorted(order)) if high - low > 1]
@@ -617,7 +620,7 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
 
 
 def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the value of the function, and a dictionary from paths to gradients.
+    """Return the value of the function and a dictionary from paths to gradients.
 
     Args:
       result: the result of `jax.value_and_grad`.

@@ -1,9 +1,9 @@
 """Evaluation of a function with all half-precision values in another dtype.
 
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
-matter how a value was computed, and keeps all other dtypes. The new dtypes of an equation therefore depend only on its
-original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same parameters as
-before, except that the dtypes in the parameters are replaced as well.
+matter how a value was computed, and leaves all other dtypes unchanged. The new dtypes of an equation therefore depend
+only on its original dtypes, even at the boundaries of loops and branches. Each primitive is bound with the same
+parameters as before, except that the dtypes in the parameters are replaced as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     Returns:
       A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to
       ``dtype``. Results that are in half precision in ``fun`` are returned in ``dtype``. The new function traces
-      ``fun`` in each call, so compile the new function with `jax.jit`.
+      ``fun`` on every call, so compile the new function with `jax.jit`.
 
     Raises:
       ValueError: if ``dtype`` is not a real floating dtype, or is float64 although 64-bit types are disabled.

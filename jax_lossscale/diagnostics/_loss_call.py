@@ -58,7 +58,7 @@ class LossCall(NamedTuple):
         return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
 
     def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
-        """Trace the value and the scaled gradients of the loss function, and list the matmuls of the program."""
+        """Trace the value and the scaled gradients of the loss function and list the matmuls of the program."""
         program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
         self._checked(program.traced)
         return program
@@ -94,7 +94,7 @@ def check_call(
     argnums: int | Sequence[int],
     has_aux: bool,
 ) -> LossCall:
-    """Check the arguments of a report, and return a `LossCall` for the loss function.
+    """Check the arguments of a report and return a `LossCall` for the loss function.
 
     Args:
       caller: the name of the report, for error messages.

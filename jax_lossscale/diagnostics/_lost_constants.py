@@ -68,7 +68,7 @@ class _Value(NamedTuple):
 
 
 class _Constants(Propagation[_Value]):
-    """Propagation of half-precision constants, and of sums with an epsilon that rounds to zero, through a program."""
+    """Find the constants that became zero or infinite in half precision and add them to ``lost``."""
 
     def __init__(self, is_autocast: bool) -> None:
         self.is_autocast = is_autocast

@@ -26,7 +26,7 @@ class MatmulSummary(NamedTuple):
       first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
       half_share: the fraction of all floating-point operations in matmuls that is performed in half precision; 1 if
         there are no matmuls.
-      is_autocast: whether the function, or a part of it, is under `autocast`.
+      is_autocast: whether `autocast` is applied to the function or to a part of it.
     """
 
     dtype: str = ""
@@ -56,7 +56,7 @@ class MatmulSummary(NamedTuple):
             )
         if self.is_autocast:
             return (
-                f"`autocast` computes no matrix multiplications and convolutions in {self.dtype}. The first of "
+                f"`autocast` computes no matrix multiplications or convolutions in {self.dtype}. The first of "
                 f"{self.matmuls}: {self.first_float32}."
             )
         return (
@@ -71,7 +71,7 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     Args:
       entries: the operations of the value and the gradients.
       dtype: the name of the half-precision dtype.
-      is_autocast: whether the function, or a part of it, is under `autocast`.
+      is_autocast: whether `autocast` is applied to the function or to a part of it.
     """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]

@@ -106,7 +106,7 @@ def _cells(leaf: LeafReport) -> tuple[str, ...]:
 
 
 def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
-    """Count the NaN and infinite elements of each leaf, and find the first non-finite element.
+    """Count the NaN and infinite elements of each leaf and find the first non-finite element.
 
     Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
     `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with
@@ -196,7 +196,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
         ) from error
     if not -1 <= position < len(paths):
         raise ValueError(
-            f"`leaf_path(index=...)` must be from -1 to {len(paths) - 1} for a tree of {len(paths)} leaves, got "
+            f"`leaf_path(index=...)` must be between -1 and {len(paths) - 1} for a tree of {len(paths)} leaves, got "
             f"{position}. Pass a tree with the same structure as the gradients."
         )
     return None if position == -1 else paths[position]

@@ -108,7 +108,7 @@ def with_probes(
     return probed
 
 
-# A probe returns its first operand unchanged, and uses its second operand only for measurements.
+# A probe returns its first operand unchanged and uses its second operand only for measurements.
 _probe_primitive = Primitive("probe")
 _probe_primitive.def_impl(lambda number, value, **_: number)
 _probe_primitive.def_abstract_eval(lambda number, value, **_: number)

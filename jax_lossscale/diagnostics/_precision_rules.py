@@ -20,8 +20,8 @@ _PRECISIONS = ("half", "float32_result", "float32")
 def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
     """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
-    The first matching rule of a policy applies, so the rules for float32 precede the rules for float32 results. If no
-    pattern distinguishes two matmuls, both matmuls get the higher precision.
+    The first matching rule of a policy applies, so the rules that select ``"float32"`` precede the rules that select
+    ``"float32_result"``. If no pattern distinguishes two matmuls, both matmuls get the higher precision.
 
     Args:
       sites: the sites of the matmuls.
@@ -49,7 +49,7 @@ def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
-    """Return sets of patterns that match a matmul, starting with the patterns that survive most changes to the code."""
+    """Return sets of patterns that match a matmul, starting with patterns that stay valid after most code changes."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
     parameter = {"parameter": location.parameter}  # An empty string matches only matmuls without a parameter.

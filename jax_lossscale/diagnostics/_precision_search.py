@@ -40,8 +40,8 @@ _EXACT = {"xla_allow_excess_precision": False}
 # headroom is necessary because the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
 # Changing the parameters by the fraction `_COARSE` changes the signs of ReLU inputs about as often as rounding to
-# float16 in every layer does. If this change of the parameters causes large errors even in float32, the precision of
-# the matmuls is not the cause, and the tolerance increases by up to the factor `_MOST_SENSITIVE`.
+# float16 in every layer does. If this change to the parameters causes large errors even in float32, the precision of
+# the matmuls is not the cause, and the tolerance is increased by a factor of up to `_MOST_SENSITIVE`.
 _COARSE = 2.0**-9
 _MOST_SENSITIVE = 10.0
 # If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error tolerance is
@@ -147,12 +147,12 @@ class Search:
         self._traced = self._call._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # The name of a row of measurements contains the index of a matmul site, and the role of the measured value.
+        # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
 
         # Measure the float32 program without a loss scale. The array of the largest magnitudes has the shape
-        # ``[sites, 2 * roles]``. The array of damages has the shape ``[sites, 2]``: for each matmul, it contains the
+        # ``[sites, 2 * roles]``. The damage array has the shape ``[sites, 2]``: for each matmul, it contains the
         # estimated change in the value of the function if the result of the matmul is rounded, and the estimated change
         # if the operands of the matmul are rounded.
         in_float32 = np.full(len(self.sites), FLOAT32)
@@ -172,7 +172,7 @@ class Search:
         self.leaves, _ = errors.reports_of(self._exact[0].leaves, [rounding], rounding)
 
     def _evaluated(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        """Evaluate the program with probes, and return its outputs and the measurements of the probes."""
+        """Evaluate the program with probes and return its outputs and the measurements of the probes."""
         evaluator = RoundingEvaluator(self.dtype, strengths)
         outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
         return outputs, jnp.asarray(rows)
@@ -183,24 +183,23 @@ class Search:
         A nudge is a small random change to all parameters. The fine nudge changes each parameter by about one float32
         rounding error. If the fine nudge changes the value or the gradient of a leaf by more than half the tolerance,
         this quantity is ignored in trials. The coarse nudge changes each parameter by about one half-precision rounding
-        error. If the coarse nudge causes a disproportionately larger error, for example because the inputs of ReLUs
+        error. If the coarse nudge causes a disproportionately large error, for example because the inputs of ReLUs
         change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.
-          fine: the relative change of the value and the measurements of the gradients, after a nudge by
-            `errors.NUDGE`.
-          coarse: the same, after a nudge by `_COARSE`.
+          fine: the relative change in the value and the measurements of the gradients, after a nudge by `errors.NUDGE`.
+          coarse: the relative change in the value and the measurements of the gradients, after a nudge by `_COARSE`.
         """
         value, leaves = exact
         (of_value, rounding), (coarse_of_value, measured) = fine, coarse
         reports, total = errors.reports_of(leaves, [measured], rounding)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Return the tolerance of a quantity, given its relative changes after a coarse and a fine parameter nudge.
+            """Return the tolerance for a quantity, given its relative changes after the coarse and the fine nudge.
 
-            If the function has no kinks, such as those of ReLUs, the changes are proportional to the sizes of the
-            nudges.
+            If the function has no kinks, such as those of ReLUs, the relative changes are proportional to the sizes of
+            the nudges.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self.tolerance
@@ -252,7 +251,7 @@ class Search:
         return self._run(np.full(len(self.sites), FLOAT32), scale, lambda *_: None)[1]
 
     def _errors(self, run: Callable[[Any], object], scale: float) -> tuple[float, float, str]:
-        """Return the largest ratio of an error to its tolerance among all batches, with the error and the quantity.
+        """Return the largest ratio of an error to its tolerance, this error, and the name of the inaccurate quantity.
 
         Args:
           run: a function that evaluates the gradients. Its argument is a function that ``run`` calls for each batch,
@@ -281,7 +280,8 @@ class Search:
     def verified(self, policy: PrecisionPolicy) -> tuple[float, float, str]:
         """Evaluate the original function under `autocast` with a policy.
 
-        Return the largest ratio of an error to its tolerance, with the error and its quantity, as in `Trial`.
+        Return the largest ratio of an error to its tolerance, this error, and the name of the inaccurate quantity, as
+        in `Trial`.
         """
         self.spent += 1
         traced = self._call._replace(fun=autocast(self._call.fun, self.dtype, policy=policy)).scaled()
@@ -340,7 +340,7 @@ class Search:
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
         """Return a trial with up to ``most`` precision levels raised, starting where rounding does the most damage.
 
-        If only few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
+        If only a few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, FLOAT32, FLOAT32_RESULT)

@@ -101,7 +101,7 @@ class RangeReport(Report[OperationRange]):
     The report contains all operations whose result is in half precision, and all float32 operations with a suggestion.
     The operations are sorted by the following criteria, in this order:
 
-    1. Operations with a suggestion whose error changes the value or a gradient come first.
+    1. Operations that have a suggestion, and whose error changes the value or a gradient, come first.
     2. Operations in the forward pass come before operations in the backward pass.
     3. Operations that overflow come first, in the order of the program, because the first overflow usually causes the
        following ones.
@@ -258,7 +258,7 @@ def range_report(
         the initial scale that `compare_gradients` would recommend, which requires two float32 gradients and 3 to 15
         half-precision gradients.
       progress: whether to print a line to standard error after each tenth of the program. By default, the lines are
-        printed in terminals and notebooks, from the fifth second on.
+        printed in terminals and notebooks, starting after five seconds.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
 

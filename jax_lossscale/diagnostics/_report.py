@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 from jax_lossscale._limits import limits_of
 
-# By default, reports print their progress after this time.
+# By default, reports that take longer than this number of seconds print their progress.
 SECONDS_WITHOUT_PROGRESS = 5.0
 
 Entry = TypeVar("Entry")
@@ -79,14 +79,14 @@ class Report(Sequence[Entry]):
 
 
 class Progress:
-    """Lines about the progress of a report, which are printed to standard error.
+    """Progress messages of a report, which are printed to standard error.
 
-    It is used as a context manager, so that nothing is printed after the report is complete.
+    A `Progress` object is used as a context manager, so that nothing is printed after the report is complete.
 
     Args:
       caller: the name of the function that creates the report.
-      progress: whether to print the lines. If it is None, the lines are printed in terminals and notebooks, and only
-        from the fifth second on.
+      progress: whether to print the messages. If ``progress`` is None, the messages are printed in terminals and
+        notebooks, starting after five seconds.
     """
 
     def __init__(self, caller: str, progress: bool | None) -> None:
@@ -108,14 +108,17 @@ class Progress:
             self._is_printed = self._has_timer = False
 
     def __call__(self, caller: str, text: str) -> None:
-        """Report the progress of a function. The text is printed now, or after five seconds, or not at all."""
+        """Report the progress of a function.
+
+        If printing has not started, the text is stored. When printing starts, only the latest stored text is printed.
+        """
         with self._lock:
             self._latest = f"{caller}: {text}"
             if self._is_printed:
                 print(self._latest, file=sys.stderr)
 
     def _start(self) -> None:
-        """Print the latest line, and all later lines."""
+        """Start printing: print the most recent message now, and each later message as soon as it is reported."""
         with self._lock:
             if self._has_timer:
                 self._is_printed = True
@@ -123,7 +126,7 @@ class Progress:
 
 
 def is_interactive() -> bool:
-    """Return whether standard error is a terminal, or the program runs in a notebook."""
+    """Return whether standard error is a terminal or the program is running in a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return type(shell).__name__ == "ZMQInteractiveShell" or (sys.stderr is not None and sys.stderr.isatty())
 

@@ -4,7 +4,7 @@
 largest measurements are saved. Each subclass of `MeasuringEvaluator` chooses how to represent values and which
 quantities to measure.
 
-`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
+`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32 and compares the results.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from jax_lossscale.diagnostics._sites import is_measured
 # If the terms of a sum cancel, so that the sum is smaller than its largest term by this factor, the sum consists mostly
 # of rounding errors, even in float32.
 _ROUNDING = 2.0**-20
-# An element, such as the fill value of a mask, is an outlier if it is at most 4 times smaller than the largest
-# magnitude of the array, and if all elements that are not outliers are more than 16 times smaller than this magnitude.
+# An element, such as the fill value of a mask, is an outlier if its magnitude is at least 1/4 of the largest magnitude
+# in the array, and if the magnitudes of all elements that are not outliers are less than 1/16 of the largest magnitude.
 _OUTLIER_FACTOR = 4.0
-# Elements do not count as outliers if more than 255 of 256 nonzero elements of the array would be outliers.
+# An array has no outliers if more than 255/256 of its nonzero elements would be outliers.
 _SMALLEST_SHARE = 1 / 256
 
 
@@ -50,7 +50,7 @@ class MeasuringEvaluator(Walk[Any]):
     Attributes:
       fields: the number of elements of a row.
       rows: the rows that have been measured in the current jaxpr.
-      rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation,
+      rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation
         and returns the outputs and the measured rows.
     """
 
@@ -63,7 +63,7 @@ class MeasuringEvaluator(Walk[Any]):
         return constant
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Return the outputs of an equation whose sub-jaxprs are not entered, and add its measurements to ``rows``."""
+        """Return the outputs of an equation whose sub-jaxprs are not entered. Add its measurements to ``rows``."""
         raise NotImplementedError
 
     def measured_of(self, eqn: Any) -> list[Any]:
@@ -225,7 +225,7 @@ class Pair(NamedTuple):
 
 
 class ShadowEvaluator(MeasuringEvaluator):
-    """Interpreter that evaluates jaxprs both in their own dtypes and in float32, and compares the results.
+    """Interpreter that evaluates jaxprs both in their own dtypes and in float32 and compares the results.
 
     For each site of a `Dataflow`, in the order of the sites, the interpreter measures one row, which contains the
     `Statistics` as ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each

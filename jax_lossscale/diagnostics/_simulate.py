@@ -53,7 +53,7 @@ def simulate(
 
     The simulation is compiled and takes far less time than the training run. There are two kinds of traces:
 
-    - ``grads_finite`` contains, for each step, whether the gradients were finite.
+    - ``grads_finite`` specifies, for each step, whether the gradients were finite.
     - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
       simulation computes whether the gradients are finite at the current loss scale.
 
@@ -129,7 +129,7 @@ def simulate(
             f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
             "largest gradient of each step. Pass `largest` instead."
         )
-    # A gradient of zero is finite at every scale, and an infinite gradient is finite at no scale.
+    # A gradient of zero is finite at every scale, and an infinite gradient is not finite at any scale.
     seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
     return _replay(loss_scale, seen, seen, dtype)
 
@@ -172,6 +172,6 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
 
 
 def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round ``number`` to ``dtype``, and return the result in the original dtype of ``number``."""
+    """Round ``number`` to ``dtype`` and return the result in the original dtype of ``number``."""
     # Without the optimization barrier, the compiler could remove the conversion to `dtype` and the conversion back.
     return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)

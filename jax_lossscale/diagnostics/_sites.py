@@ -93,7 +93,7 @@ class Ancestry(NamedTuple):
 class Dataflow(Propagation[Ancestry]):
     """The graph of the measured results of a jaxpr.
 
-    Each node of the graph is a measured result or the carry of a loop, and is represented by an integer.
+    Each node of the graph is a measured result or the carry of a loop and is represented by an integer.
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.
@@ -124,7 +124,7 @@ class Dataflow(Propagation[Ancestry]):
         self.ends_of_carries[node] = at_end.nodes
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
-        """Add a site to the graph for each measured result of an equation, and return the ancestry of all results."""
+        """Add a site to the graph for each measured result of an equation and return the ancestry of all results."""
         name = eqn.primitive.name
         nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
         self._locate_casts(nodes, location, is_matmul(eqn))

@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._operations import operations
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedGradients:
-    """The traced program of the value and the scaled gradients of a function.
+    """The traced program that computes the value and the scaled gradients of a function.
 
     The cached properties are computed when a report first uses them.
 
@@ -36,12 +36,12 @@ class TracedGradients:
 
     @property
     def program(self) -> Traced:
-        """The program of the value and the scaled gradients. The first input of the program is the loss scale."""
+        """The program that computes the value and the scaled gradients. Its first input is the loss scale."""
         return self.traced_matmuls.traced
 
     @property
     def is_autocast(self) -> bool:
-        """Whether the function, or a part of it, is under `autocast`."""
+        """Whether `autocast` is applied to the function or to a part of it."""
         return self.traced_matmuls.is_autocast
 
     @functools.cached_property
@@ -65,8 +65,8 @@ class TracedGradients:
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
-        # Under `autocast`, the summary already contains a reason for the dtype that is more precise than the origin of
-        # the operands.
+        # Under `autocast`, the summary already states why the matmul is in float32, which explains more than the origin
+        # of the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
         return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
 

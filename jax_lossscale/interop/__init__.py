@@ -1,6 +1,6 @@
 """Conversion of loss scales to and from other libraries, and integration with flax and equinox.
 
-The module for each library must be imported explicitly, and contains two functions:
+The module for each library must be imported explicitly. Each module contains two functions:
 
 - ``from_<library>`` converts the saved loss scale of the library to a loss scale with the same configuration and state,
   which then changes in the same way as it would have changed in that library.

@@ -33,7 +33,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     Keras saves the loss scale and the counters together with the variables of the optimizer.
 
     Args:
-      inner_optimizer: the optimizer that takes the unscaled gradients. A skipped step does not change its variables.
+      inner_optimizer: the optimizer that takes the unscaled gradients. A skipped step does not change the variables of
+        ``inner_optimizer``.
       loss_scale: a loss scale, or any argument of `get`.
       name: the name of the optimizer.
 

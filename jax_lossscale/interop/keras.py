@@ -1,11 +1,11 @@
-"""Conversion of loss scales to and from the ``LossScaleOptimizer`` of Keras 3. Keras does not need to be installed.
+"""Conversion of loss scales to and from the Keras 3 ``LossScaleOptimizer``. Keras does not need to be installed.
 
 In Keras, the loss scale is represented by the configuration and the two variables of a
-``keras.optimizers.LossScaleOptimizer``. The conversion was checked against Keras 3.15.1. The scale of Keras follows the
-same rule as `DynamicLossScale`, with three differences:
+``keras.optimizers.LossScaleOptimizer``. The conversion was checked against Keras 3.15.1. The Keras loss scale follows
+the same rule as `DynamicLossScale`, with three differences:
 
-- The scale of Keras has no floor.
-- The scale of Keras has no ceiling: the scale can become infinite, and then remains infinite.
+- The Keras loss scale has no floor.
+- The Keras loss scale has no ceiling: the scale can become infinite and then remains infinite.
 - Keras compares its counter of finite steps with ``==`` instead of ``>=``.
 """
 
@@ -37,11 +37,11 @@ def from_keras(
         used.
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
         numbers. If ``state`` is ``None``, the loss scale starts in its initial state.
-      min_loss_scale: the smallest value of the scale (floor), which Keras does not have. By default, the floor is the
+      min_loss_scale: the smallest value (floor) of the scale. Keras has no such floor. By default, the floor is the
         smallest normal float32, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
 
     Returns:
-      A `DynamicLossScale` with the configuration and the state of Keras.
+      A `DynamicLossScale` with the configuration and the state of the Keras loss scale.
 
     Raises:
       ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is a

@@ -1,6 +1,6 @@
 """Conversion of loss scales to and from ``tf.compat.v1.mixed_precision``. TensorFlow does not need to be installed.
 
-A loss scale of TensorFlow is represented by its configuration and by the values of its variables in a checkpoint. The
+A TensorFlow loss scale is represented by its configuration and by the values of its variables in a checkpoint. The
 conversion was checked against TensorFlow 2.21.0. `DynamicLossScale` follows the same rule as TensorFlow at every step,
 so a conversion from TensorFlow does not lose any setting. TensorFlow accepts invalid configurations, such as a period
 of 0 or a multiplier of 0.5, but this module rejects them.

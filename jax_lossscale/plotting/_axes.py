@@ -1,6 +1,6 @@
 """Functions that create Axes and grids, and the colors of all plots.
 
-The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish.
+The colors are from the Okabe-Ito palette, which most color-blind readers can distinguish.
 """
 
 from __future__ import annotations

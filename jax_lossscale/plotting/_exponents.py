@@ -106,8 +106,8 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch the parts of the bars outside the range of the dtype. Clipping the edges of the bars gives the parts
-        # inside the range a width of zero.
+        # Hatch the parts of the bars outside the range of the dtype. The edges of the bars are clipped to the region
+        # outside the range, so the parts inside the range have a width of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
@@ -180,7 +180,7 @@ def _set_share_axis(ax: Axes, heights: np.ndarray, yscale: str) -> None:
 
 
 def _draw_ranges(ax: Axes, dtype: Any) -> None:
-    """Draw and label the ranges of a dtype, and the normal range of another dtype as a horizontal line.
+    """Draw and label the ranges of a dtype, and draw the normal range of another dtype as a horizontal line.
 
     The ranges in which gradients become zero or overflow have a gray background.
     """

@@ -158,7 +158,7 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
             "number was not measured, use NaN."
         )
     if "skipped" in columns and np.isnan(columns["skipped"].astype(float)).any():
-        raise ValueError(f"`{caller}`: skipped must not contain NaN, because it must be known for every step.")
+        raise ValueError(f"`{caller}`: `skipped` must not contain NaN, because it must be known for every step.")
     return {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
 
 

@@ -53,7 +53,7 @@ LINES = {
     "Some parameters in * are not finite, so *. Restart from a checkpoint.": "parameters, skipping",
     "Check the initial parameters and the learning rate, and make sure that `value_and_scaled_grad` *": "",
     "The largest parameter is *, in *, and may exceed the range of float16 *": "large",
-    "If this parameter became so large during training, restart from a checkpoint with a smaller learning rate.": "",
+    "If this parameter became this large during training, restart from a checkpoint with a smaller learning rate.": "",
 }
 NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 

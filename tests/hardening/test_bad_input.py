@@ -203,7 +203,7 @@ TX.update(PARAMS, (), PARAMS)
 TX.update("x", STATE, PARAMS)
     `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must have the same structure as `params`, PyTreeDef(*), got PyTreeDef((*, *)). If you
+    `update(updates=...)` must have the same structure as `params` (PyTreeDef(*)), got PyTreeDef((*, *)). If you
     compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square)
     `init(params=...)` must be a pytree of arrays, got SQUARE.
@@ -211,7 +211,7 @@ TX.update_and_apply(STATE, PARAMS, PARAMS)
     `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is
     `update_and_apply(scaled_grads, state, params)`.
 TX.update_and_apply((LOSS, PARAMS), STATE, {"kernel": PARAMS})
-    `update_and_apply(scaled_grads=...)` must have the same structure as `params`, PyTreeDef({'kernel': *}), got
+    `update_and_apply(scaled_grads=...)` must have the same structure as `params` (PyTreeDef({'kernel': *})), got
     PyTreeDef((*, *)). If you compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.update_and_apply(PARAMS, STATE, "x")
     `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
@@ -390,7 +390,7 @@ NOT_A_STATE = {
     "the parameters": ({"kernel": PARAMS}, "PyTreeDef({'kernel': *})."),
     "an nnx.State": (
         NNX_STATE,
-        "an `nnx.State`, which does not contain the classes of its objects. Merge the state with ",
+        "an `nnx.State`, which does not contain the classes of its objects. If the state contains a whole ",
     ),
     "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state instead."),
 }

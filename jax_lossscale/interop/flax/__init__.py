@@ -1,6 +1,6 @@
 """Integration with flax: `TrainState` (linen), `Optimizer` (nnx), serialization, and conversion of ``DynamicScale``.
 
-The serialization functions of flax (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. Importing
+The flax serialization functions (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. Importing
 this module registers all loss-scale classes of jax_lossscale. To register your own class, use `register`.
 
 Examples:
@@ -31,10 +31,10 @@ __all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
 
 
 def register(kind: type[LossScale]) -> type[LossScale]:
-    """Register a loss-scale class with the serialization functions of flax.
+    """Register a loss-scale class with the flax serialization functions.
 
     A loss scale is serialized as a dictionary that maps attribute names to leaves. The configuration of the loss scale
-    is not serialized; it is taken from the target onto which the state is restored.
+    is not serialized; it is taken from the target into which the state is restored.
 
     Args:
       kind: a subclass of `LossScale` whose pytree children are its attributes.
@@ -65,7 +65,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
         if set(names) != set(state):
             raise ValueError(
                 f"The saved state of a `{kind.__name__}` contains {sorted(state)}, but the target contains "
-                f"{sorted(names)}. Restore the state onto a loss scale with the same configuration."
+                f"{sorted(names)}. Restore the state into a loss scale with the same configuration."
             )
         leaves = [
             serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)

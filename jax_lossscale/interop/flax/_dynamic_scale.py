@@ -1,4 +1,4 @@
-"""Conversion of loss scales to and from the ``DynamicScale`` of flax."""
+"""Conversion of loss scales to and from the flax ``DynamicScale``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
-    """Convert a `DynamicLossScale` to a ``DynamicScale`` of flax.
+    """Convert a `DynamicLossScale` to a flax ``DynamicScale``.
 
     Args:
       loss_scale: a `DynamicLossScale`.

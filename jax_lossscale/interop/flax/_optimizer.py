@@ -32,9 +32,9 @@ def checked(tx: Any, name: str) -> LossScaledTransformation:
 class Optimizer(nnx.Optimizer):
     """A ``flax.nnx.Optimizer`` that uses ``update_and_apply``, the fastest step of `loss_scaled`.
 
-    ``nnx.Optimizer`` also accepts an optimizer that was created with `loss_scaled`, and computes the same result.
-    However, ``nnx.Optimizer`` is slower, because it computes the updates and adds them to the parameters in two steps.
-    All jax_lossscale functions that accept an optimizer state also accept ``opt.opt_state``.
+    ``nnx.Optimizer`` also accepts the result of `loss_scaled` and computes the same parameters, but it is slower,
+    because it computes the updates and adds them to the parameters in two steps. All jax_lossscale functions that
+    accept an optimizer state also accept ``opt.opt_state``.
 
     Args:
       model: the model, as in ``flax.nnx.Optimizer``.
@@ -196,7 +196,8 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
         if restore_from is not None:
             old, new = (_arrays(self._all_else(tree)) for tree in (restore_from, model))
-            # The forward pass may have added variables, which cannot be restored.
+            # Variables that the forward pass has added cannot be restored, because `restore_from` does not contain
+            # them.
             kept = {path: leaf for path, leaf in new.items() if path in old}
             old = {path: old[path] for path in kept}
             kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
