@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,10 @@ def settings_of(path: Path) -> dict[str, Any]:
 
 
 def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -> Path:
-    """Return the Python interpreter of the project's virtual environment, which is created if necessary."""
+    """Return the Python interpreter of the project's virtual environment, which is created if necessary.
+
+    The setting `python`, such as "3.12", is the version of Python that the project requires.
+    """
     name = settings["environment"]
     environment, done = folder / name, folder / f"{name}.installed"
     python = environment / "bin" / "python"
@@ -73,7 +77,7 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     unpackaged = [text for text in settings["without_dependencies"] if text.split()[0] not in sources]
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        run([sys.executable, "-m", "venv", "--clear", str(environment)])
+        run([interpreter(settings.get("python")), "-m", "venv", "--clear", str(environment)])
         run([*pip, "--editable", str(ROOT), *settings["install"]])
         if unpackaged:
             run([*pip, "--no-deps", *unpackaged])
@@ -84,13 +88,27 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     return python
 
 
+def interpreter(version: str | None) -> str:
+    """Return the path of a Python interpreter of this version, or of the current interpreter if `version` is None."""
+    if version in (None, f"{sys.version_info.major}.{sys.version_info.minor}"):
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    if found is None:
+        raise Skipped(f"not installed: it requires Python {version}, and `python{version}` is not in the `PATH`")
+    return found
+
+
 def row_of(path: Path, settings: dict[str, Any], python: Path, sources: dict[str, str]) -> tuple[list[str], bool]:
     """Run one program in all modes. Return the cells of its row, and whether its results are right."""
     results = {}
     for mode in settings.get("modes", MODES):
         names = [text.split()[0] for text in settings["without_dependencies"]]
-        checkouts = os.pathsep.join(str(Path(sources[name]).resolve()) for name in names if name in sources)
-        environment = os.environ | {"PYTHONPATH": checkouts, "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        paths = [ROOT, *(Path(sources[name]).resolve() for name in names if name in sources)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "KERAS_BACKEND": "jax",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
         try:
             output = run([str(python), str(path), mode], env=environment, cwd=tempfile.gettempdir())
         except subprocess.CalledProcessError as error:
@@ -99,6 +117,8 @@ def row_of(path: Path, settings: dict[str, Any], python: Path, sources: dict[str
         results[mode] = json.loads(output.strip().splitlines()[-1])
     expected, half = results["float32"], results["float16"]
     is_right = abs(half["loss"] - expected["loss"]) <= settings["tolerance"] * abs(expected["loss"])
+    if settings.get("needs_loss_scale"):
+        is_right &= results["autocast"]["loss"] > 10 * expected["loss"]
     losses = [f"{results[mode]['loss']:.5g}" if mode in results else "" for mode in MODES]
     where = settings["where"] + "".join(f"; stub: {stub}" for stub in settings["stubs"])
     return [half["version"], where, *losses, str(half["skipped"]), f"2^{half['log2_scale']:g}"], is_right
