@@ -62,6 +62,7 @@ with tempfile.TemporaryDirectory() as folder:
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     config, recorder = train.initialize(["", str(base), *(f"{name}={value}" for name, value in settings.items())])
     state = train.train_loop(config, recorder)
-    losses = [json.loads(line)["learning/loss"] for line in open(f"{folder}/metrics")]
+    lines = Path(settings["metrics_file"]).read_text().splitlines()
+losses = [json.loads(line)["learning/loss"] for line in lines]
 nnx.update(states[0], state)
 report("maxtext", losses, states[0].optimizer)
