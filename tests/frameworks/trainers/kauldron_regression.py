@@ -30,6 +30,8 @@ train_step.forward_with_loss = half.loss(train_step.forward_with_loss)
 
 
 class Model(nn.Module):
+    """A network with one hidden layer."""
+
     inputs: kd.kontext.Key = "batch.inputs"
 
     @nn.compact
