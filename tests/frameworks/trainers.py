@@ -10,7 +10,17 @@
 Each project has its own virtual environment. The programs in the folder `trainers` train a tiny model on synthetic data
 with the unmodified trainer of the project. Each program runs three times: in float32, in float16 with the two lines of
 `MixedPrecision`, and in float16 with `autocast` alone. A project that cannot be installed is skipped, and the table
-contains the reason. The exit status is 1 if a program fails, or if its result in float16 differs from float32.
+contains the reason. This includes projects that require a version of Python that is not in the `PATH`. The exit status
+is 1 if a program fails, or if its result in float16 differs from float32.
+
+Each program begins with a comment block in TOML, which contains its settings:
+
+- `environment`: the name of the virtual environment, which several programs can share.
+- `python`: the version of Python that the project requires, such as "3.12". The default is the current version.
+- `install`, `without_dependencies`: the packages to install, with and without their dependencies.
+- `where`, `stubs`: the text of the table.
+- `tolerance`: the relative difference between the losses in float16 and in float32 that is accepted.
+- `needs_loss_scale`: whether the loss with `autocast` alone must be at least 10 times the loss in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -73,7 +84,7 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     unpackaged = [text for text in settings["without_dependencies"] if text.split()[0] not in sources]
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        run([sys.executable, "-m", "venv", "--clear", str(environment)])
+        run([interpreter(settings.get("python")), "-m", "venv", "--clear", str(environment)])
         run([*pip, "--editable", str(ROOT), *settings["install"]])
         if unpackaged:
             run([*pip, "--no-deps", *unpackaged])
@@ -84,13 +95,28 @@ def installed(settings: dict[str, Any], folder: Path, sources: dict[str, str]) -
     return python
 
 
+def interpreter(version: str | None) -> str:
+    """Return the path of a Python interpreter of this version, or of the current interpreter if `version` is None."""
+    if version in (None, f"{sys.version_info.major}.{sys.version_info.minor}"):
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    # A program of pyenv can be in the `PATH` although this version of Python is not active.
+    if found is None or subprocess.run([found, "--version"], capture_output=True).returncode != 0:
+        raise Skipped(f"not installed: it requires Python {version}, but `python{version}` cannot be run")
+    return found
+
+
 def row_of(path: Path, settings: dict[str, Any], python: Path, sources: dict[str, str]) -> tuple[list[str], bool]:
     """Run one program in all modes. Return the cells of its row, and whether its results are right."""
     results = {}
-    for mode in settings.get("modes", MODES):
+    for mode in MODES:
         names = [text.split()[0] for text in settings["without_dependencies"]]
-        checkouts = os.pathsep.join(str(Path(sources[name]).resolve()) for name in names if name in sources)
-        environment = os.environ | {"PYTHONPATH": checkouts, "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        paths = [ROOT, *(Path(sources[name]).resolve() for name in names if name in sources)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "KERAS_BACKEND": "jax",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
         try:
             output = run([str(python), str(path), mode], env=environment, cwd=tempfile.gettempdir())
         except subprocess.CalledProcessError as error:
@@ -99,7 +125,9 @@ def row_of(path: Path, settings: dict[str, Any], python: Path, sources: dict[str
         results[mode] = json.loads(output.strip().splitlines()[-1])
     expected, half = results["float32"], results["float16"]
     is_right = abs(half["loss"] - expected["loss"]) <= settings["tolerance"] * abs(expected["loss"])
-    losses = [f"{results[mode]['loss']:.5g}" if mode in results else "" for mode in MODES]
+    if settings.get("needs_loss_scale"):
+        is_right &= results["autocast"]["loss"] > 10 * expected["loss"]
+    losses = [f"{results[mode]['loss']:.5g}" for mode in MODES]
     where = settings["where"] + "".join(f"; stub: {stub}" for stub in settings["stubs"])
     return [half["version"], where, *losses, str(half["skipped"]), f"2^{half['log2_scale']:g}"], is_right
 
