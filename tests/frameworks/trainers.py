@@ -45,7 +45,7 @@ COLUMNS = ["program", "version", "where the two lines go", "float32", "float16",
 def main() -> int:
     arguments = parsed()
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
-    failed = []
+    failed, skipped = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for path in sorted(PROGRAMS.glob("[!_]*.py")):
             if arguments.only and path.stem not in arguments.only:
@@ -55,11 +55,12 @@ def main() -> int:
                 python = installed(settings, Path(arguments.folder or scratch), arguments.source)
             except Skipped as reason:
                 print(f"| {path.stem} | skipped | {reason} |" + " |" * 5, flush=True)
+                skipped.append(path.stem)
                 continue
             row, is_right = row_of(path, settings, python, arguments.source)
             print("| " + " | ".join([path.stem, *row]) + " |", flush=True)
             failed += [] if is_right else [path.stem]
-    print(f"\nFailed: {', '.join(failed)}." if failed else "\nAll passed.")
+    print(f"\nSkipped: {', '.join(skipped) or 'none'}. Failed: {', '.join(failed) or 'none'}.")
     return int(bool(failed))
 
 

@@ -21,7 +21,17 @@ def llama(seed):
         rope_theta=10_000,
         norm_eps=1e-5,
     )
-    return Llama3(config, rngs=nnx.Rngs(seed))
+    model = Llama3(config, rngs=nnx.Rngs(seed))
+    # tunix initializes the kernels of the MLPs with zeros, so their gradients would be zero.
+    keys = iter(jax.random.split(jax.random.key(seed), 3 * config.num_layers))
+    state = nnx.state(model, nnx.Param)
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda leaf: leaf if leaf.any() else jax.random.normal(next(keys), leaf.shape) / len(leaf) ** 0.5, state
+        ),
+    )
+    return model
 
 
 def sequences(rng, number, length=12):
