@@ -102,7 +102,7 @@ class Planner:
             plan.is_half for call in calls.values() for plan in call.plans
         )
         if is_half:
-            groups, half = self._group(graph, node_plans, half, context.within)
+            groups, half = self._group(graph, node_plans, half, context.within, constants)
         else:
             groups = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         return Plan(
@@ -234,7 +234,12 @@ class Planner:
         return CallPlan(tuple(plans), tuple(half_inputs), tuple(results), tuple(known))
 
     def _group(
-        self, graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], within: tuple[Any, ...]
+        self,
+        graph: Graph,
+        node_plans: Sequence[NodePlan],
+        half: Set[ValueId],
+        within: tuple[Any, ...],
+        constants: Constants,
     ) -> tuple[list[Segment], set[ValueId]]:
         """Return the segments of a graph, with the values that each segment saves, and the values in half precision.
 
@@ -244,7 +249,9 @@ class Planner:
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
         if self.policy.half_residual_stream:
-            half |= {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
+            stream = {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
+            # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
+            half |= {value for value in stream if constants.of(value) is None}
         price_saved = float(self.policy.recompute)
         min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
         broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}

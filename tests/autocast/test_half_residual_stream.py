@@ -193,3 +193,16 @@ def test_gradient_inside_autocast_is_supported():
     loss = by_scan(jax.checkpoint(block), X)
     inside = jls.autocast(jax.grad(loss), policy=POLICY)(W)
     np.testing.assert_allclose(inside, jax.grad(loss)(W), atol=4e-3 * np.abs(inside).max())
+
+
+def test_large_constants_are_not_part_of_the_residual_stream():
+    """The CTC loss starts with the constant -1e5 as the logarithm of a probability of zero."""
+
+    def loss(w):
+        logits = (X @ w[0])[None]
+        return jnp.mean(optax.ctc_loss(logits, jnp.zeros((1, 32)), jnp.array([[1, 2, 3]]), jnp.zeros((1, 3))))
+
+    half = jls.autocast(loss, policy=POLICY)
+    (value, grads), (expected, exact) = (jax.value_and_grad(fun)(W) for fun in (half, loss))
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    assert distance(grads, exact) < 0.02
