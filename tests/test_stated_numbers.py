@@ -29,7 +29,7 @@ def test_predictions_for_an_h100():
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     assert [model for model, *_ in stated] == [model for model, loss in predicted if loss == "autocast"]
     for model, *cells in stated:
-        ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "by hand"))
+        ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "manual casts"))
         ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
 
@@ -72,7 +72,7 @@ def test_cost_of_an_optimizer_step():
 def test_data_movement_between_devices():
     moved = {(layout, way): number(cells[5]) for layout, way, *cells in rows(RESULTS / "collectives.md", "### Coll")}
     stated = rows(ROOT / "docs" / "guide" / "devices.md", "## What `jls.autocast` moves")
-    ways = ("by hand", "autocast", "autocast, recompute=False", "autocast, table cast")
+    ways = ("manual casts", "autocast", "autocast, recompute=False", "autocast, table cast")
     assert len(stated) == 4
     for layout, *cells in stated:
         assert [f"{moved[layout, way]:.0f}" for way in ways] == cells, layout

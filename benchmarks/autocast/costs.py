@@ -12,7 +12,7 @@ import optax
 import jax_lossscale as jls
 from benchmarks.autocast.gpu import training_step
 from benchmarks.autocast.models import Model, Transformer, model_of
-from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, WAYS
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, MANUAL_CASTS, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program, read
 from benchmarks.harness.isolation import Progress, call_apart
@@ -38,7 +38,7 @@ def _on_cpu(quick: bool, progress: Progress) -> Table:
     if jax.default_backend() != "cpu":
         return Table(title, _TIMES, [], quick=quick)
     steps = {}
-    for way in (FLOAT32, BY_HAND, AUTOCAST):
+    for way in (FLOAT32, MANUAL_CASTS, AUTOCAST):
         step, begin = training_step(trained, way)
         steps[way] = Repeated(step, *jax.jit(begin)())
     timings = interleave(steps, 3 if quick else 15, progress)
@@ -69,7 +69,7 @@ def _rows(timings: Timings) -> list[tuple[Cell, ...]]:
 def _cross_entropy(quick: bool, progress: Progress) -> Table:
     """Return the estimated costs of two equal losses, compiled for an H100."""
     rows: list[tuple[Cell, ...]] = []
-    ways = (BY_HAND, AUTOCAST)
+    ways = (MANUAL_CASTS, AUTOCAST)
     for n, way in enumerate(() if quick or cuda.missing() else ways):
         progress(n / len(ways), way)
         programs = {name: call_apart(compiled_head, name, way, timeout=_PATIENCE) for name in _LOSSES}

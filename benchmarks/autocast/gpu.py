@@ -10,7 +10,8 @@ import jax
 import optax
 
 import jax_lossscale as jls
-from benchmarks.autocast.models import Model, Transformer, model_of, networks
+from benchmarks.autocast import models, untuned
+from benchmarks.autocast.models import Model, Transformer, model_of
 from benchmarks.autocast.ways import FLOAT32, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program, read
@@ -33,6 +34,11 @@ def training_step(trained: Model, way: str) -> tuple[Any, Any]:
         return (params, tx.init(params), jax.numpy.float32(0)), trained.batch(0)
 
     return jax.jit(step, donate_argnums=0), begin
+
+
+def networks() -> dict[str, Model]:
+    """Return all models by name: `models.networks` and `untuned.networks`."""
+    return models.networks() | untuned.networks()
 
 
 def compiled(name: str, way: str) -> Program:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.autocast import costs, gpu, hard, tracing
 from benchmarks.autocast.counting import bytes_saved, dtypes_of_matmuls
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
-from benchmarks.autocast.ways import AUTOCAST, BY_HAND, FLOAT32, HALF_RESIDUAL_STREAM, NO_RECOMPUTE, WAYS
+from benchmarks.autocast.untuned import table as untuned
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS, NO_RECOMPUTE, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program
 from benchmarks.harness.isolation import Progress, call_apart
@@ -36,10 +37,10 @@ _QUICK_MODELS = ("LSTM",)
 _ERROR_GOALS = {"transformer": 0.80, "ResNet": 1.05, "Mamba": 0.83, "LSTM": 0.57}
 _SAVED_GOALS = {0.0: 0.4, 0.1: 0.5}  # The keys are dropout rates.
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program for an H100.
-_COMPARED = (FLOAT32, BY_HAND, AUTOCAST)
+_COMPARED = (FLOAT32, MANUAL_CASTS, AUTOCAST)
 _STEPS = columns(
-    "model | loss | time {:.3f} ms | over by hand {:.2f} | temporaries {:.1f} MiB | over by hand {:.2f} | "
-    "read and written {:.2f} GB | kernels | products"
+    "model | loss | time {:.3f} ms | over manual casts {:.2f} | temporaries {:.1f} MiB | over manual casts {:.2f} | "
+    "read and written {:.2f} GB | kernels | matmuls"
 )
 _MIB = 2**20
 
@@ -47,15 +48,17 @@ _MIB = 2**20
 def run(quick: bool, progress: Progress) -> list[Table]:
     """Return all tables."""
     models = _QUICK_MODELS if quick else tuple(_GOALS)
+    goals = {model: _GOALS[model][0] for model in models} | dict.fromkeys(untuned.models(quick), untuned.TIME_GOAL)
     return [
-        _steps(models, quick, progress.part(0, 7, "for an H100")),
-        _compile_time(quick, progress.part(1, 7, "compile time")),
-        tracing.table(quick, progress.part(2, 7, "trace time")),
+        _steps(models, quick, progress.part(0, 8, "for an H100")),
+        untuned.table(quick, progress.part(1, 8, "models that nothing was tuned for")),
+        _compile_time(quick, progress.part(2, 8, "compile time")),
+        tracing.table(quick, progress.part(3, 8, "trace time")),
         _saved(quick),
-        _errors(quick, progress.part(3, 7, "gradients")),
-        _hard(quick, progress.part(4, 7, "hard cases")),
-        _timed(models, quick, progress.part(5, 7, "timing")),
-        *costs.tables(quick, progress.part(6, 7, "other costs")),
+        _errors(quick, progress.part(4, 8, "gradients")),
+        _hard(quick, progress.part(5, 8, "hard cases")),
+        _timed(goals, quick, progress.part(6, 8, "timing")),
+        *costs.tables(quick, progress.part(7, 8, "other costs")),
     ]
 
 
@@ -77,8 +80,8 @@ def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
         "time is a prediction: for each kernel, the larger of the time to move its bytes at 3.35 TB/s and the time to "
         "compute its matmuls at peak throughput. Caches, launches and tuning are not considered.",
         "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of width "
-        "512, an associative scan in float32, 8 x 512 tokens. LSTM: 2 layers of width 512, 64 x 256 tokens. By hand: "
-        "manual casts with `dtype=float16`.",
+        "512, an associative scan in float32, 8 x 512 tokens. LSTM: 2 layers of width 512, 64 x 256 tokens. Manual casts: "
+        "the argument `dtype=float16` of the layers.",
         "Experts: 8 experts, 2 blocks of width 512, 8 x 512 tokens. Words: an embedding table that is read by a matmul "
         "with a one-hot array (8,192 x 512, 8 x 512 tokens), or by index (50,304 x 1,024, 8 x 256 tokens). Convolution "
         "net: 3 blocks, 64 images of 56 x 56 x 64.",
@@ -87,21 +90,21 @@ def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
 
 
 def _rows(programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
-    by_hand = programs.get(BY_HAND)
+    manual = programs.get(MANUAL_CASTS)
     for way, program in programs.items():
         matmuls = ", ".join(f"{n} in {dtype}" for dtype, n in dtypes_of_matmuls(program.kernels).items())
-        time, temporaries = program.over(by_hand) if by_hand else (None, None)
+        time, temporaries = program.over(manual) if manual else (None, None)
         row = (way, 1e3 * program.seconds, time, program.temporaries / _MIB, temporaries, program.bytes / 1e9)
         yield (*row, len(program.kernels), matmuls)
 
 
 def _step_marks(model: str, programs: dict[str, Program]) -> Iterator[Mark]:
-    by_hand, float32 = programs.get(BY_HAND), programs.get(FLOAT32)
+    manual, float32 = programs.get(MANUAL_CASTS), programs.get(FLOAT32)
     for way, goals in (AUTOCAST, _GOALS), (HALF_RESIDUAL_STREAM, _SKIP_GOALS):
         values, note = [None] * 3, cuda.missing() or "XLA did not compile it"
-        if by_hand and float32 and (ours := programs.get(way)):
-            values, note = [*ours.over(by_hand), ours.over(float32)[0]], ""
-        whats = ("predicted time over by hand", "temporaries over by hand", "predicted time over float32")
+        if manual and float32 and (ours := programs.get(way)):
+            values, note = [*ours.over(manual), ours.over(float32)[0]], ""
+        whats = ("predicted time over manual casts", "temporaries over manual casts", "predicted time over float32")
         for what, value, goal in zip(whats, values, (*goals[model], 1.0) if model in goals else (), strict=False):
             yield Mark(f"GPU program (compiled, not run): {way}, {model}: {what}", value, goal, note=note)
 
@@ -123,14 +126,14 @@ def _saved(quick: bool) -> Table:
     for rate, goal in _SAVED_GOALS.items():
         network = model_of(Transformer, (8, 256, 512), blocks=4, heads=8, dropout=rate)
         saved = {way: bytes_saved(loss(network), *network.arguments()) for way, loss in WAYS.items()}
-        rows += [(rate, way, number / _MIB, number / saved[BY_HAND]) for way, number in saved.items()]
-        what = "autocast: bytes kept for the backward pass over by hand" + (", with dropout" if rate else "")
-        marks.append(Mark(what, saved[AUTOCAST] / saved[BY_HAND], goal))
+        rows += [(rate, way, number / _MIB, number / saved[MANUAL_CASTS]) for way, number in saved.items()]
+        what = "autocast: bytes saved for the backward pass over manual casts" + (", with dropout" if rate else "")
+        marks.append(Mark(what, saved[AUTOCAST] / saved[MANUAL_CASTS], goal))
     notes = (
         "The values that `jax.vjp` saves for the backward pass, without the function's arguments, before XLA runs.",
     )
-    heads = columns("dropout | loss | kept {:.1f} MiB | over by hand {:.2f}")
-    return Table("Kept for the backward pass: transformer 4 x 512", heads, rows, marks, notes, quick)
+    heads = columns("dropout | loss | saved {:.1f} MiB | over manual casts {:.2f}")
+    return Table("Saved for the backward pass: transformer 4 x 512", heads, rows, marks, notes, quick)
 
 
 def _errors(quick: bool, progress: Progress) -> Table:
@@ -138,12 +141,14 @@ def _errors(quick: bool, progress: Progress) -> Table:
     for n, (name, network) in enumerate(small().items()):
         progress(n / len(_ERROR_GOALS), name)
         trained = Trained(network, *((2, 1) if quick else (100, 4)))
-        by_hand, ours, half = (trained.error(WAYS[way](network)) for way in (BY_HAND, AUTOCAST, HALF_RESIDUAL_STREAM))
-        rows.append((name, by_hand, ours, ours / by_hand, half, half / by_hand))
-        marks.append(Mark(f"autocast: gradient error over by hand, {name}", ours / by_hand, _ERROR_GOALS[name]))
+        manual, ours, half = (
+            trained.error(WAYS[way](network)) for way in (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
+        )
+        rows.append((name, manual, ours, ours / manual, half, half / manual))
+        marks.append(Mark(f"autocast: gradient error over manual casts, {name}", ours / manual, _ERROR_GOALS[name]))
     heads = columns(
-        "model | by hand {:.1e} | autocast {:.1e} | over by hand {:.2f} | half residual stream {:.1e} | "
-        "over by hand {:.2f}"
+        "model | manual casts {:.1e} | autocast {:.1e} | over manual casts {:.2f} | half residual stream {:.1e} | "
+        "over manual casts {:.2f}"
     )
     notes = (
         "The error is the norm of the difference from the float32 gradients, relative to the norm of the float32 "
@@ -156,16 +161,16 @@ def _errors(quick: bool, progress: Progress) -> Table:
 def _hard(quick: bool, progress: Progress) -> Table:
     rows, marks = [], []
     cases = {name: case for name, case in hard.cases().items() if not (quick and name.startswith("attention"))}
-    ways = {way: WAYS[way] for way in (BY_HAND, AUTOCAST, NO_RECOMPUTE)}
+    ways = {way: WAYS[way] for way in (MANUAL_CASTS, AUTOCAST, NO_RECOMPUTE)}
     for n, (name, case) in enumerate(cases.items()):
         progress(n / len(cases), name)
         parameter, errors = hard.errors(case, ways)
-        over = errors[AUTOCAST] / errors[BY_HAND]
+        over = errors[AUTOCAST] / errors[MANUAL_CASTS]
         rows.append((name, parameter, *errors.values(), over))
         if not hard.is_said(name):
-            marks.append(Mark(f"autocast: gradient error over by hand, {name}", over, 2.0))
+            marks.append(Mark(f"autocast: gradient error over manual casts, {name}", over, 2.0))
     heads = columns(
-        "loss | gradient of | by hand {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | over by hand {:.2f}"
+        "loss | gradient of | manual casts {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | over manual casts {:.2f}"
     )
     notes = (
         "Errors relative to float64 for the parameter where `autocast` is worst relative to manual casts, at the best "
@@ -176,14 +181,14 @@ def _hard(quick: bool, progress: Progress) -> Table:
     return Table("Errors of gradients, hard cases", heads, rows, marks, notes, quick)
 
 
-def _timed(models: Sequence[str], quick: bool, progress: Progress) -> Table:
+def _timed(goals: Mapping[str, float], quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks = []
-    for n, model in enumerate(models):
-        what, goal = f"GPU: training step under autocast over by hand, {model}", _GOALS[model][0]
-        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(models), model))
-        rows += [(model, *timings.row(way, BY_HAND)) for way in _COMPARED] if timings else []
+    for n, (model, goal) in enumerate(goals.items()):
+        what = f"GPU: training step under autocast over manual casts, {model}"
+        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(goals), model))
+        rows += [(model, *timings.row(way, MANUAL_CASTS)) for way in _COMPARED] if timings else []
         mark = Mark(what, None, goal, note="no GPU here")
-        marks.append(timings.mark(what, AUTOCAST, BY_HAND, goal) if timings else mark)
-    heads = columns("model | loss | median {:.2f} ms | minimum {:.2f} ms | over by hand {:.2f} | spread")
+        marks.append(timings.mark(what, AUTOCAST, MANUAL_CASTS, goal) if timings else mark)
+    heads = columns("model | loss | median {:.2f} ms | minimum {:.2f} ms | over manual casts {:.2f} | spread")
     return Table("Training steps on a GPU", heads, rows, marks, quick=quick)

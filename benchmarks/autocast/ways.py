@@ -11,15 +11,15 @@ from benchmarks.autocast.models import Model
 from benchmarks.optimizer.peers import Loss
 
 FLOAT32 = "float32"
-BY_HAND = "by hand"
+MANUAL_CASTS = "manual casts"
 AUTOCAST = "autocast"
 NO_RECOMPUTE = "autocast, nothing recomputed"
 HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
-# The ways by name. Except for manual casts ("by hand"), all ways start from the float32 program.
+# The ways by name. Except for `MANUAL_CASTS`, all ways start from the float32 program.
 WAYS: dict[str, Callable[[Model], Loss]] = {
     FLOAT32: lambda model: model.loss(None),
-    BY_HAND: lambda model: model.loss(jnp.float16),
+    MANUAL_CASTS: lambda model: model.loss(jnp.float16),
     AUTOCAST: lambda model: jls.autocast(model.loss(None)),
     NO_RECOMPUTE: lambda model: jls.autocast(model.loss(None), policy=jls.PrecisionPolicy(recompute=False)),
     HALF_RESIDUAL_STREAM: lambda model: jls.autocast(

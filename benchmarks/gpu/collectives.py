@@ -34,7 +34,7 @@ _KINDS = {
 }
 _COLUMNS = columns(
     "layout | written | gathered in float32 {:.1f} MB | in float16 {:.1f} MB | reduced in float32 {:.1f} MB | "
-    "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over by hand {:.2f} | temporaries {:.0f} MB"
+    "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over manual casts {:.2f} | temporaries {:.0f} MB"
 )
 _NOTES = (
     "By hand: parameters and activations are cast to float16 manually; softmax, norms and the loss are float32. Table "
@@ -99,7 +99,7 @@ LAYOUTS = (
 _NOTHING_AGAIN = jls.PrecisionPolicy(recompute=False)
 WAYS = {
     "float32": {"dtype": jnp.float32},
-    "by hand": {"dtype": jnp.float16},
+    "manual casts": {"dtype": jnp.float16},
     "autocast": {"cast": jls.autocast},
     "autocast, recompute=False": {"cast": functools.partial(jls.autocast, policy=_NOTHING_AGAIN)},
     "autocast, table cast": {"cast": jls.autocast, "table": jnp.float16},
@@ -214,7 +214,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 def _rows(width: int, progress: Progress) -> Iterator[tuple[Any, ...]]:
     for n, layout in enumerate(LAYOUTS):
-        by_hand = None
+        manual = None
         for k, way in enumerate(WAYS):
             progress((n + k / len(WAYS)) / len(LAYOUTS), f"{layout.name}, {way}")
             program = compiled(layout, way, width)
@@ -222,6 +222,6 @@ def _rows(width: int, progress: Progress) -> Iterator[tuple[Any, ...]]:
             total = found.total() / 1e6
             by_kind = [found.pop((kind, dtype), 0) / 1e6 for kind in (_GATHERED, _REDUCED) for dtype in ("f32", "f16")]
             other = found.total() / 1e6
-            by_hand = total if way == "by hand" else by_hand
-            over = total / by_hand if by_hand and way != "float32" else None
+            manual = total if way == "manual casts" else manual
+            over = total / manual if manual and way != "float32" else None
             yield (layout.name, way, *by_kind, other, total, over, program.memory_analysis().temp_size_in_bytes / 1e6)

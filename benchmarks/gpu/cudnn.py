@@ -30,7 +30,7 @@ _FORWARD, _BACKWARD = (f'custom_call_target="__cudnn$fmha{name}"' for name in ("
 _LAID_OUT = frozenset({"bitcast", "copy", "get-tuple-element", "transpose"})
 _COLUMNS = columns(
     "called | key heads | written | kernels forward | backward | casts beside them | predicted {:.3f} ms | "
-    "over by hand {:.2f} | temporaries over by hand {:.2f}"
+    "over manual casts {:.2f} | temporaries over manual casts {:.2f}"
 )
 _NOTES = (
     "By hand: everything is cast to float16 manually, except for norms and the loss. Collectives count as memory reads "
@@ -43,7 +43,7 @@ _CUDNN = functools.partial(_PLAIN, implementation="cudnn")
 _IN_HALF = jls.in_half(_CUDNN, _PLAIN)
 _HALF_RESIDUAL_STREAM = jls.PrecisionPolicy(half_residual_stream=True)
 _WAYS: dict[str, tuple[Any, Any, Any]] = {
-    "by hand": (_CUDNN, jnp.float16, lambda loss: loss),
+    "manual casts": (_CUDNN, jnp.float16, lambda loss: loss),
     "autocast, in_half": (_IN_HALF, jnp.float32, jls.autocast),
     "the same, half_residual_stream": (
         _IN_HALF,
@@ -142,7 +142,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
             text = compiled.as_text() or ""
             program = programs[way] = read(text, compiled.memory_analysis().temp_size_in_bytes)
             counts = text.count(_FORWARD), text.count(_BACKWARD), _casts_beside(text)
-            rows.append((case, key_heads, way, *counts, 1e3 * program.seconds, *program.over(programs["by hand"])))
+            rows.append((case, key_heads, way, *counts, 1e3 * program.seconds, *program.over(programs["manual casts"])))
     marks = [
         Mark(f"{what}: kernels missing", max(_BLOCKS - min(row[3:5]) for row in rows), 0, exactly=True),
         Mark(f"{what}: casts beside them", max(row[5] for row in rows), 0, exactly=True),

@@ -1,0 +1,165 @@
+"""Models for sequences that are not decoders with attention: WaveNet, RetNet, RWKV-4, and a speech model with CTC."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.autocast.untuned.layers import Block, rotate
+from benchmarks.workloads.layers import cross_entropy, mean_square
+
+
+class WaveNet(nn.Module):
+    """A stack of gated dilated convolutions that removes noise from speech (Rethage et al. 2017, arXiv 1706.07162).
+
+    The dilations double from layer to layer, and begin again at 1 after ten layers. The convolutions are not causal,
+    because XLA would insert zeros into the filters of causal dilated convolutions with manual casts.
+    """
+
+    layers: int
+    width: int
+    skip: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, noisy: jax.Array, clean: jax.Array) -> jax.Array:
+        """Return the mean square error for samples of shape ``[batch, length, 1]``."""
+        x, skipped = nn.Conv(self.width, (3,), dtype=self.dtype)(noisy), 0
+        for layer in range(self.layers):
+            dilated = nn.Conv(2 * self.width, (3,), kernel_dilation=2 ** (layer % 10), dtype=self.dtype)(x)
+            filters, gate = jnp.split(dilated, 2, axis=-1)
+            y = jnp.tanh(filters) * nn.sigmoid(gate)
+            skipped = skipped + nn.Dense(self.skip, dtype=self.dtype)(y)
+            x = x + nn.Dense(self.width, dtype=self.dtype)(y)
+        x = nn.relu(nn.Dense(self.skip, dtype=self.dtype)(nn.relu(skipped)))
+        return mean_square(nn.Dense(1, dtype=self.dtype)(x).astype(jnp.float32) - clean)
+
+
+class RetNet(nn.Module):
+    """A decoder with retention, which a scan computes in chunks (Sun et al. 2023, arXiv 2307.08621)."""
+
+    vocabulary: int
+    blocks: int
+    width: int
+    heads: int
+    chunk: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
+        dense, norm = partial(nn.Dense, use_bias=False, dtype=self.dtype), partial(nn.LayerNorm, dtype=self.dtype)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
+        for _ in range(self.blocks):
+            y = norm()(x)
+            query, key, value = (dense(self.width)(y).reshape(*y.shape[:2], self.heads, -1) for _ in range(3))
+            seen = _retention(rotate(query), rotate(key) * key.shape[-1] ** -0.5, value, self.chunk)
+            seen = norm(use_bias=False, use_scale=False)(seen).reshape(y.shape)
+            x = x + dense(self.width)(nn.silu(dense(self.width)(y)) * seen)
+            x = x + dense(self.width)(nn.gelu(dense(2 * self.width)(norm()(x))))
+        return cross_entropy(dense(self.vocabulary)(norm()(x)), tokens[:, 1:])
+
+
+def _retention(query: jax.Array, key: jax.Array, value: jax.Array, chunk: int) -> jax.Array:
+    """Return the retention for ``[batch, length, heads, size]``. The state of the scan is in float32."""
+    batch, length, heads, size = query.shape
+    log_decay = jnp.log1p(-(2.0 ** -jnp.linspace(5, 8, heads)))[:, None, None]
+    position = jnp.arange(chunk)
+    distance = (position[:, None] - position[None])[None]
+    inside = jnp.where(distance >= 0, jnp.exp(log_decay * distance), 0).astype(query.dtype)[None]
+    before = jnp.exp(log_decay * (position + 1)[None, :, None]).astype(query.dtype)[None]
+    after = jnp.exp(log_decay * (chunk - 1 - position)[None, :, None]).astype(query.dtype)[None]
+    whole = jnp.exp(log_decay * chunk)[None]
+
+    def chunks(x: jax.Array) -> jax.Array:
+        return x.reshape(batch, length // chunk, chunk, heads, size).transpose(1, 0, 3, 2, 4)
+
+    def step(state: jax.Array, taken: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        query, key, value = taken
+        scores = jnp.einsum("bhqd,bhkd->bhqk", query, key) * inside
+        seen = jnp.einsum("bhqk,bhkd->bhqd", scores, value)
+        seen = seen + jnp.einsum("bhqd,bhde->bhqe", query * before, state.astype(query.dtype))
+        added = jnp.einsum("bhkd,bhke->bhde", key * after, value)
+        return whole * state + added.astype(jnp.float32), seen
+
+    start = jnp.zeros((batch, heads, size, size))
+    _, seen = jax.lax.scan(step, start, (chunks(query), chunks(key), chunks(value)))
+    return seen.transpose(1, 0, 3, 2, 4).reshape(batch, length, heads, size)
+
+
+class RWKV(nn.Module):
+    """The language model RWKV-4, whose weighted sum is computed by a scan in float32 (arXiv 2305.13048)."""
+
+    vocabulary: int
+    blocks: int
+    width: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
+        dense, norm = partial(nn.Dense, use_bias=False, dtype=self.dtype), partial(nn.LayerNorm, dtype=self.dtype)
+        x = norm()(nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1]))
+        for block in range(self.blocks):
+            key, value, gate = self._mixed(norm()(x), f"time_{block}", 3)
+            seen = self._weighted_sum(dense(self.width)(key), dense(self.width)(value), block)
+            x = x + dense(self.width)(nn.sigmoid(dense(self.width)(gate)) * seen)
+            key, gate = self._mixed(norm()(x), f"channel_{block}", 2)
+            hidden = jnp.square(nn.relu(dense(4 * self.width)(key)))
+            x = x + nn.sigmoid(dense(self.width)(gate)) * dense(self.width)(hidden)
+        return cross_entropy(dense(self.vocabulary)(norm()(x)), tokens[:, 1:])
+
+    def _mixed(self, x: jax.Array, name: str, count: int) -> list[jax.Array]:
+        """Return mixtures of each token and the token before it, with one parameter for each channel."""
+        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        shares = self.param(name, nn.initializers.uniform(1.0), (count, 1, 1, self.width)).astype(self.dtype)
+        return [x * share + before * (1 - share) for share in shares]
+
+    def _weighted_sum(self, key: jax.Array, value: jax.Array, block: int) -> jax.Array:
+        """Return the mean of the values so far, weighted by the exponentials of the keys, which decay over time."""
+        log_rate = self.param(f"log_rate_{block}", nn.initializers.uniform(1.0), (1, self.width))
+        bonus = self.param(f"bonus_{block}", nn.initializers.uniform(1.0), (1, self.width))
+        key, value = (x.astype(jnp.float32).swapaxes(0, 1) for x in (key, value))
+
+        def step(state: tuple[jax.Array, ...], taken: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+            # The weights in the sums are relative to the largest weight, whose logarithm is `top`, to avoid overflow.
+            above, below, top = state
+            key, value = taken
+            now = jnp.maximum(top, bonus + key)
+            old, new = jnp.exp(top - now), jnp.exp(bonus + key - now)
+            seen = (old * above + new * value) / (old * below + new)
+            then = jnp.maximum(top - jnp.exp(log_rate), key)
+            old, new = jnp.exp(top - jnp.exp(log_rate) - then), jnp.exp(key - then)
+            return (old * above + new * value, old * below + new, then), seen
+
+        zeros = jnp.zeros(key.shape[1:])
+        _, seen = jax.lax.scan(step, (zeros, zeros, zeros - 1e30), (key, value))
+        return seen.swapaxes(0, 1).astype(self.dtype)
+
+
+class CTC(nn.Module):
+    """A speech model: two convolutions, transformer blocks, and the connectionist temporal classification loss."""
+
+    vocabulary: int
+    blocks: int
+    width: int
+    heads: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, spectrum: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the loss for spectra of shape ``[batch, length, frequencies]``, and labels, ``[batch, tokens]``."""
+        x = spectrum[..., None]
+        for _ in range(2):
+            x = nn.relu(nn.Conv(self.width // 4, (3, 3), (2, 2), dtype=self.dtype)(x))
+        x = nn.Dense(self.width, dtype=self.dtype)(x.reshape(*x.shape[:2], -1))
+        for _ in range(self.blocks):
+            x = Block(self.heads, dtype=self.dtype)(x)
+        logits = nn.Dense(self.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)).astype(jnp.float32)
+        # The label 0 is the blank.
+        return optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), 1 + labels, jnp.zeros(labels.shape)).mean()

@@ -1,0 +1,27 @@
+"""Gradients of the models in `benchmarks.autocast.untuned`, with manual casts and under `autocast`."""
+
+import pytest
+
+from benchmarks.autocast.gradients import Trained
+from benchmarks.autocast.untuned import networks, small
+from benchmarks.autocast.ways import AUTOCAST, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
+
+pytestmark = pytest.mark.ci  # Each model is compiled four times.
+
+# These models compile fastest.
+QUICK = ("WaveNet", "PPO", "experts by ragged_dot")
+# The gradients of these models have larger errors, with manual casts as well as under `autocast`.
+LESS_ACCURATE = ("U-Net", "PPO")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_agree_with_float32(name):
+    trained = Trained(small()[name], steps=0, batches=1)
+    errors = {way: trained.error(WAYS[way](small()[name])) for way in (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)}
+    assert max(errors.values()) < (0.05 if name in LESS_ACCURATE else 0.01), errors
+    assert min(errors.values()) > 0
+
+
+def test_small_and_large_models_have_the_same_names():
+    assert list(small()) == list(networks())
