@@ -80,8 +80,8 @@ def _steps(models: Sequence[str], quick: bool, progress: Progress) -> Table:
         "time is a prediction: for each kernel, the larger of the time to move its bytes at 3.35 TB/s and the time to "
         "compute its matmuls at peak throughput. Caches, launches and tuning are not considered.",
         "Transformers: flax, 8 x 256 and 8 x 1024 tokens. ResNets: 64 images of 224 x 224. Mamba: 2 blocks of width "
-        "512, an associative scan in float32, 8 x 512 tokens. LSTM: 2 layers of width 512, 64 x 256 tokens. Manual casts: "
-        "the argument `dtype=float16` of the layers.",
+        "512, an associative scan in float32, 8 x 512 tokens. LSTM: 2 layers of width 512, 64 x 256 tokens. Manual "
+        "casts: the argument `dtype=float16` of the layers.",
         "Experts: 8 experts, 2 blocks of width 512, 8 x 512 tokens. Words: an embedding table that is read by a matmul "
         "with a one-hot array (8,192 x 512, 8 x 512 tokens), or by index (50,304 x 1,024, 8 x 256 tokens). Convolution "
         "net: 3 blocks, 64 images of 56 x 56 x 64.",
@@ -170,7 +170,8 @@ def _hard(quick: bool, progress: Progress) -> Table:
         if not hard.is_said(name):
             marks.append(Mark(f"autocast: gradient error over manual casts, {name}", over, 2.0))
     heads = columns(
-        "loss | gradient of | manual casts {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | over manual casts {:.2f}"
+        "loss | gradient of | manual casts {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | "
+        "over manual casts {:.2f}"
     )
     notes = (
         "Errors relative to float64 for the parameter where `autocast` is worst relative to manual casts, at the best "
