@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
-from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
-from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy, compute_with
+from jax_lossscale._program.jaxpr import Traced, jaxprs_of
+from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._operations import (
@@ -29,7 +30,7 @@ from jax_lossscale.diagnostics._operations import (
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
-# The report suggests `half_residual_stream=True` if it reduces the saved bytes by more than this fraction.
+# The report suggests `half_residual_stream=True` if it reduces the accessed bytes by more than this fraction.
 _WORTH_SUGGESTING = 0.05
 # If at least this fraction of the work is in half precision, computing another matmul in half precision would not make
 # a step noticeably faster.
@@ -60,9 +61,12 @@ class AutocastReport(Report[OperationPrecision]):
         kernel. Opaque operations are computed as written.
       arguments: one sentence for each leaf of the arguments that contains NaN.
       not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
-      bytes_with_half_residual_stream: like ``bytes_after``, for the same policy with ``half_residual_stream=True``. The
-        printed report suggests this option if it would save more than 5% of these bytes. It is ``None`` if the policy
-        already contains the option or ``dtype`` is float32.
+      bytes_accessed: an estimate of the number of bytes that the forward pass reads and writes with `autocast`: the
+        sizes of the operands and results of all equations. The operations that XLA can compute together, between two
+        matmuls, count as one equation.
+      bytes_accessed_with_half_residual_stream: like ``bytes_accessed``, for the same policy with
+        ``half_residual_stream=True``. The printed report suggests this option if it would save more than 5% of these
+        bytes. It is ``None`` if the policy already contains the option or ``dtype`` is float32.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -73,7 +77,8 @@ class AutocastReport(Report[OperationPrecision]):
     opaque_operations: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     not_in_half: tuple[str, ...] = ()
-    bytes_with_half_residual_stream: int | None = None
+    bytes_accessed: int = 0
+    bytes_accessed_with_half_residual_stream: int | None = None
 
     _entries: ClassVar[str] = "operations"
     _text_columns: ClassVar[Sequence[int]] = (0, 1, 2, 3, 4, 7)
@@ -122,12 +127,13 @@ class AutocastReport(Report[OperationPrecision]):
             notes.append(f"Computed as written, without conversion: {', '.join(self.opaque_operations)}.")
         if self.not_in_half:
             notes.append(f"`in_half` functions that use their `fallback`: {'; '.join(self.not_in_half)}.")
-        if self.bytes_with_half_residual_stream is not None and self.bytes_after:
-            saving = 1 - self.bytes_with_half_residual_stream / self.bytes_after
+        if self.bytes_accessed_with_half_residual_stream is not None and self.bytes_accessed:
+            saving = 1 - self.bytes_accessed_with_half_residual_stream / self.bytes_accessed
             if saving > _WORTH_SUGGESTING:
                 notes.append(
                     "`PrecisionPolicy(half_residual_stream=True)` stores skip connections in half precision, as manual "
-                    f"casts do. It would reduce the memory saved for the backward pass by {percent(saving)}."
+                    f"casts do. In the forward pass, it would save {percent(saving)} of the bytes that are read and "
+                    "written (estimated)."
                 )
         return notes
 
@@ -199,10 +205,6 @@ def autocast_report(
             return call.fun(*args, **kwargs)
         return compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
-    def half_stream(*args: Any, **kwargs: Any) -> Any:
-        with_stream = dataclasses.replace(policy, half_residual_stream=True)
-        return compute_with(call.fun, args, kwargs, dtype, with_stream)[0]
-
     under_autocast = call._replace(fun=half)
     has_option = policy.half_residual_stream or dtype == jnp.float32
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
@@ -210,6 +212,11 @@ def autocast_report(
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
+    accessed_with_stream = None
+    if not has_option:
+        with_stream = dataclasses.replace(policy, half_residual_stream=True)
+        half_stream = autocast(call.fun, dtype, policy=with_stream)
+        accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
     entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
@@ -226,7 +233,8 @@ def autocast_report(
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(argument_faults(call).nan),
         not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
-        bytes_with_half_residual_stream=None if has_option else _bytes_saved(call._replace(fun=half_stream)),
+        bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
+        bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )
 
 
@@ -243,8 +251,30 @@ def _bytes_saved(call: LossCall) -> int:
 
     jaxpr = Traced(residuals, call.args, call.kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}
-    names = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there
-    return sum(math.prod(name.aval.shape) * name.aval.dtype.itemsize for name in names)
+    return _size_in_bytes({atom for atom in jaxpr.outvars if not isinstance(atom, Literal)} - there)
+
+
+def _bytes_accessed(jaxpr: Jaxpr) -> int:
+    """Return the size in bytes of the operands and results of all equations, in all iterations of a scan.
+
+    The jaxprs of an equation are counted instead of the equation itself, except for the segments of `autocast`: the
+    operations of a segment are compiled to few kernels, so its intermediate values are not counted.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        inner = [each for value in eqn.params.values() for each in jaxprs_of(value)]
+        in_inner = {each.primitive.name for body in inner for each in body.eqns}
+        is_segment = eqn.primitive.name == REMAT and REMAT not in in_inner
+        if inner and not is_segment:
+            total += eqn.params.get("length", 1) * sum(map(_bytes_accessed, inner))
+        else:
+            operands = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+            total += _size_in_bytes(operands) + _size_in_bytes(eqn.outvars)
+    return total
+
+
+def _size_in_bytes(variables: Iterable[Any]) -> int:
+    return sum(math.prod(variable.aval.shape) * variable.aval.dtype.itemsize for variable in variables)
 
 
 def _cells(operation: OperationPrecision) -> list[str]:
