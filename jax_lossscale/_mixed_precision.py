@@ -40,9 +40,8 @@ from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# `MixedPrecision.step` uses this context, because the keys of JAX's tracing caches do not contain the loss scale that
-# it sets. Otherwise, JAX would reuse functions that it traced in another step, such as the argument of
-# `jax.checkpoint`.
+# `MixedPrecision.step` enters this context. Otherwise, JAX would reuse functions that it traced in another step, such
+# as the argument of `jax.checkpoint`, although they contain the loss scale of that step.
 _in_step = _compat.new_cache_context()
 
 _USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."

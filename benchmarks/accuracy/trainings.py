@@ -222,7 +222,8 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
         "The table shows by how many percent the final loss is above the final loss of float32 from the same seed "
         '(median over the seeds). A difference that is not larger than the noise floor is shown as "noise". To '
         "determine the noise floor, the initial weights of each seed are rounded to float16 in "
-        f"{len(_ROUNDINGS)} ways. The noise floor is the largest resulting difference in float32 training runs."
+        f"{len(_ROUNDINGS)} ways. The noise floor is the largest difference that this causes in the final losses of "
+        "float32 training runs."
     ]
     return Table("Final loss above that of float32", heads, rows, notes=notes, quick=quick)
 

@@ -31,8 +31,8 @@ _MAX_CAPACITY = 2**29
 class CutGraph:
     """The flow network of a segment.
 
-    In the network, each value has a node "needed" and a node "available". The value is available in the backward pass
-    if its node "available" is on the sink side of the cut. There are two ways to make the value available:
+    In the network, each value has a node "needed" and a node "available". If the node "available" is on the
+    sink side of the cut, the value is available in the backward pass. There are two ways to make the value available:
 
     - The value is saved if its node "needed" is on the source side. In this case, the edge from "needed" to "available"
       is cut.
@@ -136,10 +136,10 @@ class MinCut(NamedTuple):
         by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
 
         def price_saved(value: Value) -> float:
-            # Saving a value costs the number of bytes that are read and written. Reading a saved byte in the backward
-            # pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a byte in the
-            # forward pass costs 1, or 0 if the value is written to memory anyway. One byte is added to the cost of each
-            # value, so that the cut with the fewest values is selected among cuts with the same cost.
+            # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
+            # backward pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a
+            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway. One byte is added to the
+            # cost of each value, so that the cut with the fewest values is selected among cuts with the same cost.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte + 1
 

@@ -93,8 +93,8 @@ class Rewriting:
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment, len(scopes))
             if segment.saved is not None:
                 if self.measured is None:
-                    # `jax.checkpoint` traces each function object only once. Equal segments, such as those of equal
-                    # blocks of a network, therefore use the same function object.
+                    # `jax.checkpoint` traces each function object only once. Segments that perform the same
+                    # operations, such as those of equal blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
@@ -204,7 +204,7 @@ class Rewriting:
         *,
         num_declared: int,
     ) -> list[Any]:
-        """Plan a jaxpr that is traced from a custom rule, such as a `jax.custom_vjp` rule, and return its results.
+        """Choose the dtypes of a jaxpr that is traced from a custom rule, evaluate the jaxpr, and return its results.
 
         Args:
           within: the equations that contain the jaxpr.

@@ -57,8 +57,9 @@ class AutoLossScale(BoundedLossScale):
 
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
     is at most ``ceiling``. For each event, apply the first row of the table whose condition is true, and then the row
-    "finally". All rows use the values before the step, except that the row "finally" uses the new target, which is
-    computed from the new peak, margin and allowance. Quantities that do not appear in the applied rows do not change::
+    "finally". On the right-hand side of an assignment, each quantity has its value before the step. Only the row
+    "finally" uses the new target, which is computed from the new peak, margin and allowance. A quantity that is not
+    assigned in an applied row does not change::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -292,8 +293,9 @@ class AutoLossScale(BoundedLossScale):
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # If an overflow occurs at the target, its cause can be the scale or the data. The first overflows increase the
-        # allowance up to its maximum. Subsequent overflows increase the margin in order to test lower scales.
+        # If an overflow occurs at the target, its cause can be the scale or the data. Each overflow increases the
+        # allowance until the allowance has reached its maximum. Each later overflow increases the margin instead, in
+        # order to test a lower scale.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance

@@ -204,8 +204,8 @@ def _last_bad_step(
         leaf, has_nan = first_fault(unscaled(), axis_name)
         of_leaf = jnp.where(has_nan, _kind("nan"), _kind("infinity"))
         of_gradients = jnp.where(leaf < 0, _kind("grads_finite"), of_leaf)
-        # If a step has several causes, the first cause that leads to a skipped step is recorded. Non-finite gradients
-        # lead to a skipped step only if `skip_nonfinite` is true.
+        # If there are several reasons to skip a step, only the first reason is recorded. Non-finite gradients are a
+        # reason to skip a step only if `skip_nonfinite` is true.
         skips = ~grads_finite & state.loss_scale.skip_nonfinite
         reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
         kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)

@@ -1,8 +1,8 @@
 """Evaluation of equations with custom rules, such as those of `jax.custom_jvp`, by a given evaluator of jaxprs.
 
-The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. A custom rule is not
-called directly, because it is a private parameter of its equation. Instead, JAX transforms the original equation, which
-applies the custom rule, and the evaluator evaluates the resulting jaxpr.
+The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. They do not call the
+custom rule themselves, because JAX does not document how an equation stores its rule. Instead, JAX differentiates or
+transposes the equation, which applies the rule, and the evaluator evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations

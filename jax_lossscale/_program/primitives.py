@@ -100,7 +100,8 @@ OPAQUE = _names(
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The start and done operations of asynchronous collectives. A start operation returns a future, which has no dtype.
+# The start and done operations of asynchronous collectives. The operation that starts a
+# collective returns a future, which has no dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(

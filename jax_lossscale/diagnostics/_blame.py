@@ -1,4 +1,4 @@
-"""Identification of the operations in which errors of the value and the gradients originate, and suggested fixes."""
+"""Find the operations that cause errors of the value or of a gradient, and suggest fixes."""
 
 from __future__ import annotations
 

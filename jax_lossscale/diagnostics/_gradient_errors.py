@@ -51,8 +51,7 @@ _ROW = 4096
 # their half-precision gradients are not all in memory at once. The reductions of smaller leaves are separate programs,
 # which are compiled only once for all leaves of the same shape.
 _LARGE_LEAF = 2**16
-# If the gradients have fewer nonzero elements than this, their rounding errors vary so much between loss scales that
-# two loss scales can have the same errors by chance.
+# If the gradients have fewer nonzero elements than this number, two loss scales can have the same errors by chance.
 _FEW_ELEMENTS = 2**12
 # Loss scales between two loss scales with errors below this limit are not compared, because all of them are suitable.
 _SMALL_ERROR = 0.01

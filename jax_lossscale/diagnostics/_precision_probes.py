@@ -38,8 +38,8 @@ from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 # Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
 # The role of a probed value is an index: 0, 1 and 2 for the left operand, the right operand and the result of a matmul,
-# and 3, 4 and 5 for the cotangents of these three values. The slices `VALUES` and `COTANGENTS` select the roles of
-# forward-pass values and of cotangents.
+# and 3, 4 and 5 for the cotangents of these three values. The slice `VALUES` contains the indices 0 to 2, and
+# the slice `COTANGENTS` contains the indices 3 to 5.
 LEFT, RIGHT, RESULT = range(3)
 VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 

@@ -355,7 +355,7 @@ def _relative(off: jax.Array, norm: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=3)
 def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
-    """Return the statistics of a result, ``float32[fields]``, completed with the statistics of the operands."""
+    """Return the statistics of a result and its operands in one array, ``float32[fields]``."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)

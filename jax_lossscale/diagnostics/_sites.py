@@ -165,8 +165,9 @@ class Dataflow(Propagation[Ancestry]):
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:
-            # A cotangent comes from a later layer than the forward-pass values with which it is combined, so the
-            # parameters of the forward-pass values take precedence over the parameters of cotangents.
+            # If an operation combines a cotangent with a value of the forward pass, the value belongs to the layer of
+            # the operation, whereas the cotangent comes from a later layer. Therefore, the parameter of the value takes
+            # precedence.
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return (
             entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered

@@ -65,8 +65,8 @@ class TracedGradients:
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
-        # Under `autocast`, the summary already states why the matmul is in float32, which explains more than the origin
-        # of the operands.
+        # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
+        # than the origin of the operands.
         has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
         return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
 
