@@ -65,8 +65,9 @@ def statements_of(text):
     assert fnmatchcase(steps, "Of * step*, * w* applied and * w* skipped.")
     names = []
     for line in lines:
-        # The line must match exactly one pattern.
-        (name,) = (name for pattern, name in LINES.items() if fnmatchcase(line, pattern))
+        matching = [name for pattern, name in LINES.items() if fnmatchcase(line, pattern)]
+        assert len(matching) == 1, f"{len(matching)} patterns match this line: {line}"
+        (name,) = matching
         assert line[-1] in ".:", line
         assert not [word for word in NO_PLAIN_WORDS if word in line], line
         names += [name] if name else []

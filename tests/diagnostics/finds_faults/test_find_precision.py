@@ -98,7 +98,10 @@ QUICK = ("small_epsilon", "small_unit")
 def test_policy_fixes_each_fault(name, capsys):
     loss, args = FAULTS[name]
     num_float32, num_float32_result, reason = FOUND[name]
-    policy = find_precision(loss, *args, progress=True)
+    # With the expected policy, the error of this fault is about 0.6% and depends on the machine. With the default
+    # tolerance of 1%, the search continues until the error is below 0.5%.
+    options = {"tolerance": 0.02} if name == "difference_of_squares" else {}
+    policy = find_precision(loss, *args, progress=True, **options)
     assert error(loss, args, policy) < 0.01
     found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
     assert found.count(("dot_general", "float32")) == num_float32
