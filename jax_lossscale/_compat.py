@@ -27,6 +27,11 @@ def new_cache_context() -> Any:
     return contextlib.nullcontext  # needed before jax 0.7.2
 
 
+def new_ref(value: Any) -> Any:
+    """Return a mutable reference (`jax.Ref`) to an array with the given value."""
+    return jax.new_ref(value)  # `MixedPrecision` raises an error before jax 0.7.2, which does not have this function
+
+
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the array marked as varying over the given mesh axes, for use inside `jax.shard_map`."""
     if hasattr(jax.lax, "pcast"):

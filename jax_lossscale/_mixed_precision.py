@@ -359,7 +359,7 @@ class _SharedLossScale:
                 initial = jax.device_put(initial, NamedSharding(mesh, PartitionSpec()))
             elif mesh.empty:
                 initial = jax.device_put(initial, self._device)
-            self._references = list(map(jax.new_ref, initial))
+            self._references = list(map(_compat.new_ref, initial))
         self._mesh = mesh
         return self._references
 
