@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import statistics
 from pathlib import Path
 
 from benchmarks import BENCHMARKS, ON_REQUEST
@@ -32,6 +33,34 @@ def test_predictions_for_an_h100():
         ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "manual casts"))
         ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
+
+
+def test_predictions_for_models_that_were_not_used_for_tuning():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    measured = {
+        name: tuple(map(float, (time, memory, half_time, half_memory)))
+        for name, _, time, half_time, _, _, memory, half_memory in rows(RESULTS / "autocast.md", "### Models that noth")
+    }
+    stated = rows(ROOT / "docs" / "performance.md", "### Models that were not used to tune")
+    assert stated == [[name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in measured.items()]
+    by_default, with_stream = (statistics.median(ratios[n] for ratios in measured.values()) for n in (0, 2))
+    assert f"The median of the times is {by_default:.2f} by default, and {with_stream:.2f}\nwith" in page
+
+
+def test_other_costs_of_autocast():
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    cpu = {row[0]: row[3] for row in rows(RESULTS / "autocast.md", "### Training steps on a CPU")}
+    assert (
+        f"takes {cpu['autocast']} times as long under `autocast` as in float32, and {cpu['manual casts']} times" in page
+    )
+    calls = {row[0]: number(row[1]) for row in rows(RESULTS / "autocast.md", "### Calls of two layers")}
+    assert f"takes {calls['autocast']:.0f} ms instead of {calls['float32']:.2f} ms" in page
+    losses = {tuple(row[:2]): row[3:] for row in rows(RESULTS / "autocast.md", "### Cross entropy")}
+    (ours, memory), (manual, manual_memory) = (losses["one-hot labels", way] for way in ("autocast", "manual casts"))
+    assert f"take {ours} times as long under `autocast` as with integer labels, and {manual} times" in page
+    before, manual_before = (losses["integer labels", way][1] for way in ("autocast", "manual casts"))
+    assert f"from {number(before):.0f} to {memory} under `autocast`" in page
+    assert f"from {number(manual_before):.0f} to {manual_memory} with manual casts" in page
 
 
 def test_numbers_at_the_start_of_the_readme():
