@@ -63,6 +63,15 @@ def test_other_costs_of_autocast():
     assert f"from {number(manual_before):.0f} to {manual_memory} with manual casts" in page
 
 
+def test_compile_time_of_a_training_step():
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    over = {row[0]: row[2] for row in rows(RESULTS / "compile_time.md", "### Compile time of a training step")}
+    auto, dynamic = over["ours, update_and_apply, 'auto'"], over["ours, update_and_apply"]
+    assert f'takes {auto} times as long to compile with `"auto"`, {dynamic} times with `"dynamic"`, ' in page
+    others = over["apply_if_finite"], over["flax"], over["jmp"]
+    assert "{} times with `apply_if_finite`, {} times with flax, and {} times with jmp.".format(*others) in page
+
+
 def test_numbers_at_the_start_of_the_readme():
     start = " ".join((ROOT / "README.md").read_text().partition("## Why a loss scale")[0].split())
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
