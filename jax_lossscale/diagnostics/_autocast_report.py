@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
-from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy, compute_with
+from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
@@ -205,6 +205,10 @@ def autocast_report(
             return call.fun(*args, **kwargs)
         return compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
+    def half_stream(*args: Any, **kwargs: Any) -> Any:
+        with_stream = dataclasses.replace(policy, half_residual_stream=True)
+        return compute_with(call.fun, args, kwargs, dtype, with_stream)[0]
+
     under_autocast = call._replace(fun=half)
     has_option = policy.half_residual_stream or dtype == jnp.float32
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
@@ -214,8 +218,6 @@ def autocast_report(
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
     if not has_option:
-        with_stream = dataclasses.replace(policy, half_residual_stream=True)
-        half_stream = autocast(call.fun, dtype, policy=with_stream)
         accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
     entries = operations(program)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
