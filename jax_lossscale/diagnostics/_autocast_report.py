@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
-from jax_lossscale._program.jaxpr import Traced, jaxprs_of
+from jax_lossscale._program.jaxpr import Traced, jaxprs_of, size_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
@@ -276,7 +275,9 @@ def _bytes_accessed(jaxpr: Jaxpr) -> int:
 
 
 def _size_in_bytes(variables: Iterable[Any]) -> int:
-    return sum(math.prod(variable.aval.shape) * variable.aval.dtype.itemsize for variable in variables)
+    """Return the sum of the sizes of all variables. Tokens have no dtype, so their size is 0."""
+    avals = [variable.aval for variable in variables]
+    return sum(size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 0) for aval in avals)
 
 
 def _cells(operation: OperationPrecision) -> list[str]:
