@@ -53,9 +53,8 @@ def history(result: job.Result) -> dict[str, np.ndarray]:
 def predictions() -> list[tuple[str, float, float]]:
     """Return the name, the run time and the temporary memory of each training step in `performance.md`."""
     section = (FOLDER / "performance.md").read_text().split("\n## ")[1]
-    section = section.split("\n### ")[
-        0
-    ]  # without the table of the models that were not used for tuning
+    # Leave out the table of the models that were not used for tuning.
+    section = section.split("\n### ")[0]
     rows = [
         line.strip("|").split("|")
         for line in section.splitlines()

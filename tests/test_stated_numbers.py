@@ -30,8 +30,8 @@ def test_predictions_for_an_h100():
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     assert [model for model, *_ in stated] == [model for model, loss in predicted if loss == "autocast"]
     for model, *cells in stated:
-        ours, whole, by_hand = (predicted[model, loss] for loss in ("autocast", "float32", "manual casts"))
-        ratios = ours[0] / whole[0], ours[0] / by_hand[0], ours[1] / whole[1], ours[1] / by_hand[1]
+        ours, whole, manual = (predicted[model, loss] for loss in ("autocast", "float32", "manual casts"))
+        ratios = ours[0] / whole[0], ours[0] / manual[0], ours[1] / whole[1], ours[1] / manual[1]
         assert [f"{ratio:.2f}" for ratio in ratios] == cells, model
 
 

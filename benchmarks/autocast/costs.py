@@ -84,7 +84,7 @@ def _cross_entropy(quick: bool, progress: Progress) -> Table:
 
 
 def _head_rows(way: str, programs: dict[str, Program]) -> Iterator[tuple[Cell, ...]]:
-    first = next(iter(programs.values()), None)
+    first = programs.get("integer labels")
     for name, program in programs.items():
         over = program.seconds / first.seconds if first else None
         yield name, way, 1e3 * program.seconds, over, program.temporaries / 2**20

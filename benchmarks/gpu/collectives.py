@@ -37,7 +37,7 @@ _COLUMNS = columns(
     "in float16 {:.1f} MB | other {:.1f} MB | all {:.1f} MB | over manual casts {:.2f} | temporaries {:.0f} MB"
 )
 _NOTES = (
-    "By hand: parameters and activations are cast to float16 manually; softmax, norms and the loss are float32. Table "
+    "Manual casts: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table "
     "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
     "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
     "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
@@ -107,7 +107,13 @@ WAYS = {
 
 
 def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
-    """The cross-entropy of a decoder; ``dtype``: that of products and what lies between; ``table``: of lookups."""
+    """Return the cross-entropy of a decoder.
+
+    Args:
+      layout: the layout of the decoder.
+      dtype: the dtype of the activations and of the operands of matmuls.
+      table: the dtype to which the embedding table is cast for the lookup of tokens, if any.
+    """
     is_explicit = layout.axis_type is AxisType.Explicit  # then the program gathers what the compiler does not
 
     def whole(weight: jax.Array, dtype: Any = dtype) -> jax.Array:

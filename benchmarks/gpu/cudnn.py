@@ -33,7 +33,7 @@ _COLUMNS = columns(
     "over manual casts {:.2f} | temporaries over manual casts {:.2f}"
 )
 _NOTES = (
-    "By hand: everything is cast to float16 manually, except for norms and the loss. Collectives count as memory reads "
+    "Manual casts: everything is cast to float16, except for norms and the loss. Collectives count as memory reads "
     "and writes.",
     "Kernels are the attention kernels of cuDNN. Casts are kernels that convert an operand or a result of attention.",
 )

@@ -22,8 +22,9 @@ from jax_lossscale._optax.state import LossScaledState
 # limit.
 _MAX_CONSECUTIVE_SKIPS = 1000
 
-# If the gradients of all steps are zero, an error is raised after this number of applied steps.
-_MAX_STEPS_WITHOUT_GRADIENTS = 20
+# If the gradients of all steps are zero, an error is raised after this number of applied steps. In some runs, the first
+# gradients are zero for a good reason, such as equal rewards.
+_MAX_STEPS_WITHOUT_GRADIENTS = 100
 
 HOW_TO_SCALE = (
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
@@ -86,8 +87,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       ``lower_bound``.
     - The last 1,000 steps were skipped, at any scale. For example, all steps are skipped if the loss is NaN in every
       step, because a non-finite loss does not lower the scale.
-    - The gradients of all steps since the first step have been exactly zero, and at least 20 steps were applied. An
-      `AutoLossScale` is needed to detect this case.
+    - At least 100 steps were applied, no step was skipped, and all gradients have been exactly zero since the first
+      step. An `AutoLossScale` is needed to detect this case.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`. If the state belongs to a batch of
@@ -139,8 +140,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     if np.any(_never_had_gradients(state)):
         raise RuntimeError(
             f"All gradients have been exactly zero since the first step, although the loss scale is {scale}. Either "
-            "the gradients are computed in float16 and are not scaled, or the loss does not depend on the parameters. "
-            f"{HOW_TO_SCALE}"
+            "the gradients are computed in float16 and are not scaled, or the loss does not depend on the parameters, "
+            f"for example because all rewards are equal. {HOW_TO_SCALE}"
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
@@ -178,10 +179,12 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:
     """Return, as a NumPy boolean, whether many steps were applied and the gradients of all steps were exactly zero."""
-    if not isinstance(state.loss_scale, AutoLossScale):
+    if not isinstance(state.loss_scale, AutoLossScale) or state.largest is None:
         return np.asarray(False)
-    is_zero = np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING
-    return np.asarray(is_zero & (np.asarray(state.applied_steps) >= _MAX_STEPS_WITHOUT_GRADIENTS))
+    # The peak alone is not enough, because an overflow at the lowest loss scale also resets it.
+    is_zero = (np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING) & (np.asarray(state.largest) == 0)
+    are_many = np.asarray(state.applied_steps) >= _MAX_STEPS_WITHOUT_GRADIENTS
+    return np.asarray(is_zero & are_many & (np.asarray(state.skipped_steps) == 0))
 
 
 def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:

@@ -264,14 +264,19 @@ def _bytes_accessed(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inner = [each for value in eqn.params.values() for each in jaxprs_of(value)]
-        in_inner = {each.primitive.name for body in inner for each in body.eqns}
-        is_segment = eqn.primitive.name == REMAT and REMAT not in in_inner
+        is_segment = eqn.primitive.name == REMAT and not any(map(_contains_checkpoint, inner))
         if inner and not is_segment:
             total += eqn.params.get("length", 1) * sum(map(_bytes_accessed, inner))
         else:
             operands = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
             total += _size_in_bytes(operands) + _size_in_bytes(eqn.outvars)
     return total
+
+
+def _contains_checkpoint(jaxpr: Jaxpr) -> bool:
+    """Return whether a jaxpr contains `jax.checkpoint`, at any depth."""
+    inner = [each for eqn in jaxpr.eqns for value in eqn.params.values() for each in jaxprs_of(value)]
+    return any(eqn.primitive.name == REMAT for eqn in jaxpr.eqns) or any(map(_contains_checkpoint, inner))
 
 
 def _size_in_bytes(variables: Iterable[Any]) -> int:

@@ -83,8 +83,9 @@ def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_r
     tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
     zeros = jnp.zeros(3)
     state = tx.init(zeros)
-    for _ in range(19):
-        _, state = tx.update(zeros, state, zeros)
+    update = jax.jit(lambda grads, state: tx.update(grads, state, zeros))
+    for _ in range(99):
+        _, state = update(zeros, state)
     jls.raise_if_stuck(state)
     _, stuck = tx.update(zeros, state, zeros)
     if is_reported:
@@ -95,6 +96,20 @@ def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_r
     _, recovered = tx.update(jnp.ones(3), state, zeros)
     _, recovered = tx.update(zeros, recovered, zeros)
     jls.raise_if_stuck(recovered)
+
+
+def test_raise_if_stuck_does_not_confuse_an_overflow_with_gradients_that_were_always_zero():
+    """An overflow at the lowest loss scale resets the peak, as at the beginning of a run."""
+    tx, ones = jls.loss_scaled(optax.sgd(1e-3)), jnp.ones(3)
+    state = tx.init(ones)
+    update = jax.jit(lambda grads, state: tx.update(grads, state, ones)[1])
+    for _ in range(120):
+        state = update(ones, state)
+    for _ in range(15):
+        state = update(jnp.nan * ones, state)
+        jls.raise_if_stuck(state)
+    replaced = state._replace(loss_scale=jls.AutoLossScale(), skipped_steps=jnp.int32(0), largest=jnp.float32(1))
+    jls.raise_if_stuck(replaced)
 
 
 @pytest.mark.parametrize(("state", "message"), STUCK.values(), ids=STUCK)

@@ -347,5 +347,10 @@ def test_accessed_bytes_are_those_of_segments_matmuls_and_iterations():
     def scanned(w, x, length):
         return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=length)[0])
 
+    plain_scan, in_checkpoint = (
+        autocast_report(transformed(functools.partial(scanned, length=5)), W, X).bytes_accessed
+        for transformed in (lambda fun: fun, jax.checkpoint)
+    )
+    assert in_checkpoint == pytest.approx(plain_scan, rel=0.3)
     few, many = (autocast_report(functools.partial(scanned, length=n), W, X).bytes_accessed for n in (10, 30))
     assert many > 2.5 * few
