@@ -393,9 +393,9 @@ class _UnscaledWrapper(Wrapper):
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
         if is_traced and not self.shared.is_read:
             warn_user(
-                "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been "
-                "called. The gradients are therefore computed without a loss scale. Pass `mp.loss(loss_fn)` from the "
-                "same `MixedPrecision` to the trainer."
+                "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been called "
+                "so far. Pass `mp.loss(loss_fn)` of the same `MixedPrecision` to the trainer. Otherwise, the gradients "
+                "are computed without a loss scale."
             )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.write(state.loss_scale)
