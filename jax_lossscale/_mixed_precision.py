@@ -117,8 +117,8 @@ class MixedPrecision:
     - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
       restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
       are rounded to zero at the initial scale. This can only affect the first step.
-    - **Both lines.** A warning is emitted if a compiled function calls ``mp.optimizer.update`` before ``mp.loss`` has
-      been used.
+    - **Both lines.** A warning is emitted if ``mp.optimizer.update`` is called before any function returned by
+      ``mp.loss``.
     - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs

@@ -139,7 +139,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         )
     if np.any(_never_had_gradients(state)):
         raise RuntimeError(
-            f"All gradients have been exactly zero since the first step, although the loss scale is {scale}. Either "
+            f"All gradients have been exactly zero for many steps, although the loss scale is {scale}. Either "
             "the gradients are computed in float16 and are not scaled, or the loss does not depend on the parameters, "
             f"for example because all rewards are equal. {HOW_TO_SCALE}"
         )

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.source_info_util import summarize
 
-# JAX transformations wrap the names of scopes in their own names, as in `transpose(jvp(Dense_0))`.
-_TRANSFORMED = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(([^()]*)\)")
+# JAX transformations wrap the names of scopes in their own names, as in `transpose(jvp(Dense_0))`. The name of a scope
+# may contain parentheses, as in `jvp(conv(3x3))`.
+_TRANSFORMED = re.compile(
+    r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint|custom_jvp|custom_vjp)\(((?:[^()]|\([^()]*\))*)\)"
+)
 _RECOMPUTED = "rematted_computation"
 # Names that JAX adds to the name stack and that are not names of layers.
 _NO_LAYERS = {"", _RECOMPUTED, "checkpoint", "while", "body", "cond"}

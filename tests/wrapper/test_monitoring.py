@@ -89,7 +89,7 @@ def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_r
     jls.raise_if_stuck(state)
     _, stuck = tx.update(zeros, state, zeros)
     if is_reported:
-        with pytest.raises(RuntimeError, match="All gradients have been exactly zero since the first step"):
+        with pytest.raises(RuntimeError, match="All gradients have been exactly zero for many steps"):
             jls.raise_if_stuck(stuck)
     else:
         jls.raise_if_stuck(stuck)

@@ -78,6 +78,17 @@ def test_report_is_printed_as_a_table_of_matmuls():
     ]
 
 
+def test_names_of_layers_may_contain_parentheses():
+    def loss(w, x):
+        for name in ("conv(3x3)", "block(1)"):
+            with jax.named_scope(name):
+                x = jax.nn.gelu(x @ w) @ w
+        return jnp.mean(x**2)
+
+    report = autocast_report(loss, W, X)
+    assert {matmul.layer for matmul in report.matmuls} == {"conv(3x3)", "block(1)"}
+
+
 def test_column_of_reasons_is_left_aligned_without_reasons():
     report = autocast_report(lambda w, x: jnp.sum(x @ w), W, X)
     heading = next(line for line in str(report).splitlines() if line.startswith("operation"))
