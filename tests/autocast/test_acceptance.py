@@ -48,7 +48,7 @@ def one_added(w, x):
     return jnp.mean((x @ w + 1.0) ** 2)
 
 
-MLP = eqx.filter_jit(lambda: eqx.nn.MLP(8, 8, 16, 2, key=KEY))()
+MLP = eqx.nn.MLP(8, 8, 16, 2, key=KEY)
 
 
 def mlp(w, x):
