@@ -180,6 +180,14 @@ def test_an_optimizer_without_its_loss_function_warns(fun):
         step(PARAMS, mp.optimizer.init(PARAMS), DATA)
 
 
+def test_an_optimizer_without_its_loss_function_warns_if_a_gradient_is_constant():
+    mp = jls.MixedPrecision(adam())
+    params = PARAMS | {"unused": jnp.zeros(2)}
+    step = jax.jit(lambda grads, state: mp.optimizer.update(grads | {"unused": np.zeros(2, np.float32)}, state, params))
+    with pytest.warns(UserWarning, match=r"no function returned by `MixedPrecision\.loss` has been called"):
+        step(PARAMS, mp.optimizer.init(params))
+
+
 def test_an_object_that_is_passed_instead_of_its_optimizer_is_named():
     mp = jls.MixedPrecision(adam())
     with pytest.raises(AttributeError, match=r"no attribute 'init'\. Pass `mp\.optimizer` instead of `mp`"):
@@ -248,14 +256,15 @@ def test_nnx_jit():
     assert jls.metrics(optimizer)["loss_scale"] > 2.0**30
 
 
-def mesh_of(axis_type):
-    return jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+def mesh_of(axis_type, devices=8):
+    return jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("is_set", [True, False])
-def test_eight_devices(axis_type, is_set):
-    mesh = mesh_of(axis_type)
+@pytest.mark.parametrize("devices", [2, 8])
+def test_several_devices(axis_type, is_set, devices):
+    mesh = mesh_of(axis_type, devices)
     mp = jls.MixedPrecision(adam())
     data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
