@@ -166,7 +166,7 @@ BREAKS = {
             "return jax.lax.psum(largest_on_all(of_local(*shards), names), names)",
         )
     ],
-    "A resumed run is bitwise equal": [
+    "A resumed run gives bitwise identical results": [
         (
             "_loss_scale/base.py",
             # Checkpoint libraries call this function, but compiled programs do not.

@@ -146,9 +146,9 @@ pip install                                  #install-with-pip-required-versions
 changelog                                    changelog/
 faq                                          faq/
 float8                                       faq/#what-about-float8
-webgpu                                       why/#float16-or-bfloat16-which-one-to-take
-V100                                         why/#float16-or-bfloat16-which-one-to-take
-bfloat16 or float16                          why/#float16-or-bfloat16-which-one-to-take
+webgpu                                       why/#float16-or-bfloat16-which-one-to-use
+V100                                         why/#float16-or-bfloat16-which-one-to-use
+bfloat16 or float16                          why/#float16-or-bfloat16-which-one-to-use
 memory saved                                 why/#memory-saved-time-saved
 softmax in float16                           why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
@@ -190,7 +190,7 @@ batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/
 troubleshooting                              troubleshooting/
-bf16                                         why/#float16-or-bfloat16-which-one-to-take
+bf16                                         why/#float16-or-bfloat16-which-one-to-use
 tutorial                                     notebooks/quickstart/
 getting started                              notebooks/quickstart/
 quickstart                                   notebooks/quickstart/

@@ -219,11 +219,10 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
         for name, ways in compared.items()
     ]
     notes = [
-        "The table shows by how many percent the final loss is above the final loss of float32 from the same seed "
-        '(median over the seeds). A difference that is not larger than the noise floor is shown as "noise". To '
-        "determine the noise floor, the initial weights of each seed are rounded to float16 in "
-        f"{len(_ROUNDINGS)} ways. The noise floor is the largest difference that this causes in the final losses of "
-        "float32 training runs."
+        "The table shows the percentage by which the final loss exceeds the final loss of the float32 training run "
+        "with the same seed (median over the seeds). A difference that is not larger than the noise floor is shown as "
+        '"noise". The noise floor is the largest change in the final loss of a float32 training run that is caused by '
+        "rounding its initial weights to float16 (to the nearest number, or up or down at random)."
     ]
     return Table("Final loss above that of float32", heads, rows, notes=notes, quick=quick)
 
