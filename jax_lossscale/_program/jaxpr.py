@@ -28,7 +28,7 @@ class Traced:
     Attributes:
       jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are the arrays ``inputs``. The outputs of the jaxpr are the
         arrays in the result of the function and in the parts of nnx objects that the function changes.
-      inputs: the leaves of the arguments that are arrays.
+      inputs: the leaves of the arguments that are arrays, or types of arrays (`jax.core.ShapedArray`).
       positions: the positions of ``inputs`` among all leaves of the arguments.
 
     Args:
@@ -58,7 +58,7 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
+        types = self.inputs if dtype is None else [with_dtype(_type_of(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
@@ -107,7 +107,11 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"  # JAX does not support arrays of objects (O) or strings (S, U).
-    return isinstance(leaf, jax.Array)
+    return isinstance(leaf, (jax.Array, jax.core.ShapedArray))
+
+
+def _type_of(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
 
 
 def is_half(aval: Any) -> bool:

@@ -15,6 +15,7 @@ from jax_lossscale._autocast.matmuls import trace_matmuls
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
+from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of, size_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
@@ -154,7 +155,7 @@ def autocast_report(
       fun: a scalar-valued function written for float32. If ``fun`` contains manual casts or already uses `autocast`,
         the report includes the existing casts.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
-        `compare_gradients`.
+        `compare_gradients`. Each array can also be a `jax.ShapeDtypeStruct`, because only the shapes and dtypes matter.
       dtype: the half-precision dtype, as in `autocast`.
       policy: the `PrecisionPolicy`, as in `autocast`.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
@@ -195,6 +196,7 @@ def autocast_report(
       ``flops`` is the number of floating-point operations, including all iterations of a scan. The body of a while loop
       and each branch of a conditional count once, because the number of their executions is unknown during tracing.
     """
+    args, kwargs = _with_types((args, kwargs))
     call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
     policy = checked_policy(policy, "autocast_report(policy=...)")
@@ -237,6 +239,19 @@ def autocast_report(
         bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
         bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )
+
+
+def _with_types(tree: Any) -> Any:
+    """Replace each `jax.ShapeDtypeStruct` in a pytree by the type of the array, with which `Traced` traces a function.
+
+    A `jax.ShapeDtypeStruct` in the arguments of any other function is a constant, such as the shape of a result.
+    """
+    leaves, _, with_leaves = nnx_objects.flattened(tree)
+    structs = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    if not structs:
+        return tree
+    types = dict(zip(structs, jax.make_jaxpr(lambda structs: structs)(structs).in_avals, strict=True))
+    return with_leaves([types.get(n, leaf) for n, leaf in enumerate(leaves)])[0]
 
 
 def _bytes_saved(call: LossCall) -> int:

@@ -14,6 +14,7 @@ from jax_lossscale import _tree
 from jax_lossscale._autocast.matmuls import TracedMatmuls, trace_matmuls
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
 
@@ -107,6 +108,11 @@ def check_call(
     check_function(fun, f"{caller}(fun=...)")
     argnums = as_argnums(argnums, f"{caller}(argnums=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in nnx_objects.flattened((args, kwargs)).leaves):
+        raise ValueError(
+            f"`{caller}(*args)` must contain arrays, because `{caller}` runs `fun`; got a `jax.ShapeDtypeStruct`. If "
+            "`fun` itself needs the `jax.ShapeDtypeStruct`, bind it to `fun` with `functools.partial`."
+        )
     counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
     positions = [position for position in counted if 0 <= position < len(args)]
     chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()

@@ -267,6 +267,9 @@ diagnostics.in_precision(square, jnp.int32)
     `in_precision(dtype=...)` must be a real floating dtype, got int32.
 diagnostics.nonfinite_report("x")
     `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
+diagnostics.range_report(square, jax.ShapeDtypeStruct((2,), jnp.float32))
+    `range_report(*args)` must contain arrays, because `range_report` runs `fun`; got a `jax.ShapeDtypeStruct`. If `fun`
+    itself needs the `jax.ShapeDtypeStruct`, bind it to `fun` with `functools.partial`.
 diagnostics.range_report(square, PARAMS, loss_scale="8")
     `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])

@@ -3,10 +3,12 @@
 import functools
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 
 import jax_lossscale as jls
@@ -257,6 +259,39 @@ def test_arguments_of_value_and_grad_are_supported():
     assert autocast_report(loss, {"w": W}, X, has_aux=True, scale=jnp.float32(2)).summary == report.summary
     both = autocast_report(plain, W, X, argnums=(0, 1))
     assert str(both.summary).endswith("6 of 6 in float16.")
+
+
+class Normalized(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def of_model(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "params"),
+    [
+        (lambda params, x: plain(params["w"], x) * params["factor"], {"w": W, "factor": 2.0}),
+        (of_model, Normalized(nnx.Rngs(0))),
+        (lambda model, x: of_model(jax.vmap(model), x), eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))),
+    ],
+    ids=["dictionary", "nnx", "equinox"],
+)
+def test_shapes_can_replace_arrays(fun, params):
+    def shape_of(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
+
+    shapes = functools.partial(jax.tree.map, shape_of)
+    expected = autocast_report(fun, params, X, dtype=jnp.bfloat16)
+    assert autocast_report(fun, shapes(params), shapes(X), dtype=jnp.bfloat16) == expected
+    assert autocast_report(fun, shapes(params), X, dtype=jnp.bfloat16) == expected
+    assert autocast_report(fun, params, x=shapes(X), dtype=jnp.bfloat16) == expected
 
 
 def test_function_with_manual_casts_is_supported():
