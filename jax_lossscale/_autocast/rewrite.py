@@ -49,11 +49,12 @@ class Rewriting:
     """Evaluates plans.
 
     Args:
-      planner: the planner that made the plans. The planner also plans the jaxprs of custom rules when these jaxprs are
-        traced.
+      planner: the planner that created the plans. The planner also plans the jaxprs of custom rules when these jaxprs
+        are traced.
       measured: a function that replaces every matmul in half precision and every `in_half` function, or None.
-        ``measured`` is called with the replaced equation, the equations that contain this equation, and its operands,
-        and returns the results of the equation. If ``measured`` is given, no value is cast to half precision.
+        The arguments of ``measured`` are the replaced equation, the equations that contain this equation, and the
+        operands. ``measured`` returns the results of the equation. If ``measured`` is given, no value is cast to half
+        precision.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Rewriting:
             if segment.saved is not None:
                 if self.measured is None:
                     # `jax.checkpoint` traces each function object only once. Segments that perform the same
-                    # operations, such as those of equal blocks, therefore share one function object.
+                    # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
@@ -110,7 +111,7 @@ class Rewriting:
     def _segment(self, plan: Plan, segment: Segment, num_scopes: int, *inputs: Any) -> list[Any]:
         """Return the outputs of a segment, in the dtypes in which the plan stores them.
 
-        The caller has entered the first ``num_scopes`` scopes of all nodes.
+        The caller has already entered the outermost ``num_scopes`` name scopes, which all nodes of the segment share.
         """
         values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
         for position in segment.nodes:

@@ -49,7 +49,7 @@ class ScalingEvidence(NamedTuple):
 
 
 def no_evidence() -> ScalingEvidence:
-    """Return the `ScalingEvidence` before the first step, in which all fields are 0."""
+    """Return the initial `ScalingEvidence`, whose fields are all 0."""
     scale, largest = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
     return ScalingEvidence(scale, largest, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
@@ -84,8 +84,8 @@ def seem_unscaled(
     """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
     The result is true only if the largest gradient of the last step is still far below the peak of the `AutoLossScale`.
-    If the user has meanwhile started to scale the gradients, for example after loading a checkpoint, the largest
-    gradient is close to the peak of the `AutoLossScale` again, so the result is false.
+    If the user has since started to scale the gradients, for example after loading a checkpoint, the largest gradient
+    is close to the peak again, so the result is false.
 
     Args:
       evidence: the evidence from the first steps of the run.

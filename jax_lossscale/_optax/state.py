@@ -186,7 +186,7 @@ def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> Scaling
 
 
 def _not_measured() -> jax.Array:
-    # The NaN for a gradient that was not measured is intended, so the option `jax_debug_nans` must not report it.
+    # The NaN for a gradient that was not measured is intentional, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
         return jnp.asarray(np.float32(np.nan))
 
