@@ -123,13 +123,14 @@ class MixedPrecision:
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
       in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
-      `autocast` there, and to export a function for inference, because `jax.export` does not support references.
+      `autocast` in the other thread. Also use `autocast` to export a function for inference, because `jax.export` does
+      not support references.
     - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
       ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
     - **Float16 parameters.** The gradients of float16 parameters are float16 arrays, so small unscaled gradients are
-      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where it is possible.
+      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where possible.
     - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
       of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
       call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.

@@ -281,7 +281,7 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _common_scopes(plan: Plan, segment: Segment) -> Any:
-    """Return the scopes that begin the name stacks of all nodes of a segment.
+    """Return the outermost scopes, which the name stacks of all nodes of a segment have in common.
 
     If a name stack contains the name of a transformation, such as ``jvp``, this name is not separated from the scope to
     which it applies.

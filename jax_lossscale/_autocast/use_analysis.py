@@ -167,8 +167,8 @@ def carried_residual_stream(eqn: Any) -> set[int]:
 
     The residual stream consists of the largest float32 carries that satisfy two conditions: each iteration adds a value
     to the carry, and each iteration also uses the carry in another operation. The cell state of an LSTM is not part of
-    the residual stream, because each iteration multiplies it by another value. A sum that is only accumulated over the
-    iterations is not part of the residual stream, because no other operation uses the sum.
+    the residual stream, because each iteration multiplies the cell state by another value. A sum that is only
+    accumulated over the iterations is not part of the residual stream, because no other operation uses the sum.
     """
     (body,), carried, *_ = subjaxprs(eqn)
     sizes = {

@@ -49,9 +49,10 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
       - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step (only with
         ``record_bad_steps=True``).
-      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before
-        the first step, and if the gradients were not finite or not measured (only if the loss scale uses the largest
-        gradient, as `AutoLossScale` does). The logged values of a run can be passed to `jls.diagnostics.simulate`.
+      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. The value is
+        NaN before the first step, or if the gradients were not finite or not measured. This metric exists only if the
+        loss scale uses the largest gradient, as `AutoLossScale` does. The logged values of a run can be passed to
+        `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`.

@@ -38,8 +38,8 @@ class ScalingEvidence(NamedTuple):
       largest: the largest unscaled gradient of the first step that counts; 0 before this step.
       num_steps: the number of steps that have been counted, at most 10.
       inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
-        gradient was inversely proportional to the scale, or a negative number if there was a step in which the scale
-        had grown by at least 8 powers of two but the largest gradient was not inversely proportional to the scale.
+        gradient was inversely proportional to the scale. The number is negative if the largest gradient was not
+        inversely proportional to the scale in at least one step with this growth.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32

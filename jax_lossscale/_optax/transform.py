@@ -98,7 +98,7 @@ def loss_scaled(
       `value_and_scaled_grad` with ``state``. The following arguments are optional:
 
       - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
-      - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
+      - ``skip_if``: ``bool[]``, an additional condition under which the step is skipped.
       - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
         known, for example from the norm of the gradients. If ``grads_finite`` is passed, the wrapper uses this value
         without checking the gradients itself. However, if the loss scale needs the largest gradient

@@ -66,7 +66,7 @@ _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
-# Operations that convert an operand to another dtype or precision.
+# Operations that convert an operand to a different dtype or precision.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
 # Sums of many numbers, which may cancel if the numbers have different signs.
@@ -100,8 +100,8 @@ OPAQUE = _names(
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The start and done operations of asynchronous collectives. The operation that starts a
-# collective returns a future, which has no dtype.
+# The start and done operations of asynchronous collectives. The operation that starts a collective returns a future,
+# which has no dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(
