@@ -302,10 +302,10 @@ def _ends_inside_name(stack: Any) -> bool:
 def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     """Return a key that is equal for two segments only if the segments can share one function object.
 
-    Two segments with equal keys perform the same operations on the same lines of code and in the same layers, except
-    for the first ``num_scopes`` scopes, which are added outside of the function. Therefore, the locations that reports
-    and profiles show are correct for both segments. The key does not contain the saved values, because these values are
-    determined by the other parts of the key.
+    Two segments with equal keys perform the same operations, on the same lines of code and in the same layers. Only the
+    outermost ``num_scopes`` scopes, which are added outside of the function, may differ. Therefore, the locations that
+    reports and profiles show are correct for both segments. The key does not contain the saved values, because these
+    values are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 
