@@ -70,7 +70,10 @@ def subjaxprs(eqn: Any) -> SubJaxprs:
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Bind an equation whose primitive is in `REBOUND` with new sub-jaxprs and return the outputs."""
+    """Bind an equation with new sub-jaxprs and return its outputs.
+
+    The primitive of the equation must be in `REBOUND`.
+    """
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)
