@@ -171,9 +171,7 @@ def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int
     if not number.is_integer():
         raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
     if not at_least <= number <= np.iinfo(np.int32).max:
-        raise ValueError(
-            f"`{name}` must be at least {at_least} and fit into int32, got {value!r}. {suggestion}".rstrip()
-        )
+        raise ValueError(f"`{name}` must be at least {at_least} and fit in int32, got {value!r}. {suggestion}".rstrip())
     return int(number)
 
 

@@ -1,9 +1,9 @@
 """Functions whose implementation depends on the JAX version.
 
 All modules except `_compat` and those in `_program` are written for the newest version of JAX. Each fallback for older
-versions has a comment with the version before which the fallback is needed. Once `pyproject.toml` requires the version
-in the comment, a test fails until the fallback is removed. ``python tests/versions.py`` runs the tests with each minor
-version of JAX.
+versions has a comment that names the first version that does not need the fallback. When `pyproject.toml` requires this
+version or a newer one, a test fails until the fallback is removed. ``python tests/versions.py`` runs the tests with
+each minor version of JAX.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _JAX = jax.__version_info__
 def new_cache_context() -> Any:
     """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
 
-    In the context of a value, JAX reuses a traced function only if the function was traced in the context of an equal
-    value.
+    Inside the context manager of a value, JAX reuses a traced function only if the function was traced inside the
+    context manager of an equal value.
     """
     if hasattr(jax, "make_user_context"):
         return jax.make_user_context()
@@ -29,7 +29,8 @@ def new_cache_context() -> Any:
 
 def new_ref(value: Any) -> Any:
     """Return a mutable reference (`jax.Ref`) to an array with the given value."""
-    return jax.new_ref(value)  # `MixedPrecision` raises an error before jax 0.7.2, which does not have this function
+    # Versions of jax before 0.7.2 do not have `jax.new_ref`. With these versions, `MixedPrecision` raises an error.
+    return jax.new_ref(value)
 
 
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

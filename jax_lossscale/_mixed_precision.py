@@ -2,7 +2,7 @@
 
 In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
 they must use the same loss scale. The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the
-arguments of every compiled function that uses them. References cannot be used in `jax.pmap` and `jax.shard_map`. In
+arguments of every compiled function that uses them. References cannot be used in `jax.pmap` or `jax.shard_map`. In
 these transformations, `MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it
 available to the loss function while the step is traced.
 """
@@ -123,13 +123,14 @@ class MixedPrecision:
       share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
       in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
-      `autocast` there, and to export a function for inference, because `jax.export` does not support references.
+      `autocast` in the other thread. Also use `autocast` to export a function for inference, because `jax.export` does
+      not support references.
     - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
       ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
     - **Float16 parameters.** The gradients of float16 parameters are float16 arrays, so small unscaled gradients are
-      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where it is possible.
+      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where possible.
     - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
       of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
       call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
@@ -186,10 +187,10 @@ class MixedPrecision:
         return loss  # type: ignore[return-value]
 
     def step(self, train_step: _Function, path: str | None = None) -> _Function:
-        """Return a training step that passes the loss scale in its arguments to the functions returned by `loss`.
+        """Return a training step that finds the loss scale in its arguments and passes it to the loss function.
 
         Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for
-        `jax.export`. Wrap the function before it is compiled. The function must make only one update, because `loss`
+        `jax.export`. Wrap the function before it is compiled. The function must perform only one update, because `loss`
         uses the same loss scale during the whole call. If the trainer compiles a loop over several steps, such as
         `jax.lax.scan`, wrap the body of the loop. Inside `jax.vmap`, also use `jax.jit`. Otherwise, JAX compiles every
         operation again on every call.
@@ -271,8 +272,8 @@ class _SharedLossScale:
             return of_state
         if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._initial)}) > 1:
             raise ValueError(
-                f"`MixedPrecision(loss_scale={self._initial!r})` got a state with another loss scale, {of_state!r}. "
-                "Pass this loss scale to `MixedPrecision`."
+                f"`MixedPrecision(loss_scale={self._initial!r})` got a state with a different loss scale, "
+                f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
             )
         is_written, *references = self._refs("optimizer.update")
         shared = self._loss_scale(references)
@@ -286,14 +287,14 @@ class _SharedLossScale:
         for reference, value in zip(self._refs("optimizer.update"), values, strict=True):
             try:
                 reference[...] = jnp.asarray(value, reference.dtype)
-            except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and derivatives.
+            except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and during differentiation.
                 raise ValueError(
                     "Inside a JAX transformation such as `jax.vmap`, `MixedPrecision` cannot store the loss scale "
                     f"without `MixedPrecision.step`. {_USE_STEP}"
                 ) from error
 
     def place_like(self, params: Any) -> None:
-        """Choose the devices of the references to the loss scale, if the parameters have been placed on devices.
+        """If the parameters are committed to devices, choose these devices for the references (`jax.Ref`).
 
         The CPU is ignored if there is an accelerator, because parameters that were created on the CPU are usually moved
         to the accelerator before the first step.
@@ -331,7 +332,7 @@ class _SharedLossScale:
         return loss_scale
 
     def _refs(self, method: str) -> list[Any]:
-        """Return a reference to a flag (whether an update has been made), and the references to the loss scale."""
+        """Return a reference to a flag (whether an update was performed), and the references to the loss scale."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.manual_axes:
             raise ValueError(
@@ -348,7 +349,7 @@ class _SharedLossScale:
         return self._references
 
     def _create_references(self, mesh: Any) -> list[Any]:
-        """Create the references to the loss scale on the devices of a mesh, outside of all transformations."""
+        """Create the references that store the loss scale on the devices of a mesh, outside of all transformations."""
         if not hasattr(jax, "new_ref"):
             raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
         leaves = self._leaves()
@@ -394,8 +395,8 @@ class _UnscaledWrapper(Wrapper):
         if is_traced and not self.shared.is_read:
             warn_user(
                 "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been called "
-                "so far. Pass `mp.loss(loss_fn)` of the same `MixedPrecision` to the trainer. Otherwise, the gradients "
-                "are computed without a loss scale."
+                "so far. Pass `mp.loss(loss_fn)` from the same `MixedPrecision` object to the trainer. Otherwise, the "
+                "gradients are computed without a loss scale."
             )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.write(state.loss_scale)

@@ -1,6 +1,7 @@
-"""`scaled_backward`: a function with unscaled gradients whose backward pass runs at a loss scale.
+"""`scaled_backward`: a transformation that applies a loss scale inside the backward pass of a function.
 
-The function is traced to a jaxpr, so that the gradients with respect to arrays that it closes over are also unscaled.
+The gradients of the transformed function are unscaled. The function is traced to a jaxpr, so that the gradients with
+respect to arrays that it closes over are also unscaled.
 """
 
 from __future__ import annotations

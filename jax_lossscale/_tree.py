@@ -2,7 +2,8 @@
 
 A pytree of gradients can contain other leaves besides floating arrays: ``None`` for frozen parameters, integers and
 their float0 cotangents, booleans, random keys, functions and strings. All functions in this module process only the
-inexact leaves (floating or complex, see `is_inexact`) and return every other leaf as the same object.
+inexact leaves, which are floating or complex (see `is_inexact`). All other leaves are returned unchanged, as the same
+objects.
 
 The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
 dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
@@ -38,7 +39,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an array of a dtype that JAX supports, unlike arrays of strings or objects.
+    """Return whether ``leaf`` is an array with a dtype that JAX supports, which excludes arrays of strings or objects.
 
     A scalar type such as ``jnp.float16``, which a model can contain as part of its configuration, has a ``dtype``
     attribute but is not an array.
@@ -140,9 +141,10 @@ def without_weak_types(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayTree:
-    """Return the pytree with all floating leaves of fewer than 32 bits cast to float32, except dtypes in ``keep``.
+    """Return the pytree with all floating leaves of fewer than 32 bits cast to float32.
 
-    If a leaf is a `jax.ShapeDtypeStruct`, its dtype attribute is changed accordingly.
+    Leaves whose dtype is in ``keep`` are not cast. If a leaf is a `jax.ShapeDtypeStruct`, its dtype attribute is
+    changed accordingly.
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ class ByResult(NamedTuple):
     def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Return the result of the function for ``x``, and the same result rounded to half precision.
 
-        The derivatives of both results are computed from the rounded result.
+        For both the unrounded and the rounded result, the derivative is computed from the rounded result.
         """
 
         @jax.custom_jvp
@@ -56,7 +56,7 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-# The cache returns the same `ByResult` for the same axes, so that equal segments have equal keys in `rewrite`.
+# The cache returns the same `ByResult` for the same axes, so that identical segments have equal keys in `rewrite`.
 @functools.cache
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
@@ -68,20 +68,21 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         # probabilities ensures that adding a constant to all tangents does not change the derivative. The sum of the
         # rounded probabilities is 0 if all of them are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
-        # Because the division is inside of the second sum, XLA compiles the gradient to one GPU kernel instead of
-        # several. This kernel needs one more array with the shape of `y`, because a kernel that sums an operand cannot
-        # overwrite this operand.
+        # Because the division is inside the second sum, XLA compiles the gradient to one GPU kernel instead of several.
+        # This kernel needs one more array with the shape of `y`, because a kernel that sums an operand cannot overwrite
+        # this operand.
         return y * (tangent - (y / total * tangent).sum(axes, keepdims=True))
 
     return ByResult(function, derivative)
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find the functions in a graph whose derivative is computed from their result.
+    """Find the softmax and relu functions in a graph that a `ByResult` can replace.
 
-    For each function, yield the position of the node that computes its result, a node that replaces this node, and the
-    function's `ByResult`. The new node computes the result directly from the operand of the function, so the nodes
-    between the operand and the result are no longer needed for this result. Two kinds of functions are found:
+    For each function, yield three items: the position of the node that computes the function's result, a new node that
+    replaces this node, and the function's `ByResult`. The new node computes the result directly from the operand of the
+    function, so the nodes between the operand and the result are no longer needed for this result. Two kinds of
+    functions are found:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in float32 and a matmul uses the rounded result. For example, this applies
@@ -106,7 +107,7 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
 
 
 def _is_relu(eqn: Any) -> bool:
-    """Return whether an equation and its derivative are those of `jax.nn.relu`."""
+    """Return whether an equation computes `jax.nn.relu` and has the same derivative."""
     if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1 or not is_float32(eqn.invars[0].aval):
         return False
     aval = eqn.invars[0].aval

@@ -41,7 +41,8 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    "dot_general": np.multiply,  # Matmul results are never constants, so this `dot_general` has one term per sum.
+    # `Constants` excludes every `dot_general` that sums several terms, so the remaining ones only multiply numbers.
+    "dot_general": np.multiply,
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},
 }

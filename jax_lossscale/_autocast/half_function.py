@@ -1,8 +1,8 @@
 """`in_half`: a function that is used under `autocast`, with another function as its fallback.
 
-While a program is traced, it is not known whether `autocast` will transform the program later. In addition, `jax.jit`
-reuses the same traced program inside and outside of `autocast`. Therefore, a call to an `in_half` function is traced to
-a single equation that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If
+While a program is being traced, it is not yet known whether `autocast` will transform it. In addition, `jax.jit` reuses
+the same traced program inside and outside of `autocast`. Therefore, a call to an `in_half` function is traced to a
+single equation that contains three jaxprs: the fallback in float32, and the function in float16 and in bfloat16. If
 `jax.vmap` is applied before `autocast`, all three jaxprs are vectorized. If `jax.jvp` or `jax.grad` is applied before
 `autocast`, the fallback and its derivative replace the equation.
 """
@@ -180,9 +180,9 @@ def _described(aval: Any) -> str:
 def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
     """Bind the equation of an `in_half` function and return the results.
 
-    Only the jaxpr of ``fallback`` is a parameter of the equation. The float16 and bfloat16 jaxprs are hidden in a
-    function, which is another parameter. Therefore, code that traverses all jaxprs in a program finds only the
-    fallback.
+    The equation has two parameters: the jaxpr of ``fallback``, and a function that returns the jaxpr for a given dtype.
+    Code that traverses all jaxprs in a program therefore finds only the jaxpr of ``fallback``, not the float16 and
+    bfloat16 jaxprs.
     """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)

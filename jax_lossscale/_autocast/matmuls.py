@@ -30,7 +30,8 @@ class Matmul:
       operation: the name of the primitive.
       dtype: the dtype of its operands; if the dtypes of the operands differ, the dtype with the most bytes.
       result: the dtype of its result.
-      flops: the floating-point operations of all its executions, as far as their number is known.
+      flops: the number of floating-point operations in all executions of the matmul, as far as the number of executions
+        is known.
       reason: the reason why the matmul or its result is not in half precision; otherwise an empty string.
     """
 

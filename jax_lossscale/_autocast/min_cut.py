@@ -31,12 +31,12 @@ _MAX_CAPACITY = 2**29
 class CutGraph:
     """The flow network of a segment.
 
-    In the network, each value has a node "needed" and a node "available". If the node "available" is on the
-    sink side of the cut, the value is available in the backward pass. There are two ways to make the value available:
+    In the network, each value has a "needed" node and an "available" node. If the "available" node is on the sink side
+    of the cut, the value is available in the backward pass. There are two ways to make the value available:
 
-    - The value is saved if its node "needed" is on the source side. In this case, the edge from "needed" to "available"
+    - The value is saved if its "needed" node is on the source side. In this case, the edge from "needed" to "available"
       is cut.
-    - The value is recomputed if its node "needed" is on the sink side. In this case, the edge from the source to
+    - The value is recomputed if its "needed" node is on the sink side. In this case, the edge from the source to
       "needed" is cut, and all operands of the value must be available as well.
     """
 
@@ -100,10 +100,10 @@ class MinCut(NamedTuple):
     def _key(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
     ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return a key that is equal only for segments with the same minimum cut, and a dictionary.
+        """Return the cache key of a segment, and a dictionary from the values to their numbers in the key.
 
-        The dictionary maps each value to the number that represents the value in the key. In contrast to the key in
-        `rewrite`, this key contains neither the locations of the nodes nor the values of literals.
+        Two segments have equal keys only if they have the same minimum cut. In contrast to the key in `rewrite`, the
+        cache key contains neither the locations of the nodes nor the values of literals.
         """
         numbers: dict[ValueId, int] = {}
 
@@ -157,7 +157,7 @@ class MinCut(NamedTuple):
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
             for value in map(Value, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
-                    # To recompute a reduction, its operands must be read, and they are much larger than its result.
+                    # Recomputing a reduction requires reading its operands, which are much larger than its result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
@@ -203,7 +203,10 @@ class MinCut(NamedTuple):
         return found
 
     def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
-        """Return the floats of a segment on paths from an input to an output that avoid `stop_gradient`."""
+        """Return the floating-point values of a segment that lie on a path from an input to an output.
+
+        Paths that contain a `stop_gradient` are ignored.
+        """
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}

@@ -1,6 +1,6 @@
-"""Plans: the dtype of every value and the treatment of every node of a graph under `autocast`, as data.
+"""Plans, which contain the dtype of every value and the treatment of every node of a graph under `autocast`.
 
-The module `planner` makes plans, and the module `rewrite` evaluates plans.
+The module `planner` creates plans, and the module `rewrite` evaluates plans.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Plan(NamedTuple):
       within: the equations that contain the jaxpr, starting with the outermost equation.
       is_half: whether anything in the graph is computed in half precision.
       reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes. A higher-order equation that contains a matmul or an
-        `in_half` function with a reason is mapped to an empty string.
+        precision, including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it
+        contains a matmul or an `in_half` function that has a reason.
     """
 
     graph: Graph

@@ -1,6 +1,6 @@
-"""`Planner`, which makes the plan of a jaxpr in three passes over its graph.
+"""`Planner`, which creates the plan of a jaxpr in three passes over its graph.
 
-1. Decide the treatment of each node (its `NodePlan`).
+1. Determine the `NodePlan` of each node, which describes how the node is evaluated.
 2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.
 3. Group the nodes into segments and select the values of each segment that are saved for the backward pass.
 """
@@ -60,12 +60,12 @@ class _Values(NamedTuple):
 
 
 class Planner:
-    """Makes plans according to the rule of `autocast` and a `PrecisionPolicy` with exceptions to this rule.
+    """Creates plans according to the rule of `autocast` and a `PrecisionPolicy` with exceptions to this rule.
 
     Attributes:
       dtype: the half-precision dtype.
       policy: the policy.
-      rule: decides the treatment of each node.
+      rule: determines the treatment of each node.
 
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
@@ -241,9 +241,11 @@ class Planner:
         within: tuple[Any, ...],
         constants: Constants,
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Return the segments of a graph, with the values that each segment saves, and the values in half precision.
+        """Group the nodes of a graph into segments, and select the values that each segment saves.
 
-        The values in half precision are those in ``half`` and, if the policy requires it, the residual streams.
+        Returns:
+          The segments, and the set of all values that are stored in half precision. This set contains the values in
+          ``half`` and, if the policy requires it, the residual streams.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)

@@ -125,7 +125,7 @@ class PrecisionPolicy:
         (matmul) is saved in half precision. If ``recompute`` is False, all values that the backward pass needs are
         saved. If ``recompute`` is a positive number, it is the cost of saving a byte, relative to the cost of reading
         or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``, fewer values are
-        saved, which takes less memory and more time. Matmuls and other expensive operations are never recomputed.
+        saved, which takes less memory but more time. Matmuls and other expensive operations are never recomputed.
       loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
         printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
@@ -163,8 +163,8 @@ class PrecisionPolicy:
         object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if isinstance(self.rules, (str, Mapping)) or not isinstance(self.rules, Iterable):
             raise ValueError(
-                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {self.rules!r}. If "
-                "you have a single rule, pass a list with this rule."
+                f"`PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {self.rules!r}. To "
+                "pass a single rule, put it in a list."
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
         if self.loss_scale is not None:
@@ -178,7 +178,7 @@ class PrecisionPolicy:
             object.__setattr__(self, "errors", errors)
 
     def __str__(self) -> str:
-        lines = list(map(_sentence, self.rules)) or ["No exceptions to the rule of `autocast`."]
+        lines = list(map(_sentence, self.rules)) or ["This policy has no rules."]
         if self.errors is not None and self.rules:
             lines = [f"Error compared with float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
@@ -208,7 +208,7 @@ class PrecisionPolicy:
         try:
             return cls(**config)
         except TypeError as error:
-            raise ValueError(f"Could not make a `PrecisionPolicy` from the config {config!r}: {error}.") from error
+            raise ValueError(f"Could not create a `PrecisionPolicy` from the config {config!r}: {error}.") from error
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -39,7 +39,7 @@ def adding_reasons() -> Iterator[None]:
 
 
 def are_added() -> bool:
-    """Return whether the code runs inside `adding_reasons()`, in which case traced programs contain reasons."""
+    """Return whether the code runs inside `adding_reasons()`."""
     return _are_added.get()
 
 
@@ -54,7 +54,7 @@ def autocast_scope() -> contextlib.AbstractContextManager[Any]:
 def is_under_autocast(eqn: Any) -> bool:
     """Return whether an equation is under `autocast`.
 
-    The program of the equation must have been traced in the context `adding_reasons()`.
+    The program that contains the equation must have been traced inside `adding_reasons()`.
     """
     return is_in_scope(_AUTOCAST, [eqn])
 
@@ -69,7 +69,7 @@ def reason_of(eqn: Any) -> str:
 
 
 def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
-    """Return an equation whose name stacks contain the reasons why matmuls are not in half precision.
+    """Return an equation with reasons added to its name stack and to the name stacks in its sub-jaxprs.
 
     Args:
       eqn: the equation.

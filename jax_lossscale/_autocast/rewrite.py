@@ -49,11 +49,12 @@ class Rewriting:
     """Evaluates plans.
 
     Args:
-      planner: the planner that made the plans. The planner also plans the jaxprs of custom rules when these jaxprs are
-        traced.
+      planner: the planner that created the plans. The planner also plans the jaxprs of custom rules when these jaxprs
+        are traced.
       measured: a function that replaces every matmul in half precision and every `in_half` function, or None.
-        ``measured`` is called with the replaced equation, the equations that contain this equation, and its operands,
-        and returns the results of the equation. If ``measured`` is given, no value is cast to half precision.
+        The arguments of ``measured`` are the replaced equation, the equations that contain this equation, and the
+        operands. ``measured`` returns the results of the equation. If ``measured`` is given, no value is cast to half
+        precision.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Rewriting:
             if segment.saved is not None:
                 if self.measured is None:
                     # `jax.checkpoint` traces each function object only once. Segments that perform the same
-                    # operations, such as those of equal blocks, therefore share one function object.
+                    # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
                 function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
@@ -110,7 +111,7 @@ class Rewriting:
     def _segment(self, plan: Plan, segment: Segment, num_scopes: int, *inputs: Any) -> list[Any]:
         """Return the outputs of a segment, in the dtypes in which the plan stores them.
 
-        The caller has entered the first ``num_scopes`` scopes of all nodes.
+        The caller has already entered the outermost ``num_scopes`` name scopes, which all nodes of the segment share.
         """
         values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
@@ -280,7 +281,7 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _common_scopes(plan: Plan, segment: Segment) -> Any:
-    """Return the scopes that begin the name stacks of all nodes of a segment.
+    """Return the outermost scopes, which the name stacks of all nodes of a segment have in common.
 
     If a name stack contains the name of a transformation, such as ``jvp``, this name is not separated from the scope to
     which it applies.
@@ -301,10 +302,10 @@ def _ends_inside_name(stack: Any) -> bool:
 def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     """Return a key that is equal for two segments only if the segments can share one function object.
 
-    Two segments with equal keys perform the same operations on the same lines of code and in the same layers, except
-    for the first ``num_scopes`` scopes, which are added outside of the function. Therefore, the locations that reports
-    and profiles show are correct for both segments. The key does not contain the saved values, because these values are
-    determined by the other parts of the key.
+    Two segments with equal keys perform the same operations, on the same lines of code and in the same layers. Only the
+    outermost ``num_scopes`` scopes, which are added outside of the function, may differ. Therefore, the locations that
+    reports and profiles show are correct for both segments. The key does not contain the saved values, because these
+    values are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}
 

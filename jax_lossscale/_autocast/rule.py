@@ -1,4 +1,4 @@
-"""The rule of `autocast` and its exceptions: the kind of each node, and whether a matmul is in half precision."""
+"""The rule of `autocast` and its exceptions, which determine the kind of each node and the dtype of each matmul."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Decides the treatment (the `NodePlan`) of each node.
+    """Determines the treatment (the `NodePlan`) of each node.
 
     The decision about a node depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are
     chosen afterwards.
 
     Attributes:
-      matched: the rules of the policy that match an operation, or that may match an operation in the backward pass of a
-        `jax.custom_vjp` function, which is planned only if the function is differentiated.
+      matched: the rules of the policy that match an operation. Rules that may match an operation in the backward pass
+        of a `jax.custom_vjp` function are included, because this backward pass is planned only if the function is
+        differentiated.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:
@@ -160,7 +161,7 @@ class Rule:
         return largest == 0 or float(info.smallest_normal) <= largest <= float(info.max)
 
     def _follows(self, eqn: Any) -> NodeKind | None:
-        """Return the kind of a data movement or selection, or None if the operation computes new numbers."""
+        """Return the kind of a data-movement or selection operation, or None if the operation computes new numbers."""
         name, params = eqn.primitive.name, eqn.params
         if name == "convert_element_type":  # A cast from float32 to float32 does not change its operand.
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
@@ -219,9 +220,12 @@ class Rule:
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.
 
-        The operation must accept half-precision operands. With half-precision operands, the operation must return its
-        float32 results in half precision, and all other results in the same dtypes as with float32 operands. No
-        constant operand may become infinite when it is cast to half precision.
+        The following conditions must be true:
+
+        - The operation accepts half-precision operands in place of its float32 operands.
+        - With half-precision operands, all results that are normally float32 are in half precision, and the dtypes of
+          all other results do not change.
+        - No constant operand becomes infinite when it is cast to half precision.
         """
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):

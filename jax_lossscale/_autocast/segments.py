@@ -3,8 +3,8 @@
 Segments are separated by matmuls and by nodes that form a segment of their own (`NodePlan.is_alone`). The *level* of a
 node is the largest number of separators (matmuls and nodes that form a segment of their own) on any path that ends at
 the node, not counting the node itself. A node that is not a separator is deferred to the level at which its results are
-first needed. No node of a level depends on another node of the same level through a separator. Therefore, the levels of
-a graph can be evaluated one after another. Each level consists of
+first needed. Every node that depends on a separator has a higher level than the separator. Therefore, the levels of a
+graph can be evaluated one after another. Each level consists of
 
 1. one segment, which ends with the matmuls that use its results, and
 2. one segment for each node that forms a segment of its own.
@@ -34,8 +34,8 @@ class Segment(NamedTuple):
       upcast: the values that are stored in half precision outside of the segment and are float32 within it.
       rounds_cotangent: the positions of the nodes that add a bias and whose result has a cotangent in float32. This
         cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
-      saved: the values that are saved for the backward pass. They can be values that are computed in the segment, or
-        rounded copies of such values or of inputs. ``saved`` is None if the segment is evaluated without
+      saved: the values that are saved for the backward pass. Each saved value is either computed in the segment, or is
+        a rounded copy of an input or of a computed value. ``saved`` is None if the segment is evaluated without
         `jax.checkpoint`, so that JAX selects the saved values.
     """
 

@@ -52,8 +52,11 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the values that are cast to half precision separately for each use, instead of once for all uses.
 
-    The returned values are the graph arguments used by several nodes, and the graph arguments used by `in_half`
-    functions, directly or after data movement.
+    Two kinds of values are returned:
+
+    - arguments of the graph that several nodes use;
+    - values that an `in_half` function uses, if they are arguments of the graph, or are computed from arguments by data
+      movement and selections alone.
 
     The gradient of an argument that is used several times is the sum of one cotangent per use. This sum is computed in
     float32 if the argument is cast separately for each use.
@@ -108,8 +111,8 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
     """Return the half-precision values of a segment whose cotangents are added in float32.
 
     A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
-    float32. If a value is returned, the results of data movement and selections on this value are returned as well.
-    Each returned value is converted to float32 once, so that the cotangents of the value are added in float32.
+    float32. If a value is returned, the results of all data movement and selections that use the value are returned as
+    well. Each returned value is converted to float32 once, so that the cotangents of the value are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()
@@ -162,10 +165,10 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
 def carried_residual_stream(eqn: Any) -> set[int]:
     """Return the positions of the operands of a scan that contain the residual stream.
 
-    The residual stream consists of the largest float32 carries to which each iteration adds a value and which the
-    iteration also uses in another operation. The cell state of an LSTM is not part of the residual stream, because each
-    iteration multiplies it by another value. A sum that is only accumulated over the iterations is not part of the
-    residual stream, because no other operation uses the sum.
+    The residual stream consists of the largest float32 carries that satisfy two conditions: each iteration adds a value
+    to the carry, and each iteration also uses the carry in another operation. The cell state of an LSTM is not part of
+    the residual stream, because each iteration multiplies the cell state by another value. A sum that is only
+    accumulated over the iterations is not part of the residual stream, because no other operation uses the sum.
     """
     (body,), carried, *_ = subjaxprs(eqn)
     sizes = {
@@ -183,8 +186,11 @@ def carried_residual_stream(eqn: Any) -> set[int]:
 class _Additions(Propagation[bool | None]):
     """Determine which values are sums of an argument and other values.
 
-    A value is represented by None if it is unrelated to the argument, by False if it is the argument, possibly moved,
-    and by True if another value was added to the argument.
+    Each value is represented by one of three constants:
+
+    - False: the value is the argument itself, possibly after data movement such as a transpose.
+    - True: the value is a sum of the argument and other values, possibly after data movement.
+    - None: all other values.
 
     Attributes:
       is_used: whether any other operation uses the argument.

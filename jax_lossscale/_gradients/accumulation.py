@@ -1,7 +1,7 @@
 """Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
 
-The micro-batches are processed in a `jax.lax.scan`, so the activations of the whole batch do not have to fit into the
-device memory.
+The micro-batches are processed in a `jax.lax.scan`, so the activations of the whole batch do not have to fit in device
+memory.
 """
 
 from __future__ import annotations
@@ -233,8 +233,9 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
     ((size,),) = sizes
     if size % num_microbatches or size == 0:
         raise ValueError(
-            f"`accumulate_gradients(num_microbatches={num_microbatches})` must evenly divide a positive number of "
-            f"examples, got a batch of {size} examples. Change the batch size, for example by omitting some examples."
+            f"`accumulate_gradients(num_microbatches={num_microbatches})` must evenly divide the number of "
+            f"examples, which must be positive, got a batch of {size} examples. Change the batch size, for example by "
+            "omitting some examples."
         )
 
     def split(leaf: Any) -> jax.Array:

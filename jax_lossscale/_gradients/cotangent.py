@@ -94,9 +94,9 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
             ...  # the cast to float16 must be here, after `unscale_gradient`
             return jls.scale_gradient(result, branch_scale)
 
-    The gradients in the rest of the model are not affected by ``branch_scale``: they are either unscaled, or scaled
-    with the loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.**
-    If a leaf is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the
+    The gradients in the rest of the model are not affected by ``branch_scale``: they are either unscaled or scaled by
+    the loss scale of the whole model. **Apply this function to float32 arrays, before they are cast to float16.** If a
+    leaf is in float16, its unscaled gradient is rounded to float16, and small gradients underflow in spite of the
     scale.
 
     Args:

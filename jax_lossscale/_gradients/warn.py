@@ -54,7 +54,7 @@ def is_frozen(loss_scale: LossScale) -> bool:
 def warn_if_frozen(loss_scale: LossScale) -> bool:
     """Warn if a loss scale that changes during training becomes a constant in the program that is being traced.
 
-    Because the loss scale in the optimizer state changes, later gradients would be unscaled with a different scale than
+    Because the loss scale in the optimizer state changes, later gradients would be divided by a different scale than
     the one used to compute them.
 
     Returns:

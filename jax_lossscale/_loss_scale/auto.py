@@ -57,9 +57,9 @@ class AutoLossScale(BoundedLossScale):
 
     Here, ``ceiling`` is the logarithm of ``max_loss_scale``, rounded up. Because the margin is at least 1, the target
     is at most ``ceiling``. For each event, apply the first row of the table whose condition is true, and then the row
-    "finally". On the right-hand side of an assignment, each quantity has its value before the step. Only the row
-    "finally" uses the new target, which is computed from the new peak, margin and allowance. A quantity that is not
-    assigned in an applied row does not change::
+    "finally". On the right-hand side of an assignment, each quantity has the value that it had before the step. Only
+    the row "finally" uses the new target, which is computed from the new peak, margin and allowance. If neither of
+    these two rows assigns a value to a quantity, the quantity does not change::
 
         event      condition                       effect
         ---------  ------------------------------  -------------------------------------------------------------
@@ -102,9 +102,9 @@ class AutoLossScale(BoundedLossScale):
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before the
         first gradient that is not zero, the margin can be larger than 30, because there is no peak and the margin alone
         determines the target. The margin is a leaf of the pytree.
-      log2_allowance: ``float32[]``, a number from -8 to 8. Its magnitude is the number of bits that must remain free in
-        addition to the margin, and decays over time. The allowance is negative if lowering the scale did not prevent
-        the most recent overflows. The allowance is a leaf of the pytree.
+      log2_allowance: ``float32[]``, a number from -8 to 8. The magnitude of the allowance is the number of bits that
+        must remain free in addition to the margin. This magnitude decays over time. The allowance is negative if
+        lowering the scale did not prevent the most recent overflows. The allowance is a leaf of the pytree.
 
     Raises:
       ValueError: if an argument is not a finite number or is out of range, or if ``initial_loss_scale`` is not between
@@ -159,14 +159,14 @@ class AutoLossScale(BoundedLossScale):
       therefore grows by the distance to the target plus 1 bit. The allowance grows as well, so that the margin does not
       decay immediately. The margin is limited to 30 bits minus the allowance, because gradients underflow in float16 at
       lower scales.
-    - **Overflow at the target.** The cause can be the scale, or a NaN from the data, which occurs at every scale. For
-      this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free.
-      With only 1 bit, the allowance would decay faster than it grows if a rare kind of batch overflows.
+    - **Overflow at the target.** The cause may be the scale, or a NaN from the data, which occurs at every scale. For
+      this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free. With
+      only 1 bit, the allowance would decay faster than it grows if a rare kind of batch overflows.
     - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
       grows by 8 bits after each overflow until it exceeds 16 bits. If the scale was the cause, the overflows stop.
       Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. The allowance remains
-      negative for about 6,000 steps, during which no other test starts. The overflow that ends the test can also be
-      below the target, because the scale does not reach the target if gradients underflow.
+      negative for about 6,000 steps, during which no other test starts. The overflow that ends the test may occur below
+      the target, because the scale does not reach the target if all gradients underflow.
     - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
       discarded, because they are relative to the peak.
     - **Gradients that are all zero.** Zero gradients do not show how large other gradients are. Steps with only zero
@@ -293,18 +293,18 @@ class AutoLossScale(BoundedLossScale):
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # If an overflow occurs at the target, its cause can be the scale or the data. Each overflow increases the
-        # allowance until the allowance has reached its maximum. Each later overflow increases the margin instead, in
-        # order to test a lower scale.
+        # If an overflow occurs at the target, the cause may be the scale or the data. Each overflow increases the
+        # allowance until it reaches its maximum. Each later overflow increases the margin instead, in order to test a
+        # lower scale.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
         reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
-        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause. An overflow below
-        # the target can also end the test of lower scales, because the scale does not rise to its target while all
-        # gradients underflow to zero.
+        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause, and the test of
+        # lower scales ends. The overflow that ends the test may occur below the target, because the scale cannot rise
+        # to its target while all gradients underflow to zero.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))

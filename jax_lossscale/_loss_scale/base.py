@@ -126,7 +126,7 @@ class LossScale(abc.ABC):
 
         Raises:
           ValueError: if a leaf is traced, because its value is not known at trace time. To compare traced loss scales,
-            compare their scales with ``a() == b()``, which is a traced ``bool[]``.
+            compare their current scales with ``a() == b()``, which returns a traced ``bool[]``.
         """
         if type(self) is not type(other):
             return NotImplemented

@@ -20,7 +20,7 @@ _Tree = TypeVar("_Tree")
 # If a class is not registered with flax, flax restores objects of this class as dictionaries.
 READ_WITHOUT_INTEROP = (
     "contains a dictionary instead of a loss scale. If flax restored the state from a checkpoint, "
-    "first `import jax_lossscale.interop.flax`, and then restore the checkpoint again."
+    "first import `jax_lossscale.interop.flax`, and then restore the checkpoint again."
 )
 
 
@@ -82,7 +82,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
       tree: any pytree.
       kind: the class to search for.
       name: the name of the argument to use in error messages.
-      path: the beginning of the path of the instance, in one of the two formats of `jax.tree_util.keystr`.
+      path: the beginning of the path of the instance, in either of the two formats of `jax.tree_util.keystr`.
 
     Raises:
       ValueError: if there is not exactly one instance with this path.
@@ -120,8 +120,8 @@ def not_a_state(argument: Any, name: str) -> ValueError:
         got = "an `nnx.State`, which does not contain the classes of its objects"
         fix = (
             "If the state contains a whole `nnx.Optimizer`, merge it with `nnx.merge(graphdef, state)`, and pass the "
-            "optimizer or its `opt_state`. If you passed the `opt_state` of an optimizer, this optimizer was not made "
-            "with `loss_scaled`."
+            "optimizer or its `opt_state`. If you passed the `opt_state` of an optimizer, that optimizer was not "
+            "wrapped with `loss_scaled`."
         )
     elif _is_plain_copy(argument):
         got = "a plain dictionary, as stored in a checkpoint"
@@ -170,7 +170,10 @@ def _is_plain_copy(tree: chex.ArrayTree) -> bool:
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
-    """Return whether a path begins with ``prefix``, in one of the two formats of `jax.tree_util.keystr`."""
+    """Return whether a path begins with ``prefix``.
+
+    The prefix can have either of the two formats of `jax.tree_util.keystr`.
+    """
     beginnings = [path[:length] for length in range(len(path) + 1)]
     return any(
         prefix in (jax.tree_util.keystr(keys), jax.tree_util.keystr(keys, simple=True, separator="/"))

@@ -1,4 +1,4 @@
-"""Computation of the largest magnitude of a list of arrays, which is infinity if an element is not finite.
+"""Computation of the largest magnitude in a list of arrays, which is infinity if an element is not finite.
 
 There are three implementations, which return the same result:
 
@@ -48,7 +48,7 @@ def of_local(*leaves: jax.Array) -> jax.Array:
 
 
 def anywhere(*leaves: jax.Array) -> jax.Array:
-    """Return the largest magnitude of a list of arrays, with as few reductions as possible.
+    """Return the largest magnitude in a list of arrays, with as few reductions as possible.
 
     On a GPU, each reduction requires two kernels, and the optimizer step cannot start before the last kernel has
     finished. ``python -m benchmarks cuda`` counts the kernels of the compiled program. The run time of `anywhere` on a
@@ -58,10 +58,10 @@ def anywhere(*leaves: jax.Array) -> jax.Array:
 
 
 def on_cpu(*leaves: jax.Array) -> jax.Array:
-    """Return the largest magnitude of a list of arrays, computed by elementwise maxima of arrays and few reductions.
+    """Return the largest magnitude in a list of arrays, using elementwise maxima and only a few reductions.
 
     On a CPU, XLA does not vectorize a reduction whose elements are computed in the same loop. Therefore, arrays of the
-    same shape and dtype are first combined into one array, the elementwise maximum of their magnitudes, and only the
+    same shape and dtype are first combined into one array by an elementwise maximum of their magnitudes. Only the
     combined array is reduced. If there are too few arrays of the same shape and dtype, the arrays are split into parts.
     """
     groups = _groups(leaves)
@@ -80,8 +80,8 @@ def _largest_of_group(group: Sequence[jax.Array]) -> jax.Array:
 
     The binary representations of the arrays are compared as integers, because the maximum of floating-point numbers
     ignores NaN on a CPU. Without the sign bit, these integers have the same order as the magnitudes of the numbers, and
-    NaN is greater than infinity. After NaN has been replaced by infinity, the elementwise maximum is reduced in
-    floating point, which is faster than in integers.
+    NaN is greater than infinity. After NaN has been replaced by infinity, the largest element of the combined array is
+    computed in floating point, which is faster than an integer reduction.
     """
     dtype = group[0].dtype
     word = np.dtype(f"int{jnp.finfo(dtype).bits}")

@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-# Arrays of up to `_SMALL_LEAF` elements are concatenated into blocks of up to `_BLOCK` elements, which fit into the
+# Arrays of up to `_SMALL_LEAF` elements are concatenated into blocks of up to `_BLOCK` elements, which fit in the
 # cache.
 _SMALL_LEAF = 2**15
 _BLOCK = 2**18
 
 
 def as_read(leaf: ArrayLike) -> jax.Array:
-    """Return the leaf as an array of at least 16 bits per number, after applying `jax.lax.stop_gradient`."""
+    """Return the leaf as an array with at least 16 bits per element, after applying `jax.lax.stop_gradient`."""
     array = jax.lax.stop_gradient(jnp.asarray(leaf))
-    # Leaves with a dtype of 8 bits or less are cast to float32, which can represent all numbers of these dtypes. Some
-    # dtypes of 8 bits or less have no infinity.
+    # Leaves with a dtype of 8 bits or fewer are cast to float32, which can represent all numbers of these dtypes. The
+    # cast is necessary because some of these dtypes have no infinity.
     return array.astype(jnp.float32) if jnp.finfo(array.dtype).bits < 16 else array
 
 

@@ -1,4 +1,4 @@
-"""JAX primitive that computes the largest magnitude of a list of arrays, for any sharding of the arrays.
+"""JAX primitive that computes the largest magnitude in a list of arrays, regardless of how the arrays are sharded.
 
 The implementation depends on the devices of the arrays:
 
@@ -37,7 +37,7 @@ from jax_lossscale._measure.largest import of_each, of_local, width
 
 
 def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return the largest magnitude of a list of arrays, or infinity if an element is not finite.
+    """Return the largest magnitude in a list of arrays, or infinity if an element is not finite.
 
     The list must not be empty, and each array in it must have at least one element. The result is a ``float64[]`` for
     arrays of 64-bit numbers, and a ``float32[]`` otherwise.

@@ -107,8 +107,7 @@ def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are
 def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
     """Return the results of a step's checks, combined over all devices along ``axis_name``.
 
-    A combined check passes if the check passes on every device. The combined ``largest`` is the maximum over all
-    devices.
+    A combined check passes if it passes on every device. The combined ``largest`` is the maximum over all devices.
     """
     grads_finite, value_finite, allowed, largest = checks
     known, structure = jax.tree.flatten((grads_finite, value_finite, allowed))
@@ -127,8 +126,8 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
     if grads_finite is None:
         return loss_scale
     adjusted = adjust(loss_scale, grads_finite, largest)
-    # The scale is lowered after an overflow even if `skip_if` is true, because a condition that is true in every
-    # overflow, such as a limit on the gradient norm, would otherwise prevent the scale from ever being lowered.
+    # The scale is lowered after an overflow even if `skip_if` is true. Otherwise, a condition that is true whenever the
+    # gradients overflow, such as a limit on the gradient norm, would prevent the scale from ever being lowered.
     reacts = _all(value_finite, None if allowed is None else allowed | ~grads_finite)
     return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
 

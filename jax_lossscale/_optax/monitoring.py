@@ -49,9 +49,10 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
       - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step (only with
         ``record_bad_steps=True``).
-      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before
-        the first step, and if the gradients were not finite or not measured (only if the loss scale uses the largest
-        gradient, as `AutoLossScale` does). The logged values of a run can be passed to `jls.diagnostics.simulate`.
+      - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. The value is
+        NaN before the first step, or if the gradients were not finite or not measured. This metric exists only if the
+        loss scale uses the largest gradient, as `AutoLossScale` does. The logged values of a run can be passed to
+        `jls.diagnostics.simulate`.
 
     Raises:
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`.
@@ -91,8 +92,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       step. An `AutoLossScale` is needed to detect this case.
 
     Args:
-      opt_state: an optimizer state that contains exactly one `LossScaledState`. If the state belongs to a batch of
-        runs, an error is raised if at least one of the runs is stuck.
+      opt_state: an optimizer state that contains exactly one `LossScaledState`. For a batch of runs, an error is raised
+        if any of the runs is stuck.
       patience: the number of consecutive skipped steps after which a run at the lower bound is stuck, at least 1.
 
     Raises:
@@ -133,9 +134,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
-            "Most likely the gradients are not scaled. In the first steps, the largest gradient (after unscaling) "
-            "decreased by as many powers of two as the loss scale increased. "
-            f"{HOW_TO_SCALE}"
+            "Most likely, the gradients are not scaled. In the first steps, the largest gradient (after unscaling) "
+            f"decreased by as many powers of two as the loss scale increased. {HOW_TO_SCALE}"
         )
     if np.any(_never_had_gradients(state)):
         raise RuntimeError(
@@ -181,7 +181,8 @@ def _never_had_gradients(state: LossScaledState) -> np.ndarray:
     """Return, as a NumPy boolean, whether many steps were applied and the gradients of all steps were exactly zero."""
     if not isinstance(state.loss_scale, AutoLossScale) or state.largest is None:
         return np.asarray(False)
-    # The peak alone is not enough, because an overflow at the lowest loss scale also resets it.
+    # The peak alone does not show that all gradients were zero, because an overflow at the lowest loss scale also
+    # resets the peak.
     is_zero = (np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING) & (np.asarray(state.largest) == 0)
     are_many = np.asarray(state.applied_steps) >= _MAX_STEPS_WITHOUT_GRADIENTS
     return np.asarray(is_zero & are_many & (np.asarray(state.skipped_steps) == 0))

@@ -38,8 +38,8 @@ class ScalingEvidence(NamedTuple):
       largest: the largest unscaled gradient of the first step that counts; 0 before this step.
       num_steps: the number of steps that have been counted, at most 10.
       inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
-        gradient was inversely proportional to the scale, or a negative number if there was a step in which the scale
-        had grown by at least 8 powers of two but the largest gradient was not inversely proportional to the scale.
+        gradient was inversely proportional to the scale. The number is negative if the largest gradient was not
+        inversely proportional to the scale in at least one step with this growth.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32
@@ -49,7 +49,7 @@ class ScalingEvidence(NamedTuple):
 
 
 def no_evidence() -> ScalingEvidence:
-    """Return the `ScalingEvidence` before the first step, in which all fields are 0."""
+    """Return the initial `ScalingEvidence`, whose fields are all 0."""
     scale, largest = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
     return ScalingEvidence(scale, largest, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
@@ -84,8 +84,8 @@ def seem_unscaled(
     """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
     The result is true only if the largest gradient of the last step is still far below the peak of the `AutoLossScale`.
-    If the user has meanwhile started to scale the gradients, for example after loading a checkpoint, the largest
-    gradient is close to the peak of the `AutoLossScale` again, so the result is false.
+    If the user has since started to scale the gradients, for example after loading a checkpoint, the largest gradient
+    is close to the peak again, so the result is false.
 
     Args:
       evidence: the evidence from the first steps of the run.

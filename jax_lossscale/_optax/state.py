@@ -81,10 +81,10 @@ class LossScaledState(NamedTuple):
         optimizer count only these steps.
       skipped_steps: ``int32[]``, the number of steps that were skipped for any reason.
       consecutive_skips: ``int32[]``, the number of steps that have been skipped since the last applied step.
-      last_bad_step: a record of the last bad step, or ``None`` unless ``record_bad_steps=True``.
-      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step, or NaN before the
-        first step, and if the gradients were not finite or not measured; ``None`` if the loss scale does not use the
-        largest gradient.
+      last_bad_step: a record of the last bad step, or ``None`` if bad steps are not recorded.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step; NaN before the first
+        step, or if the gradients were not finite or not measured; ``None`` if the loss scale does not use the largest
+        gradient.
       scaling_evidence: evidence from the first steps of whether the gradients are scaled, which `raise_if_stuck` uses;
         ``None`` if the loss scale does not use the largest gradient.
     """
@@ -186,7 +186,7 @@ def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> Scaling
 
 
 def _not_measured() -> jax.Array:
-    # The NaN for a gradient that was not measured is intended, so the option `jax_debug_nans` must not report it.
+    # The NaN for a gradient that was not measured is intentional, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
         return jnp.asarray(np.float32(np.nan))
 

@@ -45,7 +45,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
             updates, state = self.update(scaled_grads, state, params, **extra_args)
             return apply_updates(params, updates), state
 
-        # A user can replace `update`, for example with `_replace`, so it may not be a method of a `Wrapper`.
+        # A user can replace `update`, for example with `_replace`, so `update` is not always a method of a `Wrapper`.
         return update_then_apply
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ def loss_scaled(
       `value_and_scaled_grad` with ``state``. The following arguments are optional:
 
       - ``value``: the unscaled loss, a real scalar. The loss is also passed to the inner optimizer.
-      - ``skip_if``: ``bool[]``, an additional condition on which the step is skipped.
+      - ``skip_if``: ``bool[]``, an additional condition under which the step is skipped.
       - ``grads_finite``: ``bool[]``, whether the unscaled gradients are finite on all devices, if this is already
         known, for example from the norm of the gradients. If ``grads_finite`` is passed, the wrapper uses this value
         without checking the gradients itself. However, if the loss scale needs the largest gradient
@@ -151,7 +151,8 @@ def loss_scaled(
 
     A non-finite loss does not change the scale, because the loss is computed in the forward pass, where no scale is
     applied. An overflow lowers the scale even if ``skip_if`` is true. The reason is that a condition such as "the
-    gradient norm exceeds a threshold" is true in every overflow, so the scale would otherwise never be lowered.
+    gradient norm exceeds a threshold" is true whenever the gradients overflow, so the scale would otherwise never be
+    lowered.
 
     The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32.
     Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a

@@ -239,7 +239,8 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
 def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
     """Warn about float16 parameters. ``are_scaled`` specifies whether the optimizer takes scaled gradients.
 
-    Float16 parameters can be unintended, because some layers create their parameters in the dtype of their first input.
+    Float16 parameters may be unintentional, because some layers create their parameters in the dtype of their first
+    input.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]

@@ -2,7 +2,7 @@
 
 The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. They do not call the
 custom rule themselves, because JAX does not document how an equation stores its rule. Instead, JAX differentiates or
-transposes the equation, which applies the rule, and the evaluator evaluates the resulting jaxpr.
+transposes the equation and thereby applies the rule. The evaluator then evaluates the resulting jaxpr.
 """
 
 from __future__ import annotations

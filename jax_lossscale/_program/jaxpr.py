@@ -195,7 +195,7 @@ def name_stack_of(eqn: Any, within: Sequence[Any] = ()) -> Any:
 
 @contextlib.contextmanager
 def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Iterator[None]:
-    """Give equations that are traced in this context the name stack, source line and mesh of ``eqn``.
+    """Use the name stack, source line and mesh of ``eqn`` for all equations that are traced in this context.
 
     Args:
       eqn: the equation.
@@ -209,7 +209,7 @@ def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Ite
 
 
 def in_scopes(stack: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context that adds ``stack`` to the name stacks of the equations that are traced in it."""
+    """Return a context manager that adds ``stack`` to the name stacks of the equations that are traced within it."""
     return user_context(None, name_stack=current_name_stack() + stack)
 
 

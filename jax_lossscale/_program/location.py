@@ -95,7 +95,7 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
-    """Return whether at least one of the equations was traced in the scope ``name`` (the exact name)."""
+    """Return whether at least one of the equations was traced in a scope named exactly ``name``."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)
 
 

@@ -70,7 +70,7 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Apply the changes that `changes` found in copies of nnx objects to the original objects."""
+    """Update nnx objects with the changes that `changes` found in copies of these objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
@@ -98,7 +98,10 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 
 
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the paths and values of all nnx variables, and of all values that are not variables, in nnx objects."""
+    """Return the contents of nnx objects as pairs of a path and a value.
+
+    The contents are all nnx variables, and all attributes and items that are neither nnx modules nor nnx variables.
+    """
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
     return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held

@@ -34,8 +34,8 @@ PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
     "sharding_constraint vary_unreduced_cast_p"
 )
-# Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data movement
-# have the same dtype.
+# Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data-movement
+# operation have the same dtype.
 PLAIN_DATA_MOVEMENT = (
     _names(
         "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
@@ -54,7 +54,7 @@ DATA_MOVEMENT_BETWEEN_DEVICES = _names(
 )
 # Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
-# Operations that select one of several numbers by comparing the numbers. The numbers can be rounded before or after the
+# Operations that select one of several numbers by comparing them. The numbers can be rounded before or after the
 # selection, because rounding preserves the order of numbers. Max and min pooling select one number from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
@@ -66,7 +66,7 @@ _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
-# Operations that convert an operand to another dtype or precision.
+# Operations that convert an operand to a different dtype or precision.
 CONVERSIONS = _names("convert_element_type reduce_precision")
 
 # Sums of many numbers, which may cancel if the numbers have different signs.
@@ -100,8 +100,8 @@ OPAQUE = _names(
     "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
-# The start and done operations of asynchronous collectives. The operation that starts a
-# collective returns a future, which has no dtype.
+# The start and done operations of asynchronous collectives. The operation that starts a collective returns a future,
+# which has no dtype.
 ASYNCHRONOUS = frozenset(
     f"{name}_{half}"
     for name in _names(
@@ -145,7 +145,7 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 
 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return, for each result of a data movement or cast, the positions of the operands whose numbers it can contain.
+    """Return, for each result of an equation, the positions of the operands whose numbers the result can contain.
 
     Operands such as masks, indices and sizes are ignored, because these operands only determine which numbers are
     moved, and to which positions. If the operation is neither data movement nor a cast, return None.
@@ -161,7 +161,7 @@ def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
 
 
 def name_in_reports(primitive: Any) -> str:
-    """Return the name of a primitive, followed by the library that defines the primitive unless it is JAX."""
+    """Return the name of a primitive, followed by the name of the library that defines it (unless it is JAX)."""
     made_by = getattr(getattr(primitive.impl, "func", primitive.impl), "__module__", "").partition(".")[0]
     is_jax = made_by in ("", "builtins", "functools", "jax", "jax_lossscale")
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
@@ -170,8 +170,8 @@ def name_in_reports(primitive: Any) -> str:
 def is_matmul(eqn: Any) -> bool:
     """Return whether an equation is a matmul: a matrix multiplication or a convolution.
 
-    A matrix product with one term for each element of its result, such as ``t[:, None] @ freq[None]``, is not a matmul,
-    because it is an elementwise multiplication.
+    A `dot_general` or convolution whose sums have only one term, such as ``t[:, None] @ freq[None]``, does not count as
+    a matmul, because it is an elementwise multiplication.
     """
     return terms_per_sum(eqn) != 1
 

@@ -46,7 +46,7 @@ class SubJaxprs(NamedTuple):
     """All jaxprs in the parameters of an equation.
 
     Attributes:
-      jaxprs: the jaxprs. The last of the jaxprs of a loop is the body of the loop. The jaxprs of a conditional are its
+      jaxprs: the jaxprs. The last jaxpr of a loop is the body of the loop. The jaxprs of a conditional are its
         branches.
       carried: for each carry of a loop, the position of its final value among the results, and the position of its
         initial value among the operands.
@@ -70,7 +70,10 @@ def subjaxprs(eqn: Any) -> SubJaxprs:
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
-    """Bind an equation whose primitive is in `REBOUND` with new sub-jaxprs and return the outputs."""
+    """Bind an equation with new sub-jaxprs and return its outputs.
+
+    The primitive of the equation must be in `REBOUND`.
+    """
     params = dict(eqn.params)
     if eqn.primitive.name == "cond":
         params["branches"] = tuple(jaxprs)

@@ -448,7 +448,7 @@ def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        ({"recompute": 1.0}, {"recompute": True}, "No exceptions"),
+        ({"recompute": 1.0}, {"recompute": True}, "This policy has no rules."),
         (
             {"recompute": np.float32(2.5)},
             {"recompute": 2.5},
@@ -481,7 +481,7 @@ def test_policy_is_hashable_and_serializable():
     assert hash(again) == hash(POLICY)
     assert eval(repr(POLICY), vars(jls)) == POLICY
     assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNo values are recomputed in the backward pass."
-    assert str(jls.PrecisionPolicy()) == "No exceptions to the rule of `autocast`."
+    assert str(jls.PrecisionPolicy()) == "This policy has no rules."
 
 
 def test_errors_are_serialized_and_printed_but_not_compared():

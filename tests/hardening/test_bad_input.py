@@ -72,13 +72,13 @@ jls.AutoLossScale(log2_allowance=jnp.inf)
 jls.AutoLossScale(max_loss_scale="x")
     `AutoLossScale(max_loss_scale=...)` must be a number, got 'x'.
 jls.DynamicLossScale(increment_period=0)
-    `DynamicLossScale(increment_period=...)` must be at least 1 and fit into int32, got 0. To keep the scale
+    `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale
     fixed, use `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Lower
     `initial_loss_scale`, or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
-    `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit into int32, got np.int64(-1).
+    `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit in int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
     `jnp.any`.
@@ -102,11 +102,11 @@ jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
     -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. If you have a single
-    rule, pass a list with this rule.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. To pass a single
+    rule, put it in a list.
 jls.PrecisionPolicy({"precision": "float32"})
     `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
-    If you have a single rule, pass a list with this rule.
+    To pass a single rule, put it in a list.
 jls.PrecisionPolicy(errors=0.5)
     `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
 jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
@@ -120,7 +120,7 @@ jls.PrecisionRule("float32", layer=3)
 jls.accumulate_gradients(3, 8, 2)
     `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
-    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit into int32, got 0. With
+    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit in int32, got 0. With
     `num_microbatches=1`, the batch is not split.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with
@@ -129,11 +129,11 @@ jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
     `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not have arguments in common, because the
     gradients with respect to a batch cannot be summed over micro-batches. Use `value_and_scaled_grad` instead.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
-    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
-    3 examples. Change the batch size, for example by omitting some examples.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide the number of examples, which must be
+    positive, got a batch of 3 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
-    `accumulate_gradients(num_microbatches=2)` must evenly divide a positive number of examples, got a batch of
-    0 examples. Change the batch size, for example by omitting some examples.
+    `accumulate_gradients(num_microbatches=2)` must evenly divide the number of examples, which must be
+    positive, got a batch of 0 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
     ([],). Use `batch_argnums` to specify the arguments that contain the batch.
@@ -219,7 +219,7 @@ TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
     `update`.
 jls.raise_if_stuck(STATE, patience=0)
-    `raise_if_stuck(patience=...)` must be at least 1 and fit into int32, got 0. `patience` is the number of
+    `raise_if_stuck(patience=...)` must be at least 1 and fit in int32, got 0. `patience` is the number of
     consecutive skipped steps.
 COMPILED(jls.raise_if_stuck)(STATE)
     `raise_if_stuck(opt_state=...)` got traced values, which are not known yet. Call this function outside

@@ -546,7 +546,7 @@ def test_restart_continues_with_the_restored_scale():
 def test_state_with_another_loss_scale_is_rejected():
     other = jls.MixedPrecision(adam(), "dynamic").optimizer.init(PARAMS)
     mp = jls.MixedPrecision(adam())
-    with pytest.raises(ValueError, match="another loss scale"):
+    with pytest.raises(ValueError, match="different loss scale"):
         mp.optimizer.update(PARAMS, other, PARAMS)
 
 

@@ -48,7 +48,7 @@ def test_every_report_accepts_every_program(name, kind):
         sound = {
             "compare_gradients": f"Training in float16 will work. Start with a loss scale of 2^{jnp.log2(SCALE):.0f}",
             "range_report": "stay in range",
-            "find_precision": "No exceptions to the rule of `autocast`.",
+            "find_precision": "This policy has no rules.",
         }
         assert sound.get(kind, "") in answer
 
