@@ -1,4 +1,4 @@
-"""Output of the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
+"""Functions that output the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Plot the losses, the fractions of zero gradients, and the loss scales that change, and mark the skipped steps.
+    """Plot the losses, the fractions of zero gradients, and the dynamic and automatic loss scales of all training runs.
 
-    The suffix of ``path`` determines the format of the file.
+    Markers show the skipped steps. The suffix of ``path`` determines the format of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -166,9 +166,9 @@ def compare_gradients(
         have no gradients, such as functions, random keys and counters, are passed to ``fun`` unchanged.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
-      dtype: the half-precision dtype in which ``fun`` computes.
+      dtype: the half-precision dtype that ``fun`` uses.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
-        ``2**-8`` and ``2**24`` are compared, and additional powers of two if the gradients are very large or very
+        ``2**-8`` and ``2**24`` are compared, as are additional powers of two if the gradients are very large or very
         small. A power of two is skipped if the errors at a smaller and at a larger power of two are equal or below 1%.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.

@@ -213,7 +213,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Return the cause of a skipped or non-finite last step, or "" if the step was neither skipped nor non-finite."""
+    """Return the name of the cause if the last step was skipped or not finite, or "" if the last step was neither."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -335,7 +335,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
-    """Return whether more steps were skipped than the search for a suitable loss scale explains."""
+    """Return whether more steps were skipped than can be explained by the search for a suitable loss scale."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
-# Relative errors of a single leaf above this threshold are reported even if training is expected to work.
+# Relative errors above this threshold in a single leaf are reported even if training is expected to work.
 _REPORTED_ERROR = 0.05
 
 

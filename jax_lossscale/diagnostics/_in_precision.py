@@ -45,7 +45,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     Args:
       fun: a function of arbitrary pytrees. Arrays are traced. Arguments that are not arrays (Python numbers, strings,
         functions) are passed to ``fun`` unchanged.
-      dtype: a floating dtype; float32 by default. Values with more than 16 bits in ``fun`` keep their dtype.
+      dtype: a floating dtype; float32 by default. Values that have more than 16 bits in ``fun`` keep their dtype.
 
     Returns:
       A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to

@@ -17,15 +17,15 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32. If a library has no
-# ceiling (maximum) for the scale, the ceiling is the largest float32.
+# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32 number. If a library has
+# no ceiling (maximum) for the scale, the ceiling is the largest finite float32 number.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _STATE = ("current_loss_scale", "num_good_steps")
 _CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# For each library, the names of the fields in _STATE + _CONFIG, in this order. "" means that the library does not have
-# the field.
+# For each library, the names of the fields in `_STATE + _CONFIG`, in that order. "" means that the library does not
+# have the field.
 _NAMES = {
     "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
     "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),

@@ -31,10 +31,9 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, the floor is
-      preserved, although jmp would reset it to 1, and a warning is emitted. With a static scale, jmp does not skip
-      steps by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is
-      False.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, a warning is
+      emitted and the floor is preserved, although jmp would reset it to 1. With a static scale, jmp does not skip steps
+      by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
       ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
