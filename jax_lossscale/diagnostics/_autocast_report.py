@@ -132,8 +132,8 @@ class AutocastReport(Report[OperationPrecision]):
             if saving > _WORTH_SUGGESTING:
                 notes.append(
                     "`PrecisionPolicy(half_residual_stream=True)` stores skip connections in half precision, as manual "
-                    f"casts do. In the forward pass, it would save {percent(saving)} of the bytes that are read and "
-                    "written (estimated)."
+                    "casts do. In the forward pass, this option would reduce the number of bytes read and written by "
+                    f"an estimated {percent(saving)}."
                 )
         return notes
 

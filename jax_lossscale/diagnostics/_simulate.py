@@ -118,8 +118,8 @@ def simulate(
         overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
         if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the length of `largest`, "
-                f"which is {len(seen)}."
+                f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the same length as "
+                f"`largest`, which has length {len(seen)}."
             )
         return _replay(loss_scale, seen, overflowing, dtype)
     if max_cotangent is not None:

@@ -63,8 +63,8 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
     if not has_floor:
         warn_user(
-            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32, "
-            f"1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
+            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32 "
+            f"number, 1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
             "`min_loss_scale=1.0`, the default of `DynamicLossScale`, so that `raise_if_stuck` can report a run in "
             "which every step overflows."
         )
@@ -78,7 +78,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
+            f"{loss_scale.increment_period}. On the next finite step, the {name} scale would not grow, but "
             "the scale of `DynamicLossScale` would."
         )
     return loss_scale
@@ -114,7 +114,7 @@ def number(value: Any, name: str) -> float:
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
-            f"`{name}` must be a single positive and finite number, got {plain!r}. If the scale has become zero, "
+            f"`{name}` must be a single positive, finite number, got {plain!r}. If the scale has become zero, "
             "infinite or NaN, start again with a new `DynamicLossScale`."
         )
     return float(plain)

@@ -65,8 +65,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if floor == 0:
         floor = SMALLEST_FLOOR
         warn_user(
-            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32, "
-            "1.2e-38."
+            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32 "
+            "number, 1.2e-38."
         )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 

@@ -47,7 +47,7 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         interval = dynamic_scale.growth_interval
         fields = {**fields, "growth_interval": interval + 1}
         warn_user(
-            f"`from_flax`: this version of flax grows the scale one step late, on the finite step {interval} + 1, so "
+            f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
             f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
             f"`increment_period={interval}`."
         )
