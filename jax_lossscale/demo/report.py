@@ -109,7 +109,7 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Plot the losses, the fractions of zero gradients, and the dynamic and automatic loss scales of all training runs.
+    """Plot the losses and zero-gradient fractions of all training runs, and the dynamic and automatic loss scales.
 
     Markers show the skipped steps. The suffix of ``path`` determines the format of the file.
     """

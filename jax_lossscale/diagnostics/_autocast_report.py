@@ -61,8 +61,8 @@ class AutocastReport(Report[OperationPrecision]):
       arguments: one sentence for each leaf of the arguments that contains NaN.
       not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
       bytes_accessed: an estimate of the number of bytes that the forward pass reads and writes with `autocast`: the sum
-        of the sizes of the operands and results of all equations. The operations between two matmuls that XLA can fuse
-        count as one equation.
+        of the sizes of the operands and results of all equations. Operations between two matmuls count as one equation
+        if XLA can fuse them.
       bytes_accessed_with_half_residual_stream: the value of ``bytes_accessed`` for the same policy with
         ``half_residual_stream=True``, or ``None`` if the policy already contains this option or ``dtype`` is float32.
         The printed report suggests ``half_residual_stream=True`` if this option would reduce ``bytes_accessed`` by more

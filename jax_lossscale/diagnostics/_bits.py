@@ -79,7 +79,7 @@ def bits_of(number: float, layout: Layout) -> Any:
 
 
 def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
-    """Divide a number by each power of two from ``2**0`` to ``2**127`` and return `bits_of` each quotient."""
+    """Divide a number by each power of two from ``2**0`` to ``2**127`` and return the bits of each quotient."""
     return np.array([bits_of(number * 2.0**-k, layout) for k in range(LARGEST_LOG2_SCALE + 1)])
 
 

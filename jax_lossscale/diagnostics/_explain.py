@@ -82,8 +82,8 @@ _BATCH_CHECKS = (
 )
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (
-    "If the skipped batches are always of the same kind, the model does not learn from them. Log which batches are "
-    'skipped. The section "Which batches are skipped?" of the guide "Skipped steps" shows how.'
+    "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
+    'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
 )
 _HOW_TO_RECORD = (
     "To record which leaf was not finite, and whether it contained NaN or infinity, use "
@@ -213,7 +213,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Return the name of the cause if the last step was skipped or not finite, or "" if the last step was neither."""
+    """Return the cause if the last step was skipped or not finite; otherwise, return ""."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -393,7 +393,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         )
         yield HOW_TO_SCALE
     elif room >= _REPORTED_HEADROOM:
-        yield f"This gradient would not overflow in float16 even if the loss scale were 2^{room} times larger."
+        yield f"The largest gradient would not overflow in float16 even if the loss scale were 2^{room} times larger."
         if room >= _HEADROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
 

@@ -206,7 +206,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
 def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
     """Return the largest finite magnitude, and the numbers of elements that are NaN, +inf and -inf.
 
-    The magnitude is represented by its bit pattern as an integer, plus 1. If no element is finite, the integer is 0.
+    The magnitude is returned as its bit pattern (an integer) plus 1. If no element is finite, 0 is returned instead.
     """
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)

@@ -43,7 +43,7 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
-    """Return whether two rules have the same precision and ``one`` matches every operation that ``other`` matches."""
+    """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
     patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
     return patterns < others
 

@@ -181,10 +181,10 @@ class Search:
         """Return the float32 results for a batch, and the tolerance for each error.
 
         A nudge is a small random change to all parameters. The fine nudge changes each parameter by about one float32
-        rounding error. Trials ignore the error of the value if the fine nudge changes the value by more than half the
-        tolerance. The same applies to the gradient of each leaf. The coarse nudge changes each parameter by about one
-        half-precision rounding error. If the coarse nudge causes a disproportionately large error, for example because
-        the inputs of ReLUs change sign, the tolerance is increased.
+        rounding error. If the fine nudge changes the value by more than half the tolerance, the error of the value is
+        ignored in trials. The same applies to the gradient of each leaf. The coarse nudge changes each parameter by
+        about one half-precision rounding error. If the coarse nudge causes a disproportionately large error, for
+        example because the inputs of ReLUs change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.

@@ -120,8 +120,8 @@ class RangeReport(Report[OperationRange]):
       lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
         in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
         listed, unless a result is NaN.
-      summary: the number of matmuls, the number of matmuls in the dtype, and the reason why the first other matmul is
-        not in the dtype.
+      summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
+        another dtype, with the reason.
       arguments: sentences that describe problems of the arguments, such as NaN.
     """
 

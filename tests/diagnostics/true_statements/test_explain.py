@@ -114,7 +114,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "This gradient would not overflow in float16 even if the loss scale were 2^8 times larger.",
+                "The largest gradient would not overflow in float16 even if the loss scale were 2^8 times larger.",
             ],
         ),
         (
