@@ -23,7 +23,7 @@ class MatmulSummary(NamedTuple):
       dtype: the name of the half-precision dtype.
       matmuls: the number of matmuls in the value and the gradients. A matmul in the body of a loop counts once.
       half_matmuls: the number of matmuls whose operands have the half-precision dtype.
-      first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
+      first_float32: the location of the first matmul in another dtype, with the reason, or "" if there is none.
       half_share: the fraction of all floating-point operations in matmuls that is performed in half precision; 1 if
         there are no matmuls.
       is_autocast: whether `autocast` is applied to any part of the function.
@@ -95,7 +95,7 @@ class Float32Origin(NamedTuple):
 
     Attributes:
       location: the location of the matmul.
-      reason: the reason why the operands of the matmul are float32; "" if it is unknown.
+      reason: the reason why the operands of the matmul are float32, or "" if the reason is unknown.
     """
 
     location: Location

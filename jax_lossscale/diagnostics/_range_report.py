@@ -47,7 +47,7 @@ class OperationRange:
       derivative_of: if the operation is part of a derivative that is computed in the forward pass, the name of the
         operation that is differentiated; otherwise "".
       layer: the names of the enclosing scopes, which flax, haiku and `jax.named_scope` add, or else the class names of
-        the enclosing nnx and equinox modules; "" if there are neither.
+        the enclosing nnx and equinox modules, or "" if there are neither.
       source: the file and line of the innermost function that does not belong to an installed library.
       is_backward: whether the operation belongs to the backward pass, which is multiplied by the loss scale.
       shape: the shape of the result.
@@ -59,7 +59,7 @@ class OperationRange:
       log2_overflow: ``ceil(log2(largest / finfo(dtype).max))`` if the result overflows, otherwise 0.
       log2_underflow: ``ceil(log2(finfo(dtype).smallest_normal / largest))`` if ``largest`` is below the smallest normal
         number, otherwise 0.
-      suggestion: a suggestion for fixing the operation; "" if nothing is wrong with it.
+      suggestion: a suggestion for fixing the operation, or "" if nothing is wrong with the operation.
       error: the relative error of the result, ``norm(result - reference) / norm(reference)``, where the reference is
         computed in float32. If there are outliers (elements that are far larger than all other elements, such as the
         fill value of a mask), ``error`` is the maximum of the errors with and without outliers. ``error`` is 0 if the

@@ -36,7 +36,10 @@ class TracedGradients:
 
     @property
     def program(self) -> Traced:
-        """The program that computes the value and the scaled gradients. Its first input is the loss scale."""
+        """The program that computes the value and the scaled gradients.
+
+        The first input of the program is the loss scale.
+        """
         return self.traced_matmuls.traced
 
     @property

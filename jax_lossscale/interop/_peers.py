@@ -35,8 +35,8 @@ _NAMES = {
 }
 # The names of the libraries, as written in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# For each library, the fields that the library sets to a fixed value. (The floor of jmp can be set, but jmp soon resets
-# it to 1.)
+# For each library, the fields that the library sets to a fixed value. (The jmp floor can be set, but jmp soon resets it
+# to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 

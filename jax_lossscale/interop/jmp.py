@@ -1,11 +1,11 @@
 """Conversion of loss scales to and from jmp.
 
-The conversion was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
+The conversion was checked against jmp 0.0.4. The jmp dynamic loss scale follows the same rule as `DynamicLossScale`,
 with two differences:
 
 - jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`, and then uses the floor 1.
-- If the counter of jmp is already larger than the period, the scale grows only when the counter reaches the next
-  multiple of the period.
+- If the jmp counter is already larger than the period, the scale grows only when the counter reaches the next multiple
+  of the period.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
       by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
-      ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
-        configuration is invalid.
+      ValueError: if ``loss_scale`` is not a jmp loss scale, if the scale is 0, infinite or NaN, or if the configuration
+        is invalid.
 
     Examples:
       >>> import jax.numpy as jnp, jmp
