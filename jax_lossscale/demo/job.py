@@ -1,4 +1,4 @@
-"""Training of a small neural network in float32, and in float16 with and without loss scaling.
+"""Training a small neural network in float32, and in float16 with and without loss scaling.
 
 A photograph (``china.jpg`` from scikit-learn) is divided into patches of 4 x 4 pixels. Each patch has a code of 32
 numbers, and a small network decodes each code into the 48 values of its patch. The codes and the network are trained
@@ -141,7 +141,7 @@ def loss_fn(params: Params, patches: jax.Array) -> jax.Array:
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """Return Adam with a cosine schedule whose learning rates reach zero after ``steps`` steps.
+    """Return an Adam optimizer with cosine schedules that decrease the learning rates to zero over ``steps`` steps.
 
     The learning rate of the codes is higher than the learning rate of the decoder, because each code is used by only
     one patch.

@@ -1,4 +1,4 @@
-"""Output of the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
+"""Functions that output the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
     console = Console(file=file, highlight=False)
     console.print(table)
     setting = "DynamicLossScale(2.0**32, increment_period=50)"
-    console.print(f"The initial loss scale of float16_dynamic is far too high on purpose: {setting}.")
+    console.print(f"The initial loss scale of float16_dynamic is deliberately far too high: {setting}.")
     console.print(
         "Each skipped step halves this loss scale. Later, the loss scale grows again, because the gradients shrink."
     )
@@ -93,7 +93,7 @@ def _beside_float32(name: str, results: dict[str, Result]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2f} %"
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2f}%"
 
 
 def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
@@ -109,9 +109,9 @@ def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
-    """Plot the losses, the fractions of zero gradients, and the loss scales that change, and mark the skipped steps.
+    """Plot the losses and zero-gradient fractions of all training runs, and the dynamic and automatic loss scales.
 
-    The suffix of ``path`` determines the format of the file.
+    Markers show the skipped steps. The suffix of ``path`` determines the format of the file.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -52,8 +52,8 @@ class AutocastReport(Report[OperationPrecision]):
       operations: the operations of the value and the gradient.
       dtype: the name of the half-precision dtype of `autocast`.
       bytes_before: the size in bytes of the residuals that the function saves for its backward pass without `autocast`,
-        excluding its arguments. It is ``None`` if the function cannot run without `autocast`, because a kernel in an
-        `in_half` function only accepts 16-bit inputs.
+        excluding its arguments. ``bytes_before`` is ``None`` if the function cannot run without `autocast`, because a
+        kernel in an `in_half` function only accepts 16-bit inputs.
       bytes_after: the size in bytes of the residuals that the function saves for its backward pass with `autocast`,
         excluding its arguments.
       casts: the number of casts between floating dtypes in the value and the gradient with `autocast`.
@@ -61,12 +61,13 @@ class AutocastReport(Report[OperationPrecision]):
         kernel. Opaque operations are computed as written.
       arguments: one sentence for each leaf of the arguments that contains NaN.
       not_in_half: the lines at which the ``fallback`` of an `in_half` function is computed, with the reasons.
-      bytes_accessed: an estimate of the number of bytes that the forward pass reads and writes with `autocast`: the
-        sizes of the operands and results of all equations. The operations that XLA can compute together, between two
-        matmuls, count as one equation.
-      bytes_accessed_with_half_residual_stream: like ``bytes_accessed``, for the same policy with
-        ``half_residual_stream=True``. The printed report suggests this option if it would save more than 5% of these
-        bytes. It is ``None`` if the policy already contains the option or ``dtype`` is float32.
+      bytes_accessed: an estimate of the number of bytes that the forward pass reads and writes with `autocast`: the sum
+        of the sizes of the operands and results of all equations. Operations between two matmuls count as one equation
+        if XLA can fuse them.
+      bytes_accessed_with_half_residual_stream: the value of ``bytes_accessed`` for the same policy with
+        ``half_residual_stream=True``, or ``None`` if the policy already contains this option or ``dtype`` is float32.
+        The printed report suggests ``half_residual_stream=True`` if this option would reduce ``bytes_accessed`` by more
+        than 5%.
     """
 
     operations: tuple[OperationPrecision, ...]
@@ -98,7 +99,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def summary(self) -> MatmulSummary:
-        """The number of matmuls in half precision, and why the first float32 matmul is not among them."""
+        """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
         return summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
@@ -132,8 +133,8 @@ class AutocastReport(Report[OperationPrecision]):
             if saving > _WORTH_SUGGESTING:
                 notes.append(
                     "`PrecisionPolicy(half_residual_stream=True)` stores skip connections in half precision, as manual "
-                    f"casts do. In the forward pass, it would save {percent(saving)} of the bytes that are read and "
-                    "written (estimated)."
+                    "casts do. In the forward pass, this option would reduce the number of bytes read and written by "
+                    f"an estimated {percent(saving)}."
                 )
         return notes
 
@@ -147,7 +148,7 @@ def autocast_report(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> AutocastReport:
-    """Report the dtype in which `autocast` computes each operation of a function and its gradient, and the reason.
+    """Report in which dtype `autocast` computes each operation of a function and of its gradient, and why.
 
     The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced but not run.
 
@@ -271,10 +272,11 @@ def _bytes_saved(call: LossCall) -> int:
 
 
 def _bytes_accessed(jaxpr: Jaxpr) -> int:
-    """Return the size in bytes of the operands and results of all equations, in all iterations of a scan.
+    """Return the total size in bytes of the operands and results of all equations, over all iterations of each scan.
 
-    The jaxprs of an equation are counted instead of the equation itself, except for the segments of `autocast`: the
-    operations of a segment are compiled to few kernels, so its intermediate values are not counted.
+    If an equation contains jaxprs, the equations of these jaxprs are counted instead of the equation itself. The only
+    exceptions are the segments of `autocast`. The intermediate values of a segment are not counted, because the
+    operations of a segment are compiled into a few kernels.
     """
     total = 0
     for eqn in jaxpr.eqns:

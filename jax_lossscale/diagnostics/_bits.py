@@ -1,7 +1,7 @@
 """Conversion of floating-point numbers to integers that sort in the same order as the magnitudes of the numbers.
 
 On a CPU, XLA flushes subnormal floats to zero, but it does not change integers that contain the same bits. Therefore,
-all statistics about the range of floats are computed from their bits as integers.
+all statistics about the range of floats are computed with integer operations on their bits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Layout(NamedTuple):
 
     @property
     def infinity(self) -> Any:
-        """The bits of infinity.
+        """The bit pattern of infinity, as an integer.
 
-        Integers larger than the bits of infinity represent NaN, and smaller integers represent finite numbers.
+        Integers larger than the bit pattern of infinity represent NaN, and smaller integers represent finite numbers.
         """
         return self.integer(self.largest_field << self.mantissa_bits)
 
@@ -79,12 +79,12 @@ def bits_of(number: float, layout: Layout) -> Any:
 
 
 def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
-    """Return `bits_of` the number divided by each loss scale from ``2**0`` to ``2**127`` (powers of two)."""
+    """Divide a number by each power of two from ``2**0`` to ``2**127`` and return the bits of each quotient."""
     return np.array([bits_of(number * 2.0**-k, layout) for k in range(LARGEST_LOG2_SCALE + 1)])
 
 
 def number_of(magnitude: int, layout: Layout) -> float:
-    """Return, as a Python float, the number whose bits are ``magnitude``."""
+    """Return the number whose bit pattern is ``magnitude``, as a Python float."""
     return float(layout.integer(magnitude).view(layout.floating))
 
 
@@ -94,8 +94,9 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
         return largest
     number = jax.lax.bitcast_convert_type(largest, jnp.float64)
     converted = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.uint32)
-    # A conversion to float32 may flush subnormal numbers to zero. The bits of a subnormal float32 number, read as an
-    # integer, equal the number divided by 2**-149, so the bits of subnormal numbers are computed as this quotient.
+    # A conversion to float32 may flush subnormal numbers to zero. Interpreted as an integer, the bit pattern of a
+    # subnormal float32 number equals the number divided by 2**-149, so the bit patterns of subnormal numbers are
+    # computed as this quotient.
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
@@ -145,11 +146,11 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     All arrays must have the same shape and 32-bit or 64-bit elements. The arrays are reduced together, and only the
     results are communicated between devices.
 
-    If an array contains NaN, its largest magnitude is NaN. Floats are compared by their bits as integers, because XLA
-    ignores NaN in a maximum of floats on a CPU. Read as an integer, the bits of NaN are larger than the bits of any
-    number. Booleans are counted in ``uint32``. Floats are added one by one, first along the last axis and then over the
-    remaining axes. If more than ``2**24`` floats are added along the last axis or over the remaining axes, their sum
-    may be too small.
+    If an array contains NaN, its largest magnitude is NaN. When XLA computes the maximum of floats on a CPU, it ignores
+    NaNs. Therefore, floats are compared as integers with the same bits. Interpreted as an integer, the bit pattern of
+    NaN is larger than the bit pattern of any number. Booleans are counted in ``uint32``. Floats are added one by one,
+    first along the last axis and then over the remaining axes. If more than ``2**24`` floats are added along the last
+    axis or over the remaining axes, their sum may be too small.
     """
     words = [magnitudes(array) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in largest]
     counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]

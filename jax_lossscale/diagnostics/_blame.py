@@ -1,4 +1,4 @@
-"""Find the operations that cause errors of the value or of a gradient, and suggest fixes."""
+"""Find the operations that cause errors in the value or in a gradient, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def blame(
       nodes in which these errors begin.
     """
     # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
-    # However, a result of the function counts as inaccurate only if its error including outliers is large.
+    # However, a result of the function counts as inaccurate only if its error is large when outliers are included.
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
@@ -93,7 +93,7 @@ def attention_scores(flow: Dataflow) -> set[int]:
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Search backward from some nodes and return the first node on each path that does not satisfy a condition."""
+    """Search backward from the given nodes and return the first node on each path that does not satisfy a condition."""
     passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
     return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
 
@@ -107,7 +107,8 @@ _FLOAT32_RESULT = (
     "make the matmul return float32 (with `jls.keep_float32` under `autocast`, or with `preferred_element_type` in "
     "code with manual casts)."
 )
-# For each operation, the suggestion for an overflow in the forward pass if no more specific suggestion applies.
+# For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
+# applies.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
     "dot_general": f"Make the operands smaller, or {_FLOAT32_RESULT}",

@@ -38,15 +38,15 @@ class GradientComparison(Report[LeafGradientError]):
     `LeafGradientError` per leaf.
 
     Attributes:
-      verdict: a few sentences that state whether the function will train. They recommend an initial loss scale, or
-        explain why the function will not train and suggest a fix.
+      verdict: a few sentences that state whether the function will train. The sentences recommend an initial loss
+        scale, or explain why the function will not train and suggest a fix.
       cause: the main numerical problem: ``"none"``, ``"no half precision"``, ``"reference not finite"``,
         ``"no gradients"``, ``"forward overflow"``, ``"backward overflow"``, ``"underflow"``, ``"branch underflow"``,
         ``"forward rounding"``, or ``"run-time error"``. The function can train in spite of a problem that a loss scale
         solves, such as an underflow.
       will_train: whether all gradients are accurate with at least one of the loss scales compared.
-      loss_scale: the recommended initial loss scale, or ``None`` if no loss scale helps. It is a power of two if all
-        ``loss_scales`` are powers of two.
+      loss_scale: the recommended initial loss scale, or ``None`` if no loss scale helps. The recommended loss scale is
+        a power of two if all ``loss_scales`` are powers of two.
       inaccurate_leaves: the paths of the leaves whose gradients are wrong even at the best loss scale; empty if
         ``will_train`` is True.
       dtype: the name of the half-precision dtype.
@@ -58,8 +58,8 @@ class GradientComparison(Report[LeafGradientError]):
       reference_value: the value of the float32 reference.
       opaque_operations: the operations that `in_precision` cannot evaluate in float32. The reference also computes
         these operations in half precision.
-      summary: the number of matmuls, the number of matmuls in ``dtype``, and the reason why the first other matmul is
-        not in ``dtype``.
+      summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
+        another dtype, with the reason.
       working_scales: the loss scales at which all gradients are accurate.
       run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
         error that the program raises at a loss scale counts as an overflow. The ``message`` is the first sentence of
@@ -166,9 +166,9 @@ def compare_gradients(
         have no gradients, such as functions, random keys and counters, are passed to ``fun`` unchanged.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
-      dtype: the half-precision dtype in which ``fun`` computes.
+      dtype: the half-precision dtype that ``fun`` uses.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
-        ``2**-8`` and ``2**24`` are compared, and additional powers of two if the gradients are very large or very
+        ``2**-8`` and ``2**24`` are compared, as are additional powers of two if the gradients are very large or very
         small. A power of two is skipped if the errors at a smaller and at a larger power of two are equal or below 1%.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.

@@ -82,8 +82,8 @@ _BATCH_CHECKS = (
 )
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (
-    "If the skipped batches are always of the same kind, the model does not learn from them. Log which batches are "
-    'skipped, as shown in the guide, "Skipped steps: which batches are skipped?".'
+    "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
+    'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
 )
 _HOW_TO_RECORD = (
     "To record which leaf was not finite, and whether it contained NaN or infinity, use "
@@ -213,7 +213,7 @@ def _sentences(state: LossScaledState, params: chex.ArrayTree | None) -> Iterato
 
 
 def _cause_of_last_step(state: LossScaledState) -> str:
-    """Return the cause of a skipped or non-finite last step, or "" if the step was neither skipped nor non-finite."""
+    """Return the cause if the last step was skipped or not finite; otherwise, return ""."""
     record, skips = state.last_bad_step, int(state.consecutive_skips)
     number = int(state.applied_steps) + int(state.skipped_steps) - 1
     if record is not None and 0 <= record.step == min(number, np.iinfo(np.int32).max):
@@ -309,16 +309,19 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
         elif moves and was_the_batch:
             now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
             yield (
-                f"The loss scale is again as high as in the step with the NaN ({now} now, {then} then), and steps are "
-                "finite."
+                f"The loss scale is at least as high as it was in the step with the NaN ({now} now, {then} then), and "
+                "all steps since then have been finite."
             )
             yield again
         elif moves and cause in _GRADIENT_CAUSES and loss_scale() < record.loss_scale:
-            yield "Since then, the loss scale has been lower and all steps were finite, as usual after an overflow."
+            yield (
+                "Since then, the loss scale has been lower and all steps have been finite, as is usual after an "
+                "overflow."
+            )
     if moves and is_at_its_floor(loss_scale) and skipped:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         yield (
-            "The loss scale is at its lower bound, because steps were not finite. At this loss scale, gradients below "
+            "The loss scale is at its lower bound because of non-finite steps. At this loss scale, gradients below "
             f"{zero:.1g} become zero in float16."
         )
         if record is None:
@@ -335,7 +338,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:
-    """Return whether more steps were skipped than the search for a suitable loss scale explains."""
+    """Return whether more steps were skipped than can be explained by the search for a suitable loss scale."""
     loss_scale, skipped = state.loss_scale, int(state.skipped_steps) - _steps_of_a_search(state.loss_scale)
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
@@ -373,7 +376,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
     if math.isnan(largest):
         yield (
             "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
-            "`update`, this argument was wrong, because the gradients were not finite. The step was applied."
+            "`update`, that value was incorrect, because the gradients were not finite. The step was applied."
         )
         return
     if largest == 0:
@@ -390,7 +393,7 @@ def _about_gradients(state: LossScaledState) -> Iterator[str]:
         )
         yield HOW_TO_SCALE
     elif room >= _REPORTED_HEADROOM:
-        yield f"The loss scale could be 2^{room} times larger before this gradient overflows in float16."
+        yield f"The largest gradient would not overflow in float16 even if the loss scale were 2^{room} times larger."
         if room >= _HEADROOM_OF_UNSCALED and state.skipped_steps <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
             yield _IF_THE_LOSS_DOES_NOT_FALL
 

@@ -115,7 +115,7 @@ def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
 
 @partial(jax.jit, static_argnums=1)
 def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
-    """Return the number of zeros, subnormals, normal numbers by exponent, and non-finite numbers, in this order."""
+    """Return the number of zeros, subnormals, normal numbers by exponent, and non-finite numbers, in that order."""
     numbers, dtype = bits.joined(part), jnp.result_type(part[0])
     own = bits.layout_of(dtype)
     smallest_normal = bits.bits_of(float(jnp.finfo(dtype).smallest_normal), own)
@@ -285,7 +285,7 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """The bits of the largest finite number in a list of leaves, and the counts of each kind of element."""
+    """The bits of the largest finite number in a list of leaves, and the number of elements of each kind."""
 
     largest: jax.Array
     numbers: jax.Array  # finite nonzero numbers
@@ -331,7 +331,7 @@ def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Co
 
 
 def _total(counts: list[_Counts]) -> _Counts:
-    """Return the sums of the counts of all leaves, and the float32 bits of the largest number."""
+    """Return the counts, each summed over all leaves, and the float32 bits of the largest number in any leaf."""
     largest = [bits.as_float32_bits(one.largest) for one in counts]
     _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
     # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each

@@ -113,9 +113,10 @@ def find_precision(
 
       The tolerance has the following exceptions:
 
-      - If the norm of a leaf is less than 1% of the norm of the whole gradient, its error may be ten times as large.
-      - If the norm of a leaf is less than 0.1% of the norm of the whole gradient, only elements that become zero or
-        non-finite count as errors.
+      - If the norm of the gradient of a leaf is less than 1% of the norm of the whole gradient, the tolerance for this
+        leaf is ten times as large.
+      - If the norm of the gradient of a leaf is less than 0.1% of the norm of the whole gradient, only elements that
+        become zero or non-finite count as errors.
       - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
       - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
         tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.

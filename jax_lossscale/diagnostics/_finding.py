@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
-# Relative errors of a single leaf above this threshold are reported even if training is expected to work.
+# Relative errors above this threshold in a single leaf are reported even if training is expected to work.
 _REPORTED_ERROR = 0.05
 
 
@@ -79,9 +79,9 @@ class Finder:
         if "overflow" in finding.cause and self._has_diverged:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
-                f"The loss is {reference:.2g} in float32 as well. If the loss became this large during training, "
-                f"training diverges in float32 as well, and {self._dtype} is not the cause. Check the learning rate "
-                "and the sign of the loss.",
+                f"The loss is {reference:.2g} in float32 as well. If the loss has become this large during training, "
+                f"training also diverges in float32, and {self._dtype} is not the cause. Check the learning rate and "
+                "the sign of the loss.",
             )
         if not is_in_vain:
             sentences.append(of_zeros(self._errors.leaves))
@@ -97,7 +97,7 @@ class Finder:
         met = [dtype.name for dtype in gradients.half_dtypes]
         is_half, why = dtype in met, counted.no_half_precision
         if met and not is_half:
-            why = f"`fun` computes in {listed(met)}, but not in {dtype}. Pass `dtype={met[0]!r}`."
+            why = f"`fun` performs computations in {listed(met)}, but none in {dtype}. Pass `dtype={met[0]!r}`."
         bad = [leaf for leaf in errors.leaves if not math.isfinite(leaf.norm)]
         subject = f"The gradients of {_paths(bad)} are" if bad else "The loss is"
         not_finite = f"{subject} not finite in float32 either."
@@ -231,8 +231,8 @@ class Finder:
             advice = "Compare larger loss scales by passing `loss_scales=...`."
         elif jnp.finfo(errors.loss_dtype).bits < 32:
             advice = (
-                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute the "
-                "final mean of the loss in float32, and return the loss in float32."
+                f"The loss is in {errors.loss_dtype.name}, which cannot represent larger loss scales. Compute and "
+                "return the final mean of the loss in float32."
             )
         else:
             advice = (
@@ -282,7 +282,7 @@ class Finder:
             sources = self._ranges(start).forward_error_sources()
             has_suggestion = not (self._has_diverged and cause == "backward overflow")
             sentences += [
-                f"However, the loss is {errors.value:.4g} instead of {errors.reference_value:.4g} in float32 "
+                f"However, the loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32 "
                 f"({off_by:+.0%}).",
                 self._begins(sources, has_suggestion),
             ]

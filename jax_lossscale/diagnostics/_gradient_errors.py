@@ -72,14 +72,14 @@ class LeafGradientError:
       smallest: the smallest nonzero magnitude in the float32 gradient; 0 if all elements are zero.
       nonzero: the number of nonzero elements of the float32 gradient.
       relative_error: for each loss scale, the norm of the difference between the half-precision and the float32
-        gradient, divided by the norm of the float32 gradient. It is infinite if the half-precision gradient is not
-        finite.
+        gradient, divided by the norm of the float32 gradient. The relative error is infinite if the half-precision
+        gradient is not finite.
       lost: for each loss scale, the fraction of the nonzero elements of the float32 gradient that are zero in half
         precision.
       nonfinite: for each loss scale, the fraction of the elements that are not finite in half precision.
       rounding: the relative change of the float32 gradient if the parameters change by a few units in the last place.
         If ``rounding`` is large, the float32 gradient consists of rounding errors, and ``relative_error`` is
-        meaningless. For example, the gradient of a bias before a batch normalization consists of rounding errors.
+        meaningless. For example, the gradient of a bias before a batch normalization layer consists of rounding errors.
     """
 
     path: str
@@ -179,9 +179,9 @@ def _measure_exact(exact: ArrayLike) -> Measurement:
 def _measure_errors(leaf: ArrayLike, exact: ArrayLike, largest: ArrayLike, scale: ArrayLike) -> tuple[jax.Array, ...]:
     """Return the fields ``squares``, ``squared_errors``, ``lost`` and ``nonfinite`` of a `Measurement`.
 
-    All numbers are computed in one pass over the leaf, so no intermediate result of the size of the leaf is stored. The
-    squares are added in the same order as the squared errors, so the relative error of a gradient that is zero is
-    exactly 1.
+    All numbers are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
+    squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
+    gradient is zero, its relative error is exactly 1.
     """
     (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
     squares = (jnp.square(jnp.abs(each) / _unit(largest)) for each in (reference, unscaled - reference))
@@ -263,7 +263,7 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
 
 
 def relative_error(value: Any, exact: Any) -> float:
-    """Return the relative error of a number. The error is infinite if the number or its exact value is not finite."""
+    """Return the relative error of ``value``, or infinity if ``value`` or ``exact`` is not finite."""
     error = abs(float(value) - float(exact))
     if error == 0:
         return 0.0
@@ -390,7 +390,7 @@ def errors_by_scale(
       compared: a function that is called after each comparison, with the number of comparisons so far, their maximum
         number, and the loss scale.
       for_table: whether the errors of individual leaves are printed. If False, only as many loss scales are compared as
-        are needed for the recommended loss scale.
+        are needed to determine the recommended loss scale.
     """
     call, program = gradients.call, gradients.program
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
@@ -473,7 +473,7 @@ def _reference(
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
-    """Return a sentence about the leaves whose float32 gradient is zero; "" if there are none.
+    """Return a sentence about the leaves whose float32 gradient is zero, or "" if there are none.
 
     For example, if the weights of a layer are initialized to zero, the gradients of all layers below it are zero.
     """

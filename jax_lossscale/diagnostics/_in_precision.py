@@ -45,7 +45,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
     Args:
       fun: a function of arbitrary pytrees. Arrays are traced. Arguments that are not arrays (Python numbers, strings,
         functions) are passed to ``fun`` unchanged.
-      dtype: a floating dtype; float32 by default. Values with more than 16 bits in ``fun`` keep their dtype.
+      dtype: a floating dtype; float32 by default. Values that have more than 16 bits in ``fun`` keep their dtype.
 
     Returns:
       A function with the same positional and keyword arguments as ``fun``. Arguments in half precision are cast to
@@ -69,11 +69,11 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
       Array(500., dtype=float32)
 
     Notes:
-      The conversion applies to casts, constants and the dtypes in the parameters of operations. It also applies inside
-      `jax.jit`, scans, while loops, conditionals, `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp`, `jax.custom_vjp`
-      and `jax.custom_batching.custom_vmap`. The new function can be differentiated, vectorized and compiled. Both
-      ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` use the custom derivatives that ``fun``
-      defines.
+      The conversion applies to casts, constants and the dtypes in the parameters of operations. The conversion also
+      applies inside `jax.jit`, scans, while loops, conditionals, `jax.checkpoint`, `jax.shard_map`, `jax.custom_jvp`,
+      `jax.custom_vjp` and `jax.custom_batching.custom_vmap`. The new function can be differentiated, vectorized and
+      compiled. Both ``jax.grad(in_precision(fun))`` and ``in_precision(jax.grad(fun))`` use the custom derivatives that
+      ``fun`` defines.
 
       The conversion has the following limits:
 

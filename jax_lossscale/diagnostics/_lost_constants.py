@@ -43,11 +43,12 @@ class LostConstant(NamedTuple):
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
     """Return the constants in the forward pass that became zero or infinite in half precision.
 
-    Epsilons, which keep a result away from zero, come first. All other constants follow the epsilons in program order.
+    Epsilons, which keep a result away from zero, come first, followed by all other constants. Both groups are in
+    program order.
 
     Args:
       traced: the program.
-      is_autocast: whether the function, or a part of it, is under `autocast`.
+      is_autocast: whether `autocast` is applied to any part of the function.
     """
     flow = _Constants(is_autocast)
     flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])

@@ -23,10 +23,10 @@ class MatmulSummary(NamedTuple):
       dtype: the name of the half-precision dtype.
       matmuls: the number of matmuls in the value and the gradients. A matmul in the body of a loop counts once.
       half_matmuls: the number of matmuls whose operands have the half-precision dtype.
-      first_float32: the location of the first matmul in another dtype, with the reason; "" if there is none.
+      first_float32: the location of the first matmul in another dtype, with the reason, or "" if there is none.
       half_share: the fraction of all floating-point operations in matmuls that is performed in half precision; 1 if
         there are no matmuls.
-      is_autocast: whether `autocast` is applied to the function or to a part of it.
+      is_autocast: whether `autocast` is applied to any part of the function.
     """
 
     dtype: str = ""
@@ -71,7 +71,7 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     Args:
       entries: the operations of the value and the gradients.
       dtype: the name of the half-precision dtype.
-      is_autocast: whether `autocast` is applied to the function or to a part of it.
+      is_autocast: whether `autocast` is applied to any part of the function.
     """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
@@ -95,7 +95,7 @@ class Float32Origin(NamedTuple):
 
     Attributes:
       location: the location of the matmul.
-      reason: the reason why the operands of the matmul are float32; "" if it is unknown.
+      reason: the reason why the operands of the matmul are float32, or "" if the reason is unknown.
     """
 
     location: Location
@@ -183,5 +183,5 @@ def _is_at_least_float32(aval: Any) -> bool:
 
 
 def _named(at: Location | OperationPrecision) -> str:
-    """Return the layer and the line of an operation as text; "" if neither is known."""
+    """Return the layer and the line of an operation as text, or "" if neither is known."""
     return f"`{at.layer}` ({at.source})" if at.layer else at.source

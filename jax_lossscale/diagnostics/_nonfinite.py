@@ -64,8 +64,8 @@ class NonfiniteReport(Report[LeafReport]):
     """A sequence with a `LeafReport` for each leaf of the gradients, with the worst leaf first.
 
     Leaves are sorted by the fraction of non-finite elements, then by the number of non-finite elements, and then by the
-    largest finite magnitude. Among finite leaves, the leaf closest to overflow therefore comes first. The report prints
-    as a table of the non-finite leaves. Notebooks display the report as an HTML table.
+    largest finite magnitude. Among finite leaves, the leaf closest to overflow therefore comes first. The printed
+    report contains a table of the non-finite leaves. Notebooks display the report as an HTML table.
 
     Attributes:
       leaves: the report of each leaf.
@@ -204,7 +204,10 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
 
 @jax.jit
 def _statistics(leaf: ArrayLike) -> Sequence[jax.Array]:
-    """Return 1 + the bits of the largest finite magnitude (or 0 if there is none), and the counts of NaN and ±inf."""
+    """Return the largest finite magnitude, and the numbers of elements that are NaN, +inf and -inf.
+
+    The magnitude is returned as its bit pattern (an integer) plus 1. If no element is finite, 0 is returned instead.
+    """
     nan, posinf, neginf = _faults(leaf)
     numbers = magnitudes(leaf)
     if jnp.iscomplexobj(leaf):

@@ -26,15 +26,15 @@ class OperationPrecision:
     Attributes:
       operation: the name of the primitive, as JAX prints it.
       layer: the names of the enclosing scopes, which flax, haiku and `jax.named_scope` add, or else the class names of
-        the enclosing nnx and equinox modules; "" if there are neither.
+        the enclosing nnx and equinox modules, or "" if there are neither.
       source: the file and line of the innermost function that does not belong to an installed library.
       is_backward: whether the operations belong to the backward pass.
       dtype: the dtype of the operands. If they have several dtypes, the widest.
       result: the dtype of the results.
       count: the number of these operations in the program.
       flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
-      reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`;
-        "" if it is.
+      reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`,
+        or "" if both are in this dtype.
       is_matmul: whether the operation is a matrix multiplication or a convolution. A `dot_general` whose contracted
         axes all have size 1, such as an outer product, does not count as a matrix multiplication.
       index: the number of operations that precede the first of these operations in the program.

@@ -141,7 +141,7 @@ def _probe_float(value: Any, site: int, role: int) -> Any:
 
 
 class RoundingEvaluator(MeasuringEvaluator):
-    """Interpreter for jaxprs with probes. Each probe measures one row, which contains the fields of `Measured`.
+    """Interpreter for jaxprs with probes. Each probe records one row with the fields of `Measured`.
 
     Args:
       dtype: the half-precision dtype.
@@ -161,7 +161,10 @@ class RoundingEvaluator(MeasuringEvaluator):
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 
     def measured_of(self, eqn: Any) -> list[Any]:
-        """Return the site and the role of a probe. Roles of cotangents have larger numbers than roles of values."""
+        """Return ``[(site, role)]`` for a probe of a value or a cotangent, and ``[]`` for any other equation.
+
+        ``site`` is the index of a matmul site, and ``role`` is one of the indices in ``VALUES`` and ``COTANGENTS``.
+        """
         if eqn.primitive is not _probe_primitive or eqn.params["kind"] == "tangent":
             return []
         roles = COTANGENTS if eqn.params["kind"] == "cotangent" else VALUES

@@ -13,7 +13,7 @@ import numpy as np
 from jax_lossscale._autocast import PrecisionRule
 from jax_lossscale.diagnostics._precision_probes import MatmulSite
 
-# The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in this order.
+# The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
 _PRECISIONS = ("half", "float32_result", "float32")
 
 
@@ -43,7 +43,7 @@ def rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
-    """Return whether a rule has the same precision as another rule and matches every operation of the other rule."""
+    """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
     patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
     return patterns < others
 

@@ -1,4 +1,4 @@
-"""Search for the matmuls that must be in float32, based on measured errors of the value and the gradients."""
+"""Search for the matmuls that must be in float32, based on measured errors in the value and the gradients."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class _Exact(NamedTuple):
 
 
 class Search:
-    """A search, by trials with one or more batches, for the matmuls that must be in float32.
+    """A search for the matmuls that must be in float32, by trials with one or more batches.
 
     Attributes:
       dtype: the half-precision dtype.
@@ -178,13 +178,13 @@ class Search:
         return outputs, jnp.asarray(rows)
 
     def _with_tolerances(self, exact: Any, fine: Any, coarse: Any) -> _Exact:
-        """Return the float32 results for a batch, with the tolerances of all errors.
+        """Return the float32 results for a batch, and the tolerance for each error.
 
         A nudge is a small random change to all parameters. The fine nudge changes each parameter by about one float32
-        rounding error. If the fine nudge changes the value or the gradient of a leaf by more than half the tolerance,
-        this quantity is ignored in trials. The coarse nudge changes each parameter by about one half-precision rounding
-        error. If the coarse nudge causes a disproportionately large error, for example because the inputs of ReLUs
-        change sign, the tolerance is increased.
+        rounding error. If the fine nudge changes the value by more than half the tolerance, the error of the value is
+        ignored in trials. The same applies to the gradient of each leaf. The coarse nudge changes each parameter by
+        about one half-precision rounding error. If the coarse nudge causes a disproportionately large error, for
+        example because the inputs of ReLUs change sign, the tolerance is increased.
 
         Args:
           exact: the value and the gradients in float32.
@@ -196,10 +196,14 @@ class Search:
         reports, total = errors.reports_of(leaves, [measured], rounding)
 
         def allowed(coarse: float, fine: float) -> float:
-            """Return the tolerance for a quantity, given its relative changes after the coarse and the fine nudge.
+            """Return the tolerance for the error of a quantity.
 
             If the function has no kinks, such as those of ReLUs, the relative changes are proportional to the sizes of
             the nudges.
+
+            Args:
+              coarse: the relative change in the quantity after the coarse nudge.
+              fine: the relative change in the quantity after the fine nudge.
             """
             if coarse <= 2 * fine * _COARSE / errors.NUDGE:
                 return self.tolerance
@@ -222,8 +226,8 @@ class Search:
     ) -> tuple[list[Any], Measured]:
         """Evaluate the program for each batch.
 
-        Return a list of results, and the maxima of the measurements over all batches. The results are computed one by
-        one, so only the gradients of one batch are in memory at a time, unless they are part of the result.
+        Return a list of results, and the maxima of the measurements over all batches. The batches are processed one by
+        one, so only the gradients of one batch are in memory at a time, unless the gradients are part of the results.
 
         Args:
           levels: the precision of each site.
@@ -254,8 +258,8 @@ class Search:
         """Return the largest ratio of an error to its tolerance, this error, and the name of the inaccurate quantity.
 
         Args:
-          run: a function that evaluates the gradients. Its argument is a function that ``run`` calls for each batch,
-            with the index of the batch, the value, and the scaled gradients by path.
+          run: a function that evaluates the gradients. The argument of ``run`` is a function that ``run`` calls for
+            each batch with the index of the batch, the value, and the scaled gradients by path.
           scale: the loss scale.
         """
         found = [(0.0, 0.0, "nothing")]
@@ -403,7 +407,7 @@ class Search:
         return reasons
 
     def _out_of_range(self, measured: Measured, site: int, levels: np.ndarray, scale: float) -> str:
-        """Describe the values that overflow or underflow if a matmul is in half precision; "" if there are none.
+        """Describe the values that are out of range if a matmul is in half precision, or return "" if there are none.
 
         Args:
           measured: the measurements in float32 at the loss scale.
@@ -444,7 +448,7 @@ class Search:
 
 
 def _levels(is_out: np.ndarray, cotangents: slice) -> np.ndarray:
-    """Return the lowest precision level of each matmul at which no value is out of the range of the dtype.
+    """For each matmul, return the lowest precision level at which no value is out of the range of the dtype.
 
     Args:
       is_out: whether a value is out of range in half precision, ``bool[sites, 2 * roles]``.

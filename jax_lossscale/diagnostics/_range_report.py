@@ -47,7 +47,7 @@ class OperationRange:
       derivative_of: if the operation is part of a derivative that is computed in the forward pass, the name of the
         operation that is differentiated; otherwise "".
       layer: the names of the enclosing scopes, which flax, haiku and `jax.named_scope` add, or else the class names of
-        the enclosing nnx and equinox modules; "" if there are neither.
+        the enclosing nnx and equinox modules, or "" if there are neither.
       source: the file and line of the innermost function that does not belong to an installed library.
       is_backward: whether the operation belongs to the backward pass, which is multiplied by the loss scale.
       shape: the shape of the result.
@@ -59,7 +59,7 @@ class OperationRange:
       log2_overflow: ``ceil(log2(largest / finfo(dtype).max))`` if the result overflows, otherwise 0.
       log2_underflow: ``ceil(log2(finfo(dtype).smallest_normal / largest))`` if ``largest`` is below the smallest normal
         number, otherwise 0.
-      suggestion: a suggestion for fixing the operation; "" if nothing is wrong with it.
+      suggestion: a suggestion for fixing the operation, or "" if nothing is wrong with the operation.
       error: the relative error of the result, ``norm(result - reference) / norm(reference)``, where the reference is
         computed in float32. If there are outliers (elements that are far larger than all other elements, such as the
         fill value of a mask), ``error`` is the maximum of the errors with and without outliers. ``error`` is 0 if the
@@ -98,8 +98,8 @@ class OperationRange:
 class RangeReport(Report[OperationRange]):
     """A sequence of `OperationRange` objects, with the worst operation first.
 
-    The report contains all operations whose result is in half precision, and all float32 operations with a suggestion.
-    The operations are sorted by the following criteria, in this order:
+    The report contains all operations whose result is in half precision, and all float32 operations for which the
+    report suggests a fix. The operations are sorted by the following criteria, in this order:
 
     1. Operations that have a suggestion, and whose error changes the value or a gradient, come first.
     2. Operations in the forward pass come before operations in the backward pass.
@@ -108,8 +108,8 @@ class RangeReport(Report[OperationRange]):
     4. All other operations are sorted by the amplification of errors, and then by the fraction of elements that become
        zero.
 
-    The report prints as a summary of the matrix multiplications and convolutions (matmuls), followed by a table of the
-    operations with a suggestion. Notebooks display the report as an HTML table.
+    The printed report contains a summary of the matrix multiplications and convolutions (matmuls), and a table of the
+    operations for which the report suggests a fix. Notebooks display the report as an HTML table.
 
     Attributes:
       operations: the operations.
@@ -120,8 +120,8 @@ class RangeReport(Report[OperationRange]):
       lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
         in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
         listed, unless a result is NaN.
-      summary: the number of matmuls, the number of matmuls in the dtype, and the reason why the first other matmul is
-        not in the dtype.
+      summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
+        another dtype, with the reason.
       arguments: sentences that describe problems of the arguments, such as NaN.
     """
 
@@ -138,7 +138,7 @@ class RangeReport(Report[OperationRange]):
 
     @property
     def bad(self) -> tuple[OperationRange, ...]:
-        """The operations with a suggestion.
+        """The operations for which the report suggests a fix.
 
         These are the operations that satisfy one of the following conditions:
 
@@ -288,7 +288,7 @@ def range_report(
     and which fraction of them would overflow, become zero or become subnormal. An overflow in one operation therefore
     does not hide the next one. In a loop, the worst iteration is reported.
 
-    `range_report` also measures the error of each result, and traces errors of the value and gradients back to the
+    `range_report` also measures the error of each result, and traces errors in the value and the gradients back to the
     operations in which they begin. Underflow and rounding that do not affect the value or gradients are not reported.
 
     Each operation is compiled separately, and only once for all operations with the same shapes. Loops and conditionals
@@ -359,7 +359,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress)
 
 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
-    """Return whether a gradient consists of float32 rounding errors, such as the gradient of a bias before a softmax.
+    """Return whether a gradient, such as that of a bias before a softmax, consists of float32 rounding errors.
 
     The operation that computes the gradient amplifies rounding errors by the same factor in float32 and in half
     precision. The error of the float32 gradient is therefore the half-precision error times the ratio of the machine

@@ -1,6 +1,6 @@
 """Base class for reports, and functions that format the numbers and names in a report.
 
-A report is a sequence of entries, with the worst entry first. A report prints as a table.
+A report is a sequence of entries, with the worst entry first. A printed report contains a table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows = Sequence[Sequence[str]]
 
 
 class Report(Sequence[Entry]):
-    """A sequence of entries that prints as a summary, followed by a table and notes."""
+    """Base class for reports. A report is a sequence of entries, and is printed as a summary, a table and notes."""
 
     _entries: ClassVar[str]  # the name of the attribute that contains the entries
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # indices of the left-aligned columns

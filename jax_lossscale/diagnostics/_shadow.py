@@ -4,7 +4,7 @@
 largest measurements are saved. Each subclass of `MeasuringEvaluator` chooses how to represent values and which
 quantities to measure.
 
-`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32 and compares the results.
+`ShadowEvaluator` evaluates a jaxpr both in its own dtypes and in float32, and compares the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ROUNDING = 2.0**-20
 # An element, such as the fill value of a mask, is an outlier if its magnitude is at least 1/4 of the largest magnitude
 # in the array, and if the magnitudes of all elements that are not outliers are less than 1/16 of the largest magnitude.
 _OUTLIER_FACTOR = 4.0
-# An array has no outliers if more than 255/256 of its nonzero elements would be outliers.
+# An array is treated as having no outliers if the criterion above would classify more than 255/256 of its nonzero
+# elements as outliers.
 _SMALLEST_SHARE = 1 / 256
 
 
@@ -49,9 +50,9 @@ class MeasuringEvaluator(Walk[Any]):
 
     Attributes:
       fields: the number of elements of a row.
-      rows: the rows that have been measured in the current jaxpr.
+      rows: the rows of measurements that have been recorded in the current jaxpr.
       rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation
-        and returns the outputs and the measured rows.
+        and returns the outputs and the rows of measurements.
     """
 
     fields: int
@@ -63,7 +64,7 @@ class MeasuringEvaluator(Walk[Any]):
         return constant
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Return the outputs of an equation whose sub-jaxprs are not entered. Add its measurements to ``rows``."""
+        """Return the outputs of an equation whose sub-jaxprs are not entered, and add its measurements to ``rows``."""
         raise NotImplementedError
 
     def measured_of(self, eqn: Any) -> list[Any]:
@@ -83,18 +84,18 @@ class MeasuringEvaluator(Walk[Any]):
         return values
 
     def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
-        """Return the outputs of a jaxpr and the measured rows."""
+        """Return the outputs of a jaxpr and the rows of measurements."""
         outside, self.rows = self.rows, []
         outputs = self.outputs(program, inputs)
         rows, self.rows = self.rows, outside
         return outputs, rows
 
     def names(self, program: ClosedJaxpr) -> list[Any]:
-        """Return the names of all rows that are measured in a jaxpr."""
+        """Return the names of all rows of measurements that are recorded for a jaxpr."""
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """Return the names of all rows that are measured for an equation and for the sub-jaxprs that are evaluated."""
+        """Return the names of all rows that are recorded for an equation and for the sub-jaxprs that are evaluated."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
@@ -112,7 +113,7 @@ class MeasuringEvaluator(Walk[Any]):
         return eqn.primitive.name in self.rules
 
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
-        """Return the outputs of an equation whose sub-jaxprs are entered, and the rows measured in the sub-jaxprs."""
+        """Return the outputs of an equation whose sub-jaxprs are entered, and the rows recorded in the sub-jaxprs."""
         with in_context(eqn):
             outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
             return outputs, rows
@@ -225,9 +226,9 @@ class Pair(NamedTuple):
 
 
 class ShadowEvaluator(MeasuringEvaluator):
-    """Interpreter that evaluates jaxprs both in their own dtypes and in float32 and compares the results.
+    """Interpreter that evaluates jaxprs both in their own dtypes and in float32, and compares the results.
 
-    For each site of a `Dataflow`, in the order of the sites, the interpreter measures one row, which contains the
+    For each site of a `Dataflow`, in the order of the sites, the interpreter records one row, which contains the
     `Statistics` as ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each
     operation is compiled separately, and only once for all layers with the same shapes. Values are freed after their
     last use.
@@ -313,7 +314,7 @@ class ShadowEvaluator(MeasuringEvaluator):
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool) -> jax.Array:
-    """Return the statistics of an array, ``float32[fields]``, except those that depend on the operands."""
+    """Return the statistics of an array as ``float32[fields]``, except those that depend on the operands."""
     half, float32 = (jnp.asarray(value).astype(jnp.float32) for value in (half, float32))
     is_nan, is_finite = jnp.isnan(float32), jnp.isfinite(float32)
     magnitude = jnp.where(is_nan, 0, jnp.abs(float32))
@@ -355,7 +356,7 @@ def _relative(off: jax.Array, norm: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=3)
 def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool) -> jax.Array:
-    """Return the statistics of a result and its operands in one array, ``float32[fields]``."""
+    """Return all statistics of a result as ``float32[fields]``, including those that depend on the operands."""
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)

@@ -54,8 +54,8 @@ def simulate(
     The simulation is compiled and takes far less time than the training run. There are two kinds of traces:
 
     - ``grads_finite`` specifies, for each step, whether the gradients were finite.
-    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. From ``largest``, the
-      simulation computes whether the gradients are finite at the current loss scale.
+    - ``largest`` contains, for each step, the largest magnitude among the unscaled gradients. The simulation uses
+      ``largest`` to determine whether the gradients are finite at the current loss scale.
 
     With ``largest``, each step computes::
 
@@ -78,7 +78,7 @@ def simulate(
       max_cotangent: ``float[steps]``, the largest magnitude among the *unscaled* cotangents of the activations in the
         backward pass of each step. Pass ``max_cotangent`` together with ``largest`` if the cotangents overflow at a
         lower loss scale than the gradients of the parameters. By default, ``max_cotangent`` equals ``largest``.
-      dtype: the dtype in which the backward pass computes.
+      dtype: the dtype of the backward pass.
 
     Returns:
       A `Simulation`.
@@ -118,8 +118,8 @@ def simulate(
         overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
         if overflowing.shape != seen.shape:
             raise ValueError(
-                f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the length of `largest`, "
-                f"which is {len(seen)}."
+                f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the same length as "
+                f"`largest`, which has length {len(seen)}."
             )
         return _replay(loss_scale, seen, overflowing, dtype)
     if max_cotangent is not None:

@@ -28,7 +28,7 @@ from jax_lossscale._program.propagation import Propagation
 # Operations that are not measured. Except for the sign, the results of these operations contain only elements of the
 # operands, which have already been measured.
 _UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
-# Operations whose derivative may be out of range even if the result of the operation is in range.
+# Operations whose derivatives may be out of range even if their results are in range.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
 # Primitives that occur in the derivatives of the operations in `_STEEP`.
 _DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
@@ -160,14 +160,14 @@ class Dataflow(Propagation[Ancestry]):
         return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
 
     def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
-        """Return the `Parameter` of the results of an equation, given the `Parameter`s of its operands."""
+        """Return the `Parameter` of the results of an equation, given the `Parameter` objects of its operands."""
         bare = [parameter for parameter in known if parameter.is_bare]
         if bare and moved_operands(eqn) is None:
             entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
         else:
             # If an operation combines a cotangent with a value of the forward pass, the value belongs to the layer of
-            # the operation, whereas the cotangent comes from a later layer. Therefore, the parameter of the value takes
-            # precedence.
+            # the operation, whereas the cotangent comes from a later layer. Therefore, the parameter that was used to
+            # compute the value takes precedence over the parameter that was used to compute the cotangent.
             entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
         return (
             entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered
@@ -228,7 +228,7 @@ def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]
     - If an operation in the backward pass contributes to only one gradient and does not use a parameter itself, the
       label is the parameter of this gradient.
     - Otherwise, the label is the most recently used parameter. In the backward pass, the most recently used parameter
-      belongs to the operation that is differentiated.
+      is the parameter of the forward-pass operation that is being differentiated.
 
     If several sites in the forward pass still have the same label, a number is appended to each label.
 
@@ -270,7 +270,7 @@ def _contributions_to_one_gradient(flow: Dataflow, gradients: Mapping[str, Colle
 
 
 def _groups(sites: Sequence[Site]) -> list[list[int]]:
-    """Return lists of the indices of sites with the same operation, dtype, location and label."""
+    """Group the sites by operation, dtype, location and label, and return the indices of each group."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for n, site in enumerate(sites):
         at = site.location

@@ -36,17 +36,20 @@ class TracedGradients:
 
     @property
     def program(self) -> Traced:
-        """The program that computes the value and the scaled gradients. Its first input is the loss scale."""
+        """The program that computes the value and the scaled gradients.
+
+        The first input of the program is the loss scale.
+        """
         return self.traced_matmuls.traced
 
     @property
     def is_autocast(self) -> bool:
-        """Whether `autocast` is applied to the function or to a part of it."""
+        """Whether `autocast` is applied to any part of the function."""
         return self.traced_matmuls.is_autocast
 
     @functools.cached_property
     def half_dtypes(self) -> list[jnp.dtype]:
-        """The half-precision dtypes in which the function computes."""
+        """The half-precision dtypes that the function uses."""
         return half_dtypes(self.program.jaxpr.jaxpr)
 
     @functools.cached_property

@@ -39,7 +39,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
       name: the name of the optimizer.
 
     Raises:
-      ValueError: if the backend of Keras is not JAX, or if ``loss_scale`` is not a valid argument of `get`.
+      ValueError: if the Keras backend is not JAX, or if ``loss_scale`` is not a valid argument of `get`.
     """
 
     def __init__(

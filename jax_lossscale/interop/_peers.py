@@ -17,15 +17,15 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32. If a library has no
-# ceiling (maximum) for the scale, the ceiling is the largest float32.
+# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32 number. If a library has
+# no ceiling (maximum) for the scale, the ceiling is the largest finite float32 number.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 _STATE = ("current_loss_scale", "num_good_steps")
 _CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# For each library, the names of the fields in _STATE + _CONFIG, in this order. "" means that the library does not have
-# the field.
+# For each library, the names of the fields in `_STATE + _CONFIG`, in that order. "" means that the library does not
+# have the field.
 _NAMES = {
     "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
     "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),
@@ -35,8 +35,8 @@ _NAMES = {
 }
 # The names of the libraries, as written in warnings.
 _TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# For each library, the fields that the library sets to a fixed value. (The floor of jmp can be set, but jmp soon resets
-# it to 1.)
+# For each library, the fields that the library sets to a fixed value. (The jmp floor can be set, but jmp soon resets it
+# to 1.)
 _FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
 
 
@@ -63,8 +63,8 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
     if not has_floor:
         warn_user(
-            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32, "
-            f"1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
+            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32 "
+            f"number, 1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
             "`min_loss_scale=1.0`, the default of `DynamicLossScale`, so that `raise_if_stuck` can report a run in "
             "which every step overflows."
         )
@@ -78,7 +78,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
     if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}. On the next finite step, the scale of {name} would not grow, but "
+            f"{loss_scale.increment_period}. On the next finite step, the {name} scale would not grow, but "
             "the scale of `DynamicLossScale` would."
         )
     return loss_scale
@@ -114,7 +114,7 @@ def number(value: Any, name: str) -> float:
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
-            f"`{name}` must be a single positive and finite number, got {plain!r}. If the scale has become zero, "
+            f"`{name}` must be a single positive, finite number, got {plain!r}. If the scale has become zero, "
             "infinite or NaN, start again with a new `DynamicLossScale`."
         )
     return float(plain)

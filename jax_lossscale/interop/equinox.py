@@ -18,7 +18,7 @@ except ImportError as error:
 def filter_value_and_scaled_grad(
     fun: Callable[..., Any], loss_scale: Any, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like ``eqx.filter_value_and_grad``, but multiply the gradients (not the value) by a loss scale.
+    """Like ``eqx.filter_value_and_grad``, but with gradients (not the value) multiplied by a loss scale.
 
     Args:
       fun: a scalar-valued function whose first argument is a module (any pytree).

@@ -1,11 +1,11 @@
 """Conversion of loss scales to and from jmp.
 
-The conversion was checked against jmp 0.0.4. The dynamic loss scale of jmp follows the same rule as `DynamicLossScale`,
+The conversion was checked against jmp 0.0.4. The jmp dynamic loss scale follows the same rule as `DynamicLossScale`,
 with two differences:
 
 - jmp loses the floor at the first `jax.jit`, `jax.lax.scan` or `jax.tree.map`, and then uses the floor 1.
-- If the counter of jmp is already larger than the period, the scale grows only when the counter reaches the next
-  multiple of the period.
+- If the jmp counter is already larger than the period, the scale grows only when the counter reaches the next multiple
+  of the period.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, the floor is
-      preserved, although jmp would reset it to 1, and a warning is emitted. With a static scale, jmp does not skip
-      steps by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is
-      False.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, a warning is
+      emitted and the floor is preserved, although jmp would reset it to 1. With a static scale, jmp does not skip steps
+      by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
-      ValueError: if ``loss_scale`` is not a loss scale of jmp, if the scale is 0, infinite or NaN, or if the
-        configuration is invalid.
+      ValueError: if ``loss_scale`` is not a jmp loss scale, if the scale is 0, infinite or NaN, or if the configuration
+        is invalid.
 
     Examples:
       >>> import jax.numpy as jnp, jmp
@@ -66,8 +65,8 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if floor == 0:
         floor = SMALLEST_FLOOR
         warn_user(
-            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32, "
-            "1.2e-38."
+            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32 "
+            "number, 1.2e-38."
         )
     return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
 

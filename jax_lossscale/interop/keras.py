@@ -38,7 +38,7 @@ def from_keras(
       state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
         numbers. If ``state`` is ``None``, the loss scale starts in its initial state.
       min_loss_scale: the smallest value (floor) of the scale. Keras has no such floor. By default, the floor is the
-        smallest normal float32, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
+        smallest normal float32 number, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of the Keras loss scale.

@@ -3,9 +3,9 @@
 The conversion was checked against torch 2.13.0. A ``GradScaler`` follows the same rule as `DynamicLossScale`, with two
 differences:
 
-- The scale of torch has no floor.
-- torch compares its counter of finite steps with ``==`` instead of ``>=``. The scale of torch therefore stops growing
-  if the growth interval is set to a value below the counter.
+- The torch scale has no floor.
+- torch compares its counter of finite steps with ``==`` instead of ``>=``. The torch scale therefore stops growing if
+  the growth interval is set to a value below the counter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def from_torch(state_dict: Mapping[str, Any], *, min_loss_scale: float | None = 
     Args:
       state_dict: the result of ``GradScaler.state_dict()`` after a call to ``update()``.
       min_loss_scale: the smallest value of the scale (floor), which torch does not have. By default, the floor is the
-        smallest normal float32, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
+        smallest normal float32 number, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of the ``GradScaler``. The `initial_loss_scale` is the

@@ -106,8 +106,9 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch the parts of the bars outside the range of the dtype. The edges of the bars are clipped to the region
-        # outside the range, so the parts inside the range have a width of zero.
+        # Hatch the parts of the bars below the range of the dtype, and then the parts above the range. In each case,
+        # all edges on the wrong side of the limit are moved to the limit, so the other parts of the bars have a width
+        # of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):

@@ -169,7 +169,8 @@ def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
     steps = columns["step"]
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
         raise ValueError(
-            f"`{caller}` needs increasing step numbers, got {steps}. Plot one run at a time, sorted by step."
+            f"`{caller}` needs increasing step numbers, got {steps}. Plot one run at a time, and sort its history by "
+            "step number."
         )
     return steps
 

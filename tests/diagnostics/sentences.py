@@ -28,11 +28,11 @@ LINES = {
     # Earlier steps.
     "The last non-finite or skipped step was * ago: *.": "bad step ago",
     "All later losses were finite, *. Therefore, the cause was the batch, not the loss scale.": "one loss",
-    "The loss scale is again as high as in the step with the NaN (* now, * then), and steps *": "scale is back",
+    "The loss scale is at least as high as it was in the step with the NaN (* now, * then), and *": "scale is back",
     "Therefore, the cause was the batch, not the loss scale.": "",
     "If this happens again, check the batch for NaN *": "",
-    "Since then, the loss scale has been lower and all steps were finite, as usual after *": "scale was lower",
-    "The loss scale is at its lower bound, because steps were not finite. *": "at the floor",
+    "Since then, the loss scale has been lower and all steps have been finite, as is usual after *": "scale was lower",
+    "The loss scale is at its lower bound because of non-finite steps. *": "at the floor",
     "To record which leaf was not finite, *": "not recorded",
     "*% of all steps were skipped.": "often",
     "Other steps at the same loss scales are finite, so the loss scale is not the cause.": "not the scale",
@@ -41,7 +41,7 @@ LINES = {
     "If overflows are the cause, increase `increment_period` to make them less frequent.": "rarer",
     # The gradients and the parameters.
     "The largest gradient of the last step was *.": "largest",
-    "The loss scale could be 2^* times larger before this gradient overflows in float16.": "room",
+    "The largest gradient would not overflow in float16 even if the loss scale were 2^* times larger.": "room",
     "The loss scale times the largest gradient is *, far below the largest float16 number, *": "not scaled",
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them *": "",
     "If the loss does not decrease, check whether the gradients are scaled. Compute *": "question",

@@ -182,7 +182,7 @@ BAD_ARGUMENTS = {
     ),
     "max_cotangent of another length": (
         lambda: simulate(jls.get("dynamic"), largest=jnp.ones(2), max_cotangent=jnp.ones(3)),
-        "has length 3, but must have the length of `largest`, which is 2",
+        "has length 3, but must have the same length as `largest`, which has length 2",
     ),
     "flags for a kind that measures": (lambda: simulate(following(8.0), jnp.ones(2, bool)), "Pass `largest`"),
 }

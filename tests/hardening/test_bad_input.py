@@ -314,7 +314,7 @@ tensorflow.to_tensorflow(8)
     `to_tensorflow(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by
     one.
 torch.from_torch({**torch.to_torch(DYNAMIC), "scale": np.nan})
-    `from_torch(state_dict=...)['scale']` must be a single positive and finite number, got nan. If the scale has
+    `from_torch(state_dict=...)['scale']` must be a single positive, finite number, got nan. If the scale has
     become zero, infinite or NaN, start again with a new `DynamicLossScale`.
 torch.to_torch(8)
     `to_torch(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.

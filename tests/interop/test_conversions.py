@@ -225,7 +225,7 @@ def test_conversion_to_another_library_and_back(peer, data):
     [
         (lambda: from_torch({"scale": 1.0}), ["from_torch(state_dict=...)", "growth_interval", "_growth_tracker"]),
         (lambda: from_torch([1.0]), ["from_torch(state_dict=...)", "must be a dictionary"]),
-        (lambda: from_torch({**TORCH, "scale": 0.0}), ["['scale']", "positive and finite", "0.0"]),
+        (lambda: from_torch({**TORCH, "scale": 0.0}), ["['scale']", "positive, finite", "0.0"]),
         (lambda: from_torch({**TORCH, "_growth_tracker": -1}), ["_growth_tracker", "-1"]),
         (lambda: from_torch({**TORCH, "growth_interval": 2.5}), ["growth_interval", "integer", "2.5"]),
         (lambda: from_keras(KERAS, {}, min_loss_scale=1.0), ["from_keras(state=...)", "dynamic_scale"]),

@@ -15,7 +15,7 @@ from jax_lossscale.interop._peers import LARGEST_SCALE, from_peer, to_peer
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """Convert a ``flax.training.dynamic_scale.DynamicScale`` to a `DynamicLossScale`.
 
-    In flax 0.12.8, the scale grows one step late, on the finite step ``growth_interval + 1``. Therefore, the
+    In flax 0.12.8, the scale grows one step late, on finite step ``growth_interval + 1``. Therefore, the
     `increment_period` is ``growth_interval + 1``, so that the scale grows on the same steps as in flax. If the scale of
     the installed flax version grows on step ``growth_interval``, the `increment_period` is ``growth_interval``. The
     behavior of the installed flax version is determined by running one step of its ``DynamicScale``.
@@ -47,12 +47,12 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
         interval = dynamic_scale.growth_interval
         fields = {**fields, "growth_interval": interval + 1}
         warn_user(
-            f"`from_flax`: this version of flax grows the scale one step late, on the finite step {interval} + 1, so "
+            f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
             f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
             f"`increment_period={interval}`."
         )
     floor = dynamic_scale.minimum_scale
-    # In flax, the ceiling of the scale is always the largest float32.
+    # In flax, the ceiling of the scale is always the largest finite float32 number.
     return from_peer("flax", floor, {"dynamic_scale": fields}, max_loss_scale=LARGEST_SCALE)
 
 

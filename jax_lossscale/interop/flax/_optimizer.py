@@ -67,7 +67,7 @@ class Optimizer(nnx.Optimizer):
     def value_and_scaled_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False
     ) -> Callable[..., tuple[Any, chex.ArrayTree]]:
-        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but multiply the gradients by the current loss scale.
+        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but with gradients multiplied by the current loss scale.
 
         Args:
           fun: a scalar-valued function whose first argument is the model.
@@ -98,8 +98,8 @@ class Optimizer(nnx.Optimizer):
         """Like `jax_lossscale.accumulate_gradients`, but for a function of an nnx model.
 
         The gradients are multiplied by the current loss scale in the state of this optimizer. The micro-batches are
-        processed one after another. Each micro-batch starts with the batch statistics and random counters from the end
-        of the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
+        processed one after another. Each micro-batch starts with the batch statistics and RNG counters from the end of
+        the previous micro-batch, as in a loop that calls `value_and_scaled_grad`.
 
         Args:
           fun: a scalar-valued function whose first argument is the model. The gradient of ``fun`` is computed with
@@ -114,8 +114,9 @@ class Optimizer(nnx.Optimizer):
 
         Raises:
           ValueError: if ``fun`` is not a function, or ``num_microbatches`` is not an integer of at least 1. The
-            returned function raises a `ValueError` if the batch is missing, cannot be divided evenly, or is the model,
-            or if ``fun`` adds or removes variables of the model.
+            returned function raises a `ValueError` if the batch is missing or cannot be divided evenly, if
+            ``batch_argnums`` contains the position of the model, or if ``fun`` adds variables to the model or removes
+            variables from it.
 
         Warns:
           UserWarning: under the same conditions as `value_and_scaled_grad`.
@@ -177,7 +178,7 @@ class Optimizer(nnx.Optimizer):
           model: the model.
           grads: the gradients of the scaled loss, as returned by `value_and_scaled_grad` of this optimizer.
           restore_from: a copy of the model, ``nnx.clone(model)``, from before the forward pass. If the step is skipped,
-            every variable that is not trained (batch statistics, random counters, ...) is reset to its value in
+            every variable that is not trained (batch statistics, RNG counters, ...) is reset to its value in
             ``restore_from``. Without ``restore_from``, the variables that are not trained keep the values that the
             forward pass assigned to them.
           **kwargs: the keyword arguments of ``update`` of `loss_scaled`: ``value`` (the unscaled loss), ``skip_if``,
@@ -231,7 +232,7 @@ class Optimizer(nnx.Optimizer):
 
 
 def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
-    """Describe why the variables ``new`` cannot be restored from ``old``; return "" if they can be restored."""
+    """Describe why the variables ``new`` cannot be restored from ``old``, or return "" if they can be restored."""
     if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
         return "a copy that shares its variables with the model, and therefore changes with it"
     for path in old.keys() & new.keys():

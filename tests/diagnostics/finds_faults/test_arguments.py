@@ -74,7 +74,7 @@ def test_float16_is_not_blamed_for_a_diverged_training(size):
     params = {"kernel": jnp.full((8, 4), size)}
     verdict = compare_gradients(jls.autocast(loss_fn), params, X).verdict
     loss = float(loss_fn(params, X))
-    sentence = f"The loss is {loss:.2g} in float32 as well. If the loss became this large during training, training"
+    sentence = f"The loss is {loss:.2g} in float32 as well. If the loss has become this large during training, training"
     assert sentence in verdict
     assert verdict.startswith(sentence) == (size > 65504)  # This sentence comes first if training is impossible.
     assert "Check the learning rate" in verdict

@@ -259,7 +259,7 @@ def test_non_finite_float32_loss_is_reported_without_half_precision():
 def test_different_half_precision_dtype_is_reported():
     report = compare_gradients(lambda w: jnp.sum((w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)), jnp.ones(3))
     assert report.cause == "no half precision"
-    assert "`fun` computes in bfloat16, but not in float16" in report.verdict
+    assert "`fun` performs computations in bfloat16, but none in float16" in report.verdict
     assert "dtype='bfloat16'" in report.verdict
 
 

@@ -114,7 +114,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             [([1.0, -1.0], 1.0, False)],
             [
                 "The largest gradient of the last step was 0.5.",
-                "The loss scale could be 2^8 times larger before this gradient overflows in float16.",
+                "The largest gradient would not overflow in float16 even if the loss scale were 2^8 times larger.",
             ],
         ),
         (
@@ -146,8 +146,8 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The loss scale is again as high as in the step with the NaN (2^0 now, 2^0 then), and steps are "
-                "finite.",
+                "The loss scale is at least as high as it was in the step with the NaN (2^0 now, 2^0 then), and all "
+                "steps since then have been finite.",
                 "Therefore, the cause was the batch, not the loss scale.",
                 "20% of all steps were skipped.",
             ],
@@ -254,7 +254,7 @@ def test_wrong_grads_finite_is_reported_instead_of_zero_gradients():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
     assert statements_of(explain(state)) == "not measured"
-    assert "`grads_finite=True` to `update`, this argument was wrong" in explain(state)
+    assert "`grads_finite=True` to `update`, that value was incorrect" in explain(state)
 
 
 def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
