@@ -51,7 +51,7 @@ class TracedMatmuls(NamedTuple):
       traced: the program.
       used: the equations on which the results depend. Compilers remove all unused equations.
       matmuls: the matmuls of ``used``, in the order of the program.
-      is_autocast: whether `autocast` is applied to the function or to a part of it.
+      is_autocast: whether `autocast` is applied to the whole function or part of it.
     """
 
     traced: Traced
