@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import jax_lossscale as jls
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CHOOSING = (ROOT / "docs" / "choosing.md").read_text()
@@ -18,13 +20,15 @@ def test_python_blocks_run_and_print_the_shown_output(capsys):
     for number, source in enumerate(blocks("python"), start=1):
         exec(compile(source, f"README.md, python block {number}", "exec"), namespace)
         printed[source] = capsys.readouterr().out
-    assert namespace["loss"] > 0
+    assert printed[blocks("python")[0]] == "1.0\n"  # the loss of the first step
     shown = re.findall(r"^```python\n(.*?)^```\n\n```\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     # The regular expression starts at the first opening fence, so the source is the text after the last one.
     shown = [(source.rpartition("```python\n")[2], output) for source, output in shown]
     assert shown
     for source, output in shown:
         assert printed[source] == output
+    comparison = jls.diagnostics.compare_gradients(namespace["loss_fn"], namespace["params"], namespace["batch"])
+    assert "`mul` (README.md, python block 2:4) returns NaN" in str(comparison)
 
 
 def test_marked_command_blocks_run_the_demo_and_the_tests():

@@ -15,6 +15,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
+from jax_lossscale._program.location import has_user_code
 
 _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 
@@ -197,6 +198,9 @@ def name_stack_of(eqn: Any, within: Sequence[Any] = ()) -> Any:
 def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Iterator[None]:
     """Use the name stack, source line and mesh of ``eqn`` for all equations that are traced in this context.
 
+    The operations of jitted library functions, such as `jnp.linalg.norm`, have no source lines in user code. For these
+    operations, the source line of the call is used.
+
     Args:
       eqn: the equation.
       within: the inlined calls around ``eqn``, starting with the outermost call.
@@ -204,7 +208,8 @@ def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Ite
         already entered them.
     """
     stack = current_name_stack() + name_stack_of(eqn, within)[num_scopes:]
-    with user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with_line = next((each for each in (eqn, *reversed(within)) if not within or has_user_code(each)), eqn)
+    with user_context(with_line.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 

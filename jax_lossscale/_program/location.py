@@ -94,6 +94,14 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
     return location_of(eqn, location)
 
 
+def has_user_code(eqn: Any) -> bool:
+    """Return whether user code was running when an equation was traced.
+
+    If the equation is in a jitted function, this refers only to the code in the function.
+    """
+    return any(_is_of_user(frame.file_name) for frame in _frames(eqn))
+
+
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:
     """Return whether at least one of the equations was traced in a scope named exactly ``name``."""
     return any(entry.name == name for eqn in eqns for entry in eqn.source_info.name_stack.stack)

@@ -272,3 +272,17 @@ def test_cast_of_a_carry_has_the_location_of_its_matmul():
     worst = range_report(autocast(loss), [workloads.draw(4, 4, seed=n) for n in range(3)], X, loss_scale=1.0)[0]
     assert (worst.operation, worst.layer) == ("convert_element_type", "Layer")
     assert int(worst.source.rpartition(":")[2]) == Layer.__call__.__code__.co_firstlineno + 1
+
+
+def norm_of_errors(kernel, x):
+    errors = x @ kernel
+    return jnp.mean(jnp.linalg.norm(errors, axis=1))
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, autocast, jax.jit, lambda fun: autocast(jax.jit(fun))])
+def test_operations_of_a_jitted_function_of_jax_have_the_line_of_its_call(transform):
+    report = range_report(transform(norm_of_errors), jnp.zeros((4, 4)), X, dtype=half)
+    nonfinite = [each for each in report.operations if each.is_backward and not each.largest < float("inf")]
+    line = norm_of_errors.__code__.co_firstlineno + 2
+    assert nonfinite
+    assert {each.source.rpartition("/")[2] for each in nonfinite} == {f"test_layers.py:{line}"}
