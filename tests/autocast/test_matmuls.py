@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.matmuls import trace_matmuls
@@ -52,3 +53,21 @@ def test_flops_include_all_iterations_of_a_loop():
     (matmul,) = trace_matmuls(jls.autocast(looped), (W, X), {}, HALF).matmuls
     assert matmul.flops == 3 * 2 * 8 * 4 * 4
     assert (matmul.dtype, matmul.result, matmul.reason) == (HALF, HALF, "")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "expected", "is_reported"),
+    [
+        ("float16", "float16", "float16", "float16", False),
+        ("float16", "float16", "float32", "float16", True),
+        ("float16", "float32", "float16", "float32", True),
+        ("float32", "float16", "float16", "float32", True),
+        ("int8", "int8", "float16", "float16", False),
+    ],
+)
+def test_dtype_is_that_of_the_widest_floating_operand(left, right, result, expected, is_reported):
+    def fun(w, x):
+        return jax.lax.dot(x.astype(left), w.astype(right), preferred_element_type=result)
+
+    (matmul,) = trace_matmuls(fun, (W, X), {}, HALF).matmuls
+    assert (matmul.dtype, matmul.result, bool(matmul.reason)) == (expected, result, is_reported)

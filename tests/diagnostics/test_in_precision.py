@@ -551,3 +551,12 @@ def test_debug_print_is_supported(capfd):
 def test_invalid_dtype_raises_an_error(dtype, words):
     with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):
         in_precision(jnp.sin, dtype)
+
+
+def test_layers_are_preserved():
+    def fun(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.tanh(x.astype(jnp.float16))
+
+    jaxpr = jax.make_jaxpr(in_precision(fun, jnp.float32))(draw(4))
+    assert [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns if eqn.primitive.name == "tanh"] == ["outer/inner"]

@@ -33,6 +33,12 @@ def test_origins_of_float32_operands_are_in_the_summary_without_autocast():
     assert gradients.float32_origins[0].reason == "its operand comes from `x`, which is float32"
 
 
+def test_origins_have_the_correct_names_if_an_argument_is_unused():
+    call = check_call("range_report", lambda weights, unused, x: loss(weights, x), (W, W, X), {}, 0, False)
+    (origin, *_) = trace_gradients(call, HALF).float32_origins
+    assert origin.reason == "its operand comes from `x`, which is float32"
+
+
 def test_inputs_and_parameters_have_names():
     gradients = traced(loss)
     assert gradients.input_names == ["the loss scale", "weights", "x"]

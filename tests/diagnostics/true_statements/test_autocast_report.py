@@ -12,6 +12,8 @@ from flax import nnx
 from jax.experimental import pallas as pl
 
 import jax_lossscale as jls
+from jax_lossscale._autocast.matmuls import nested_equations
+from jax_lossscale._program.location import HIDDEN_SCOPE
 from jax_lossscale.diagnostics import autocast_report
 
 pytestmark = pytest.mark.ci
@@ -120,6 +122,19 @@ def test_number_of_flops_is_correct():
     assert forward["conv_general_dilated"].flops == 2 * (2 * 5) * (3 * 8)
     assert forward["dot_general"].flops == 10 * 2 * (4 * 8) * 8
     assert forward["dot_general"].count == 1
+
+
+def test_programs_that_are_traced_after_a_report_contain_no_reasons():
+    def fail(w, x):
+        raise ZeroDivisionError
+
+    autocast_report(network, W, X)
+    with pytest.raises(ZeroDivisionError):
+        autocast_report(fail, W, X)
+    jaxpr = jax.make_jaxpr(jls.autocast(network))(W, X)
+    stacks = [str(nested.eqn.source_info.name_stack) for nested in nested_equations(jaxpr.jaxpr)]
+    assert any("encoder" in stack for stack in stacks)
+    assert not any(HIDDEN_SCOPE in stack for stack in stacks)
 
 
 def test_half_share_is_the_share_of_flops_in_half_precision():
