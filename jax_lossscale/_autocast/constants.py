@@ -91,7 +91,9 @@ class Constants:
 
 
 def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> list[FindInterval | None]:
-    """Return, for each result of a jaxpr, the function that computes its interval, or None if it is not a constant.
+    """For each result of a jaxpr, return the function that computes the interval of the result, or None.
+
+    None means that the result is not a constant.
 
     Args:
       closed: the jaxpr.

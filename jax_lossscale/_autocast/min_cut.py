@@ -56,7 +56,7 @@ class CutGraph:
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values to save so that the total price of saving and recomputing is as low as possible."""
+        """Return the values to save if the total price of saving and recomputing is to be as low as possible."""
         nodes = _nearest_to_sink(self._edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 

@@ -58,9 +58,8 @@ class Rule:
     chosen afterwards.
 
     Attributes:
-      matched: the rules of the policy that match an operation. Rules that may match an operation in the backward pass
-        of a `jax.custom_vjp` function are included, because this backward pass is planned only if the function is
-        differentiated.
+      matched: the rules of the policy that match an operation, and those that may match an operation in the backward
+        pass of a `jax.custom_vjp` function. Such a backward pass is planned only if the function is differentiated.
     """
 
     def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:

@@ -1,4 +1,4 @@
-"""Computation of the largest magnitude in a list of arrays, which is infinity if an element is not finite.
+"""Computation of the largest magnitude in a list of arrays. If an element is not finite, the result is infinity.
 
 There are three implementations, which return the same result:
 

@@ -30,7 +30,7 @@ from jax_lossscale.diagnostics._operations import (
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
-# The report suggests `half_residual_stream=True` if it reduces the accessed bytes by more than this fraction.
+# The report suggests `half_residual_stream=True` if it reduces the number of accessed bytes by more than this fraction.
 _WORTH_SUGGESTING = 0.05
 # If at least this fraction of the work is in half precision, computing another matmul in half precision would not make
 # a step noticeably faster.

@@ -285,7 +285,10 @@ def suggest_loss_scale(
 
 
 class _Counts(NamedTuple):
-    """The bits of the largest finite number in a list of leaves, and the number of elements of each kind."""
+    """The bits of the largest finite number in a list of leaves, and numbers of elements.
+
+    The numbers of elements that are finite and not zero, are zero, become zero, and become subnormal are counted.
+    """
 
     largest: jax.Array
     numbers: jax.Array  # finite nonzero numbers

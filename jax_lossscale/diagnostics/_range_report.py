@@ -255,9 +255,9 @@ def range_report(
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
-        the initial scale that `compare_gradients` would recommend, which requires two float32 gradients and 3 to 15
-        half-precision gradients.
-      progress: whether to print a line to standard error after each tenth of the program. By default, the lines are
+        the initial scale that `compare_gradients` would recommend. Computing it requires 2 float32 gradients and 3 to
+        15 half-precision gradients.
+      progress: whether to print a line to standard error after every 10% of the program. By default, the lines are
         printed in terminals and notebooks, starting after five seconds.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
@@ -391,7 +391,7 @@ def _scale_of(loss_scale: Any) -> float:
 def _operation_range(
     site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str
 ) -> OperationRange:
-    """Return the report entry for a site and its statistics."""
+    """Return the entry of the report for one site, with the statistics that were measured there."""
     info = jnp.finfo(dtype)
     log2_overflow = log2_underflow = 0
     if measured.overflow:

@@ -19,7 +19,7 @@ from jax_lossscale.interop._peers import from_peer, to_peer
 
 
 def __getattr__(name: str) -> Any:
-    """Import the optimizer when it is used, because the functions of this module do not need Keras."""
+    """Import the optimizer only when it is used, because the other functions of this module do not need Keras."""
     if name == "LossScaleOptimizer":
         from jax_lossscale.interop._keras_optimizer import LossScaleOptimizer
 
@@ -59,7 +59,7 @@ def from_keras(
     """
     if isinstance(config, Mapping) and "dynamic" in config:
         raise ValueError(
-            "`from_keras(config=...)` must be a configuration of Keras 3, got a configuration of tf-keras 2. If "
+            "`from_keras(config=...)` must be a Keras 3 configuration, got a tf-keras 2 configuration. If "
             "`dynamic` is true, use `DynamicLossScale(initial_scale, dynamic_growth_steps)`, which has the same floor "
             "of 1; otherwise, use `FixedLossScale(initial_scale)`."
         )
