@@ -293,9 +293,9 @@ class AutoLossScale(BoundedLossScale):
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
 
-        # If an overflow occurs while the scale is at its target, the cause may be the scale or the data. Each overflow increases the
-        # allowance until it reaches its maximum. Each later overflow increases the margin instead, in order to test a
-        # lower scale.
+        # If an overflow occurs while the scale is at its target, the cause may be the scale or the data. Each overflow
+        # increases the allowance until it reaches its maximum. Each later overflow increases the margin instead, in
+        # order to test a lower scale.
         growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
         grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
         tested = margin + LOG2_MOVE, allowance
