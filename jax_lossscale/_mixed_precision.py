@@ -19,11 +19,12 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat
+from jax_lossscale import _compat, _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
@@ -129,8 +130,10 @@ class MixedPrecision:
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
       ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
-    - **Float16 parameters.** The gradients of float16 parameters are float16 arrays, so small unscaled gradients are
-      rounded to zero. Use float32 parameters. `autocast` casts them to float16 where possible.
+    - **Float32 parameters.** Use float32 parameters. `autocast` casts them to float16 where possible. It does not
+      change operations on bfloat16 values. The gradients of float16 parameters are float16 arrays, so small unscaled
+      gradients are rounded to zero. ``mp.optimizer.init`` warns about float16 parameters. If ``dtype`` is float16, it
+      also warns if all parameters are bfloat16.
     - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
       of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
       call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
@@ -158,7 +161,7 @@ class MixedPrecision:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
         self._shared = _SharedLossScale(options["initial_loss_scale"], mesh)
-        wrapper = _UnscaledWrapper(**options, shared=self._shared)
+        wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
     def loss(self, fun: _Function) -> _Function:
@@ -376,6 +379,7 @@ class _UnscaledWrapper(Wrapper):
     takes_scaled_gradients: ClassVar[bool] = False
 
     shared: _SharedLossScale
+    dtype: np.dtype[Any]
 
     def __repr__(self) -> str:
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
@@ -384,6 +388,8 @@ class _UnscaledWrapper(Wrapper):
         """Return the state before the first step and create the shared loss scale on the devices of the parameters."""
         if self.initial_loss_scale.skip_nonfinite:
             _warn_if_in_multi_steps()
+        if self.dtype == jnp.float16:
+            _warn_if_all_bfloat16(params)
         self.shared.place_like(params)
         return super().init(params)
 
@@ -401,6 +407,24 @@ class _UnscaledWrapper(Wrapper):
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.write(state.loss_scale)
         return result, state
+
+
+def _warn_if_all_bfloat16(params: optax.Params) -> None:
+    """Warn if all floating-point parameters are bfloat16, because `autocast` converts only float32 values.
+
+    There is no warning if only some of the parameters are bfloat16, such as the frozen base of float32 adapters.
+    """
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
+    if arrays and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays):
+        warn_user(
+            f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
+            f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
+            "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 values. "
+            "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. Load the parameters in float32, or "
+            "cast them with `params = jls.cast_floating(params, jnp.float32)`. To train in bfloat16, use "
+            "`MixedPrecision(optimizer, None, dtype=jnp.bfloat16)`."
+        )
 
 
 def _warn_if_in_multi_steps() -> None:

@@ -201,7 +201,7 @@ layernorm                                    why/#what-must-stay-float32-softmax
 gradient checkpointing                       guide/autocast/#memory-what-is-saved-and-what-is-recomputed-gradient-checkpointing
 warmup                                       guide/skipped_steps/#learning-rate-schedules-and-warmup
 trainer                                      guide/libraries/
-tunix                                        guide/libraries/#trainers-that-were-run-tunix-maxtext-levanter-keras-and-others
+tunix                                        guide/libraries/#tunix-grpo-in-float16
 keras                                        migrating/#from-keras
 grpo                                         guide/rl/
 reinforcement learning                       examples/#why-reinforcement-learning-went-back-to-float16
