@@ -101,13 +101,17 @@ def test_every_step_equals_a_step_with_value_and_scaled_grad(loss_scale):
 
     mp = jls.MixedPrecision(adam(), loss_scale, record_bad_steps=True)
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    ours = expected = PARAMS, tx.init(PARAMS)
+    # If XLA fuses operations, it may round the same arithmetic differently in the two programs.
+    rtol = 0.0 if jax.config.read("jax_disable_most_optimizations") else 1e-5
+    before = PARAMS, tx.init(PARAMS)
     for number in range(20):
         scale = 1.0 if number % 7 else 1e30  # The data of some steps cause an overflow.
-        *ours, _ = step(*ours, (scale * X, Y))
-        *expected, _ = reference(*expected, (scale * X, Y))
-        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (ours, expected)))
-    assert ours[1].skipped_steps >= 3
+        *ours, _ = step(*before, (scale * X, Y))
+        *expected, _ = reference(*before, (scale * X, Y))
+        for leaf, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=rtol)
+        before = expected
+    assert before[1].skipped_steps >= 3
 
 
 @pytest.mark.parametrize("loss_scale", [jls.AutoLossScale(2.0**60), jls.DynamicLossScale(2.0**60)])
