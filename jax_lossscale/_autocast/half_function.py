@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 # For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
@@ -115,7 +117,9 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error keeps arrays in memory. The error is stored in an equation, which can exist for a
         # long time, so its traceback is removed.
-        programs = {n: each.jaxpr if n in traced else each.with_traceback(None) for n, each in made.items()}
+        programs = {
+            dtype: each.jaxpr if isinstance(each, Traced) else each.with_traceback(None) for dtype, each in made.items()
+        }
         first = next(iter(traced.values()))
         return first.result(_bind(first.inputs, programs))
 
@@ -147,9 +151,11 @@ def is_fallback(eqns: Iterable[Any]) -> bool:
     return is_in_scope(_SCOPE, eqns)
 
 
-def _or_error(make: Callable[..., Any], *args: Any) -> Any:
+def _or_error(
+    make: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result | Exception:
     try:
-        return make(*args)
+        return make(*args, **kwargs)
     except Exception as error:  # The user's function can raise any exception.
         return error
 
