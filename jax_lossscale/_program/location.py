@@ -131,7 +131,7 @@ def _frames(eqn: Any) -> list[Any]:
     """Return the stack frames outside of JAX and this library, from the innermost frame to the traced function."""
     traceback = eqn.source_info.traceback
     # Before jax 0.9.1, a traceback also included the callers of the function that traces the model. These callers are
-    # left out, because they are not layers of the model.
+    # left out because they are not layers of the model.
     frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
