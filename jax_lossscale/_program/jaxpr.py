@@ -36,9 +36,11 @@ class Traced:
       fun: the function to trace.
       args: the positional arguments of the function.
       kwargs: the keyword arguments of the function.
+      dtype: the dtype with which float32 arguments are traced. If ``dtype`` is None, all arguments are traced with
+        their own dtypes.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
         leaves, self._objects, with_leaves = nnx_objects.flattened((args, kwargs))
         self.positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
         self.inputs = [leaves[position] for position in positions]
@@ -57,7 +59,8 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        self.jaxpr = jax.make_jaxpr(of_inputs)(*self.inputs)
+        types = self.inputs if dtype is None else [with_dtype(_type_of(leaf), dtype) for leaf in self.inputs]
+        self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the inputs with which the jaxpr can be evaluated for new arguments of the function.
@@ -106,6 +109,10 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"  # JAX does not support arrays of objects (O) or strings (S, U).
     return isinstance(leaf, (jax.Array, jax.core.ShapedArray))
+
+
+def _type_of(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
 
 
 def is_half(aval: Any) -> bool:

@@ -31,7 +31,6 @@ _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect 
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
 _OURS = os.path.join(Path(__file__).parent.parent, "")
 _JAX = os.path.join(Path(jax.__file__).parent, "")
-_TRACED = str(Path(__file__).with_name("jaxpr.py"))
 
 
 class Location(NamedTuple):
@@ -130,9 +129,12 @@ def _layer(stack: str) -> str:
 def _frames(eqn: Any) -> list[Any]:
     """Return the stack frames outside of JAX and this library, from the innermost frame to the traced function."""
     traceback = eqn.source_info.traceback
-    # Before jax 0.9.1, a traceback also included the callers of the function that traces the model. These callers are
-    # left out because they are not layers of the model.
-    frames = itertools.takewhile(lambda frame: frame.file_name != _TRACED, traceback.frames if traceback else [])
+    # Before jax 0.9.1, a traceback also included the callers of the traced function. The callers are left out because
+    # JAX traces a jitted function only for its first caller. `location_of` adds the functions of the enclosing
+    # equation.
+    frames = itertools.takewhile(
+        lambda frame: frame.function_name != "trace_to_jaxpr_dynamic", traceback.frames if traceback else []
+    )
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
 
 

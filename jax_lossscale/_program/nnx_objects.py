@@ -53,7 +53,7 @@ def flattened(tree: Any) -> Flattened:
 def contents(objects: list[Any]) -> dict[Any, Any]:
     """Return a dictionary from the path of each variable or other value in nnx objects to a list of its leaves."""
     return {
-        path: jax.tree.leaves(value.get_raw_value()) if isinstance(value, _nnx().Variable) else [value]
+        path: jax.tree.leaves(value) if isinstance(value, _nnx().Variable) else [value]
         for path, value in _parts(objects)
     }
 
@@ -74,15 +74,12 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
-        if not isinstance(value, _nnx().Variable):
-            # If the function created the list or module that contains a value, `holder` is None, and the value is
-            # assigned together with this list or module.
-            if holder is not None:
-                (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
-        elif path in nodes:
-            nodes[path].set_value(value.get_raw_value())
-        else:
+        if isinstance(value, _nnx().Variable):
             _nnx().update(objects, _nnx().from_flat_state({path: value}))
+        # If the function created the list or module that contains a value, `holder` is None, and the value is assigned
+        # together with this list or module.
+        elif holder is not None:
+            (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
 
 
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -420,4 +420,4 @@ def test_backward_pass_of_an_int8_matmul_is_half_precision(around):
     exact, found = (jax.grad(f)(W, X) for f in (loss, jls.autocast(loss)))
     np.testing.assert_allclose(found, exact, rtol=5e-3, atol=1e-3 * np.abs(exact).max())
     if "product" not in around:
-        np.testing.assert_array_equal(loss(W, X), jls.autocast(loss)(W, X))
+        np.testing.assert_array_equal(jax.jit(loss)(W, X), jax.jit(jls.autocast(loss))(W, X))

@@ -107,6 +107,7 @@ def test_functions_with_constants_inside_shard_map_are_supported(function, dtype
             assert distance(expected, jax.jit(half)(W, X)) < error
 
 
+@needs_jax("0.7.2", "`jax.sharding.use_abstract_mesh` does not exist")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_training_step_can_be_lowered_for_an_abstract_mesh(axis_type):
     mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(axis_type,))

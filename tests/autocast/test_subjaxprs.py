@@ -111,8 +111,8 @@ _NOT_MET = {
     *("box_get", "box_set", "call_hi_primitive", "call_hi_primitive_linearized", "log_extend", "log_read", "new_box"),
     *("custom_jvp_call_jaxpr", "new_log", "precv", "psend"),
     # Before jax 0.10:
-    *("bias_bwd", "bias_fwd", "custom_transpose_call", "eigh_jacobi", "full_to_shard", "mutable_array", "pgather"),
-    *("shard_to_full", "xla_pmap"),
+    *("bias_bwd", "bias_fwd", "custom_transpose_call", "eigh_jacobi", "for", "full_to_shard", "mutable_array"),
+    *("pgather", "shard_to_full", "xla_pmap"),
 }
 
 

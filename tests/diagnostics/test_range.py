@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from any_jax import enable_x64, set_mesh, skip_before
+from any_jax import enable_x64, is_older_than, set_mesh, skip_before
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from samples import FLOATS, INF, NAN, random_bits
@@ -244,7 +244,8 @@ def test_program_size_is_linear_in_the_number_of_leaves(of_tree):
 
     ten, twenty, thirty = map(instructions, (10, 20, 30))
     assert thirty - twenty <= 1.1 * (twenty - ten)
-    assert thirty - twenty <= 10 * 120
+    # Before jax 0.8.0, XLA compiles `suggest_loss_scale` to more fusions.
+    assert thirty - twenty <= 10 * (150 if is_older_than("0.8.0") else 120)
 
 
 @pytest.mark.parametrize("of_tree", [*OF_TREES.values(), nonfinite_report], ids=[*OF_TREES, "nonfinite_report"])

@@ -106,6 +106,22 @@ def test_changes_to_a_single_variable_are_preserved():
     assert seen[...] == 1.0
 
 
+class Doubled(nnx.Variable):
+    def set_value(self, value, **index):
+        super().set_value(2.0 * value, **index)
+
+
+def test_set_value_of_a_changed_variable_is_called_once():
+    seen = Doubled(jnp.zeros(()))
+
+    def fun(weight, seen):
+        seen.set_value(jnp.ones(()))
+        return jnp.sum(jnp.tanh(X @ weight))
+
+    jls.autocast(fun)(jnp.ones((8, 2)), seen)
+    assert seen.get_value() == 2.0
+
+
 class Remembering(nnx.Module):
     """A module that changes all kinds of attributes in its forward pass."""
 

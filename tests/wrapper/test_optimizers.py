@@ -191,8 +191,8 @@ def test_init_works_under_eval_shape_and_with_abstract_parameters(name):
 
 def test_tree_map_params_and_injected_hyperparameters_work():
     tx, inner = jls.loss_scaled(optax.adam(0.1), SCALE), optax.adam(0.1)
-    expected = optax.tree.map_params(inner, lambda leaf: "here", inner.init(PARAMS))
-    assert optax.tree.map_params(tx, lambda leaf: "here", tx.init(PARAMS)).inner_state == expected
+    expected = optax.tree_utils.tree_map_params(inner, lambda leaf: "here", inner.init(PARAMS))
+    assert optax.tree_utils.tree_map_params(tx, lambda leaf: "here", tx.init(PARAMS)).inner_state == expected
 
     tx = jls.loss_scaled(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), SCALE)
     state = tx.init(PARAMS)
