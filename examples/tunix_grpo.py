@@ -1,4 +1,4 @@
-"""Reinforcement learning of a language model with tunix (GRPO): two lines add float16 and a loss scale to the trainer.
+"""Reinforcement learning for a language model with tunix (GRPO): two lines add float16 and a loss scale to the trainer.
 
 A small Llama 3 with random parameters learns to count. A prompt consists of random digits. The reward is the fraction
 of the digits in the completion that are one larger than the digit before, where 0 follows 9. For example, the

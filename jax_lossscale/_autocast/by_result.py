@@ -69,8 +69,8 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         # rounded probabilities is 0 if all of them are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         # Because the division is inside the second sum, XLA compiles the gradient to one GPU kernel instead of several.
-        # This kernel needs one more array with the shape of `y`, because a kernel that sums an operand cannot overwrite
-        # this operand.
+        # This kernel needs one more array with the shape of `y`, because a kernel cannot overwrite an array that the
+        # kernel sums.
         return y * (tangent - (y / total * tangent).sum(axes, keepdims=True))
 
     return ByResult(function, derivative)

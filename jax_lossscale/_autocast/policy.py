@@ -121,11 +121,12 @@ class PrecisionPolicy:
     Args:
       rules: a sequence of `PrecisionRule` objects, or of dictionaries with their arguments.
       recompute: whether the backward pass may recompute values. If ``recompute`` is True, each value is either saved or
-        recomputed, whichever moves fewer bytes. A value that is rounded for a matrix multiplication or convolution
-        (matmul) is saved in half precision. If ``recompute`` is False, all values that the backward pass needs are
-        saved. If ``recompute`` is a positive number, it is the cost of saving a byte, relative to the cost of reading
-        or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``, fewer values are
-        saved, which takes less memory but more time. Matmuls and other expensive operations are never recomputed.
+        recomputed, whichever moves fewer bytes. If a value is an operand of a matrix multiplication or a convolution in
+        half precision, its rounded copy is saved. If ``recompute`` is False, all values that the backward pass needs
+        are saved. A positive number specifies the cost of each byte that is kept for the backward pass, relative to the
+        cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
+        fewer values are saved, which takes less memory but more time. Matmuls and other expensive operations are never
+        recomputed.
       loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
         printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the

@@ -1,8 +1,8 @@
 """Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
 
 A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Reasons are added only to programs that are traced for a report. When a report prints the name of a
-layer, it omits the name scopes that contain reasons.
+forward matmul. Reasons are added only to programs that are traced for a report. Reports omit these scopes
+from the names of layers.
 """
 
 from __future__ import annotations

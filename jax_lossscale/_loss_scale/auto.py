@@ -303,14 +303,14 @@ class AutoLossScale(BoundedLossScale):
         at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
 
         # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause, and the test of
-        # lower scales ends. The overflow that ends the test may occur below the target, because the scale cannot rise
-        # to its target while all gradients underflow to zero.
+        # lower scales ends. At that time, the scale may still be below the target, because the scale cannot rise while
+        # all gradients underflow to zero.
         has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
         failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
         with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
 
-        # If there is no peak (largest recent gradient), the margin is increased so that the target is 24 bits below the
-        # scale that overflowed.
+        # If the peak (the largest recent gradient) is unknown, the margin is increased so that the new target is 2^24
+        # times lower than the scale that overflowed.
         without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
 
         after = _where(peak <= LOG2_NOTHING, without_peak, with_peak)

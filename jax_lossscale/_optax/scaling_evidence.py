@@ -57,7 +57,8 @@ def no_evidence() -> ScalingEvidence:
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
     """Return the `ScalingEvidence` after a step, which includes the measurements of this step.
 
-    Only the first 10 steps whose largest gradient is finite and not zero change the `ScalingEvidence`.
+    A step changes the `ScalingEvidence` only if its largest gradient is finite and positive. Only the first 10 of these
+    steps are used.
 
     Args:
       evidence: the evidence from all previous steps.

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
-from jax_lossscale._program.location import has_user_code
+from jax_lossscale._program.location import has_own_location
 
 _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 
@@ -29,7 +29,7 @@ class Traced:
     Attributes:
       jaxpr: the `ClosedJaxpr`. The inputs of the jaxpr are the arrays ``inputs``. The outputs of the jaxpr are the
         arrays in the result of the function and in the parts of nnx objects that the function changes.
-      inputs: the leaves of the arguments that are arrays, or types of arrays (`jax.core.ShapedArray`).
+      inputs: the leaves of the arguments that are arrays.
       positions: the positions of ``inputs`` among all leaves of the arguments.
 
     Args:
@@ -59,7 +59,7 @@ class Traced:
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
 
-        types = self.inputs if dtype is None else [with_dtype(_type_of(leaf), dtype) for leaf in self.inputs]
+        types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
@@ -108,11 +108,7 @@ def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return leaf.dtype.kind not in "OSU"  # JAX does not support arrays of objects (O) or strings (S, U).
-    return isinstance(leaf, (jax.Array, jax.core.ShapedArray))
-
-
-def _type_of(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
+    return isinstance(leaf, jax.Array)
 
 
 def is_half(aval: Any) -> bool:
@@ -198,8 +194,9 @@ def name_stack_of(eqn: Any, within: Sequence[Any] = ()) -> Any:
 def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Iterator[None]:
     """Use the name stack, source line and mesh of ``eqn`` for all equations that are traced in this context.
 
-    The operations of jitted library functions, such as `jnp.linalg.norm`, have no source lines in user code. For these
-    operations, the source line of the call is used.
+    The operations in a jitted library function, such as `jnp.linalg.norm`, have no source lines in user code. For these
+    operations, the source line of the call is used. The operations of a custom derivative, such as that of
+    `jax.nn.softplus`, are an exception.
 
     Args:
       eqn: the equation.
@@ -208,7 +205,7 @@ def in_context(eqn: Any, within: Sequence[Any] = (), num_scopes: int = 0) -> Ite
         already entered them.
     """
     stack = current_name_stack() + name_stack_of(eqn, within)[num_scopes:]
-    with_line = next((each for each in (eqn, *reversed(within)) if not within or has_user_code(each)), eqn)
+    with_line = next((each for each in (eqn, *reversed(within)) if not within or has_own_location(each)), eqn)
     with user_context(with_line.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 

@@ -93,12 +93,14 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
     return location_of(eqn, location)
 
 
-def has_user_code(eqn: Any) -> bool:
-    """Return whether user code was running when an equation was traced.
+def has_own_location(eqn: Any) -> bool:
+    """Return whether the stack frames of an equation contain a line of user code, or the only names of its layer.
 
-    If the equation is in a jitted function, this refers only to the code in the function.
+    The stack frames of an equation in a jitted function do not include the caller of the function.
     """
-    return any(_is_of_user(frame.file_name) for frame in _frames(eqn))
+    frames = _frames(eqn)
+    is_in_user_code = any(_is_of_user(frame.file_name) for frame in frames)
+    return is_in_user_code or (bool(_classes(frames)) and not _layer(_shown_names(eqn.source_info.name_stack)))
 
 
 def is_in_scope(name: str, eqns: Iterable[Any]) -> bool:

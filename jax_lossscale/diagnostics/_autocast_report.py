@@ -197,11 +197,25 @@ def autocast_report(
       ``flops`` is the number of floating-point operations, including all iterations of a scan. The body of a while loop
       and each branch of a conditional count once, because the number of their executions is unknown during tracing.
     """
-    args, kwargs = _with_types((args, kwargs))
-    call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
     dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
     policy = checked_policy(policy, "autocast_report(policy=...)")
+    leaves, _, with_leaves = nnx_objects.flattened((args, kwargs))
+    structs = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    reports = []
 
+    def add_report(arrays: dict[int, jax.Array]) -> None:
+        (args, kwargs), _ = with_leaves([arrays.get(n, leaf) for n, leaf in enumerate(leaves)])
+        call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
+        reports.append(_report_of(call, dtype, policy))
+
+    if structs:
+        jax.eval_shape(add_report, structs)
+    else:
+        add_report({})
+    return reports[0]
+
+
+def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
     def half(*args: Any, **kwargs: Any) -> Any:
         if dtype == jnp.float32:
             return call.fun(*args, **kwargs)
@@ -211,6 +225,8 @@ def autocast_report(
         with_stream = dataclasses.replace(policy, half_residual_stream=True)
         return compute_with(call.fun, args, kwargs, dtype, with_stream)[0]
 
+    with jax.ensure_compile_time_eval():
+        faults = argument_faults(call)
     under_autocast = call._replace(fun=half)
     has_option = policy.half_residual_stream or dtype == jnp.float32
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
@@ -235,24 +251,11 @@ def autocast_report(
         bytes_after=_bytes_saved(under_autocast),
         casts=casts(program.used.jaxpr),
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
-        arguments=tuple(argument_faults(call).nan),
+        arguments=tuple(faults.nan),
         not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
         bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
         bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )
-
-
-def _with_types(tree: Any) -> Any:
-    """Replace each `jax.ShapeDtypeStruct` in a pytree by the type of the array, with which `Traced` traces a function.
-
-    A `jax.ShapeDtypeStruct` in the arguments of any other function is a constant, such as the shape of a result.
-    """
-    leaves, _, with_leaves = nnx_objects.flattened(tree)
-    structs = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
-    if not structs:
-        return tree
-    types = dict(zip(structs, jax.make_jaxpr(lambda structs: structs)(structs).in_avals, strict=True))
-    return with_leaves([types.get(n, leaf) for n, leaf in enumerate(leaves)])[0]
 
 
 def _bytes_saved(call: LossCall) -> int:

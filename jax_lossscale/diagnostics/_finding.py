@@ -57,7 +57,7 @@ Ranges: TypeAlias = Callable[[float], RangeReport]
 
 
 class Finder:
-    """Search for the most fundamental cause that explains the errors of the gradients.
+    """Search for the most fundamental cause of the gradient errors.
 
     Args:
       gradients: the traced gradients of the function.

@@ -280,9 +280,10 @@ class Normalized(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(8, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        return self.norm(self.linear(x))
+        return self.norm(self.dropout(self.linear(x)))
 
 
 def of_model(model, x):
@@ -293,10 +294,11 @@ def of_model(model, x):
     ("fun", "params"),
     [
         (lambda params, x: plain(params["w"], x) * params["factor"], {"w": W, "factor": 2.0}),
+        (lambda params, x: plain(params["w"], x) * (params["step"] > 0), {"w": W, "step": jnp.int32(3)}),
         (of_model, Normalized(nnx.Rngs(0))),
         (lambda model, x: of_model(jax.vmap(model), x), eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))),
     ],
-    ids=["dictionary", "nnx", "equinox"],
+    ids=["dictionary", "counter", "nnx", "equinox"],
 )
 def test_shapes_can_replace_arrays(fun, params):
     def shape_of(leaf):
@@ -307,6 +309,19 @@ def test_shapes_can_replace_arrays(fun, params):
     assert autocast_report(fun, shapes(params), shapes(X), dtype=jnp.bfloat16) == expected
     assert autocast_report(fun, shapes(params), X, dtype=jnp.bfloat16) == expected
     assert autocast_report(fun, params, x=shapes(X), dtype=jnp.bfloat16) == expected
+
+
+def test_nan_in_an_argument_is_reported_if_another_argument_is_a_shape():
+    report = autocast_report(plain, W.at[0, 0].set(jnp.nan), jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert report.arguments == ("`w` contains 1 NaN, at [0, 0].",)
+
+
+def test_types_of_arrays_can_be_returned():
+    def loss(w, x):
+        return plain(w, x), jax.typeof(x)
+
+    assert jls.autocast(loss)(W, X)[1] == jax.typeof(X)
+    assert str(autocast_report(loss, W, X, has_aux=True).summary).endswith("5 of 5 in float16.")
 
 
 def test_function_with_manual_casts_is_supported():

@@ -286,3 +286,17 @@ def test_operations_of_a_jitted_function_of_jax_have_the_line_of_its_call(transf
     line = norm_of_errors.__code__.co_firstlineno + 2
     assert nonfinite
     assert {each.source.rpartition("/")[2] for each in nonfinite} == {f"test_layers.py:{line}"}
+
+
+def test_layers_of_a_jitted_library_model_match_as_rules():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    call = nnx.jit(nnx.Sequential.__call__)
+
+    def loss(model, x):
+        return jnp.mean(call(model, x) ** 2)
+
+    layer = autocast_report(loss, model, X).matmuls[0].layer
+    assert layer.endswith("Sequential/Linear")
+    policy = jls.PrecisionPolicy(rules=[jls.PrecisionRule("float32", layer=layer)])
+    assert autocast_report(loss, model, X, policy=policy).summary.half_matmuls == 0
