@@ -209,6 +209,16 @@ def test_steps_from_random_states_equal_the_plain_python_reference(config):
         checked_step(replace(Auto(**config), **state), finite, random.choice([largest, near]))
 
 
+@pytest.mark.parametrize(("allowance", "decay"), [(0.0, 1 / 64), (8.0, 1 / 768)])
+def test_decay_per_step(allowance, decay):
+    """The tolerance is smaller than that of the comparison with the reference."""
+    before = replace(Auto(), log2_peak=np.float32(0), log2_margin=np.float32(8), log2_allowance=np.float32(allowance))
+    after = state_of(adjust(before, True, largest=2.0**-20))
+    assert after["log2_peak"] == np.float32(-decay)
+    assert after["log2_margin"] == (8 if allowance else np.float32(8 - decay))
+    assert after["log2_allowance"] == (np.float32(allowance - decay) if allowance else 0)
+
+
 def bits(loss_scale):
     """Return log2 of the scale, and the rounded margin and allowance."""
     scale, _, margin, allowance = state_of(loss_scale).values()
