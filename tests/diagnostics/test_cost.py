@@ -84,7 +84,9 @@ def bytes_after_runs(monkeypatch):
 
 
 def bytes_in_memory():
-    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
+    # Other tests may keep arrays on a mesh in memory. Such arrays have no single pointer.
+    arrays = [array for array in jax.live_arrays() if len(array.devices()) == 1]
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in arrays}.values())
 
 
 def test_few_scales_of_a_large_model_are_compared_within_three_times_its_memory(bytes_after_runs):
