@@ -108,7 +108,13 @@ def test_functions_with_constants_inside_shard_map_are_supported(function, dtype
 
 
 @needs_jax("0.7.2", "`jax.sharding.use_abstract_mesh` does not exist")
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type",
+    [
+        AxisType.Auto,
+        pytest.param(AxisType.Explicit, marks=needs_jax("0.8.0", "an abstract mesh with explicit axes is not lowered")),
+    ],
+)
 def test_training_step_can_be_lowered_for_an_abstract_mesh(axis_type):
     mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(axis_type,))
     tx = jls.loss_scaled(optax.adam(1e-3))

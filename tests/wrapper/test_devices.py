@@ -379,8 +379,8 @@ def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout,
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_init_keeps_the_placement_of_parameters_on_different_devices(loss_scale, dtype):
-    mesh = NamedSharding(jax.make_mesh((2,), ("shard",), devices=jax.devices()[2:4]), P("shard"))
-    places = [jax.devices()[0], jax.devices()[1], mesh]
+    mesh = jax.make_mesh((2,), ("shard",), axis_types=(AxisType.Explicit,), devices=jax.devices()[2:4])
+    places = [jax.devices()[0], jax.devices()[1], NamedSharding(mesh, P("shard"))]
     params = [{"kernel": jax.device_put(np.ones((2, 4), dtype), place)} for place in places]
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
     state, expected = jls.loss_scaled(chain, loss_scale).init(params).inner_state, chain.init(params)

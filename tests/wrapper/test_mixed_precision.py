@@ -8,6 +8,7 @@ import re
 
 import any_jax
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -299,7 +300,8 @@ def on_the_third_device(tree):
 
 
 def on_a_mesh_of_one_device(tree):
-    return jax.device_put(tree, NamedSharding(jax.make_mesh((1,), ("data",), devices=jax.devices()[2:3]), P()))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[2:3])
+    return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 @pytest.mark.parametrize("place", [on_the_third_device, on_a_mesh_of_one_device])
