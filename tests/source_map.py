@@ -78,6 +78,7 @@ CORE = {
         "autocast/test_exceptions.py",
         "autocast/test_structures.py",
         "autocast",
+        "diagnostics/test_traced_gradients.py",
         "diagnostics/true_statements/test_autocast_report.py",
         "frameworks/test_autocast_nnx.py",
         "frameworks/test_lora.py",
