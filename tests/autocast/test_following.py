@@ -141,6 +141,7 @@ USES_OF_BIASED = {
     "a relu before a matmul": (lambda w, y: jax.nn.relu(y) @ w, False),
     "a matmul and a relu before a matmul": (lambda w, y: y @ w + jax.nn.relu(y) @ w.T, False),
     "a pooling before a matmul": (lambda w, y: pooled(y) @ w[:4], False),
+    "a pooling before a matmul, and another matmul": (lambda w, y: pooled(y) @ w[:4] + y @ w, True),
     "a pooling and a maximum before matmuls": (lambda w, y: pooled(y) @ w[:4] + y.max(0)[None] @ w, True),
     "float32 arithmetic": (lambda w, y: jnp.sin(y) @ w, True),
     "a matmul and float32 arithmetic": (lambda w, y: y @ w + jnp.sin(y), True),
