@@ -9,15 +9,17 @@ import pytest
 from any_jax import enable_x64, set_mesh
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_lossscale.diagnostics import in_precision
+from jax_lossscale.diagnostics._in_precision import Evaluator
 
 pytestmark = pytest.mark.ci
 
 KEY = jax.random.key(0)
+TABLE = jnp.arange(4, dtype=jnp.float16)
 
 
 def draw(*shape, seed=0):
@@ -560,3 +562,18 @@ def test_layers_are_preserved():
 
     jaxpr = jax.make_jaxpr(in_precision(fun, jnp.float32))(draw(4))
     assert [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns if eqn.primitive.name == "tanh"] == ["outer/inner"]
+
+
+def test_jaxprs_with_different_constants_are_translated_separately():
+    closed = jax.make_jaxpr(lambda x: x.astype(jnp.float16) * TABLE)(TABLE)
+    first, second = (ClosedJaxpr(closed.jaxpr, [table]) for table in (TABLE, 2 * TABLE))
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    for each, table in ((first, TABLE), (second, 2 * TABLE)):
+        translated = evaluator.translated(each)
+        np.testing.assert_array_equal(jaxpr_as_fun(translated)(jnp.ones(4))[0], table)
+
+
+def test_jaxpr_without_constants_is_translated_once():
+    closed = jax.make_jaxpr(lambda x: x.astype(jnp.float16) * 3)(jnp.ones(4))
+    evaluator = Evaluator(jnp.dtype(jnp.float32))
+    assert evaluator.translated(closed) is evaluator.translated(closed)
