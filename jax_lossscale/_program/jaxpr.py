@@ -269,8 +269,8 @@ def as_dtype(value: Any, dtype: Any) -> Any:
 
 
 def as_declared(value: Any, aval: Any) -> Any:
-    """Return ``value`` with the dtype of ``aval``, and weakly typed if ``aval`` is weakly typed."""
+    """Return ``value`` with the dtype of ``aval``, and weakly typed if and only if ``aval`` is weakly typed."""
     value = as_dtype(value, aval.dtype)
-    if not aval.weak_type or jax.typeof(value).weak_type:
+    if jax.typeof(value).weak_type == aval.weak_type:
         return value
-    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=True, sharding=None)
+    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)

@@ -146,11 +146,25 @@ def test_result_keeps_its_weak_type():
     def custom_matmul(w, x):
         return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5), x @ w
 
+    def comparison(w, x):
+        """JAX also marks a boolean array as weakly typed if it is computed from weakly typed arrays."""
+        return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5) > 0, x @ w
+
+    def cast(w, x):
+        """The inner gradient contains a cast to a weakly typed array."""
+
+        def product(weak, other):
+            return other * jax.grad(lambda weak: jnp.sum(x @ w) * weak)(weak)
+
+        return (jax.grad(product, 1)(jnp.asarray(0.5), jnp.asarray(0.5)),)
+
     for each, are_weak in (
         (function, [False, True, False]),
         (broadcast, [False, True]),
         (gradient, [True]),
         (custom_matmul, [True, False]),
+        (comparison, [True, False]),
+        (cast, [True]),
     ):
         found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
         assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak
