@@ -101,8 +101,9 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
 
     **Details.** These matmuls stay in float32:
 
-    - matmuls with ``precision="highest"`` or an algorithm, unless `jax.default_matmul_precision` sets the same
-      precision for all matmuls;
+    - matmuls with ``precision="highest"`` or an algorithm. The precision can be an argument of the matmul, or it can be
+      set by `jax.default_matmul_precision` inside ``fun``. If the same precision is already set when the returned
+      function is called, for example for the whole program, it has no effect;
     - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factorization;
     - matmuls whose result is converted to an integer of more than 8 bits, either directly or after other operations.
       An example is a matmul that computes positions of tokens. Matmuls are not affected if their result reaches the
