@@ -40,6 +40,7 @@ from jax_lossscale._program.jaxpr import (
     name_stack_of,
     with_dtype,
 )
+from jax_lossscale._program.remat3 import checkpoint
 from jax_lossscale._program.subjaxprs import subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -98,7 +99,7 @@ class Rewriting:
                     # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
-                function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
+                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
             with in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
