@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -20,8 +20,10 @@ from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., Any]:
+
+def scaled_backward(fun: _Function, loss_scale: Any) -> _Function:
     """Return a function that computes the values and gradients of ``fun``, but runs the backward pass at a loss scale.
 
     ::
@@ -85,7 +87,7 @@ def scaled_backward(fun: Callable[..., Any], loss_scale: Any) -> Callable[..., A
         program = ClosedJaxpr(traced.jaxpr.jaxpr, unscaled(traced.jaxpr.consts))
         return scale_gradient(traced.array_result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale)
 
-    return scaled
+    return scaled  # type: ignore[return-value]
 
 
 def _is_traced(value: Any) -> bool:

@@ -96,7 +96,7 @@ OTHERS = {
     "jax_lossscale/plotting": ["plotting"],
     "jax_lossscale/demo": ["demo"],
     "jax_lossscale/__main__.py": ["demo"],
-    "jax_lossscale/__init__.py": ["test_architecture.py", "test_public_api.py", "hardening"],
+    "jax_lossscale/__init__.py": ["test_architecture.py", "test_public_api.py", "test_types.py", "hardening"],
     "README.md": ["test_readme.py"],
     "benchmarks": ["benchmarks", "test_stated_numbers.py"],
     "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_stated_numbers.py"],

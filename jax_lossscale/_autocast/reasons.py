@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from jax_lossscale._program.jaxpr import jaxprs_of
 from jax_lossscale._program.location import HIDDEN_SCOPE, is_in_scope
 from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.remat3 import with_equations
 
 _AUTOCAST = f"{HIDDEN_SCOPE}autocast"
 _REASON = f"{HIDDEN_SCOPE}reason: "
@@ -81,7 +81,11 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
     path = *within, eqn
     if path not in reasons:
         return eqn
-    params = {name: _parameter_with_reasons(parameter, path, reasons) for name, parameter in eqn.params.items()}
+
+    def convert(inner: Any) -> Any:
+        return with_reasons(inner, path, reasons)
+
+    params = {name: with_equations(parameter, convert) for name, parameter in eqn.params.items()}
     source = eqn.source_info
     if reasons[path]:
         source = source.replace(name_stack=source.name_stack.extend(_REASON + reasons[path]))
@@ -90,15 +94,5 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
 
 def jaxpr_with_reasons(closed: ClosedJaxpr, reasons: Mapping[Path, str]) -> ClosedJaxpr:
     """Return a jaxpr whose name stacks contain the reasons why matmuls are not in half precision."""
-    result: ClosedJaxpr = _parameter_with_reasons(closed, (), reasons) if reasons else closed
+    result: ClosedJaxpr = with_equations(closed, lambda eqn: with_reasons(eqn, (), reasons)) if reasons else closed
     return result
-
-
-def _parameter_with_reasons(parameter: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
-    if isinstance(parameter, ClosedJaxpr):
-        return parameter.replace(jaxpr=_parameter_with_reasons(parameter.jaxpr, within, reasons))
-    if isinstance(parameter, Jaxpr):
-        return parameter.replace(eqns=[with_reasons(eqn, within, reasons) for eqn in parameter.eqns])
-    if jaxprs_of(parameter):  # the branches of a conditional
-        return tuple(_parameter_with_reasons(part, within, reasons) for part in parameter)
-    return parameter

@@ -40,6 +40,7 @@ from jax_lossscale._program.jaxpr import (
     name_stack_of,
     with_dtype,
 )
+from jax_lossscale._program.remat3 import checkpoint
 from jax_lossscale._program.subjaxprs import subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -77,7 +78,7 @@ class Rewriting:
         """
         are_half = are_half or [False] * len(closed.out_avals)
         return [
-            as_declared(value, with_dtype(aval, self.dtype) if is_half else aval) if is_float32(aval) else value
+            as_declared(value, with_dtype(aval, self.dtype) if is_half else aval) if hasattr(aval, "dtype") else value
             for value, aval, is_half in zip(self._outputs(plan, inputs), closed.out_avals, are_half, strict=True)
         ]
 
@@ -98,7 +99,7 @@ class Rewriting:
                     # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
-                function = jax.checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
+                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
             with in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
@@ -177,8 +178,9 @@ class Rewriting:
             evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
-            # A cast from float32 to float32 keeps the planned dtype of its operand, but its result is not weakly typed.
-            return [jax.lax.convert_element_type(operands[0], getattr(operands[0], "dtype", _FLOAT32))]
+            # A cast from float32 to float32 changes only the weak type, and keeps the planned dtype of its operand.
+            dtype = getattr(operands[0], "dtype", _FLOAT32)
+            return [as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:

@@ -67,8 +67,9 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # `jax_default_matmul_precision` sets the precision of all matmuls. If a matmul has this default precision, the
-        # user did not select the precision for this particular matmul.
+        # If `jax_default_matmul_precision` is set when the function is called, all matmuls have this precision, so the
+        # user did not select it for a particular matmul. The function has already been traced, so a setting inside the
+        # function is no longer active and is treated like the argument `precision` of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar, overload
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
@@ -14,16 +16,26 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import are_added, autocast_scope, jaxpr_with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
-from jax_lossscale._check import check_function, checked_dtype
+from jax_lossscale._check import check_function, checked_dtype, shown
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._warn import warn_user
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+@overload
 def autocast(
-    fun: Callable[..., Any], dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None
-) -> Callable[..., Any]:
+    dtype: str | np.dtype[Any] | type[np.generic], /, *, policy: PrecisionPolicy | None = None
+) -> Callable[[_Function], _Function]: ...
+@overload
+def autocast(
+    *, dtype: DTypeLike = jnp.float16, policy: PrecisionPolicy | None = None
+) -> Callable[[_Function], _Function]: ...
+@overload
+def autocast(fun: _Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> _Function: ...
+def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Any:
     """Transform a float32 function so that its matmuls are computed in half precision.
 
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
@@ -40,7 +52,8 @@ def autocast(
     Args:
       fun: a function of arbitrary pytrees, written for float32. ``fun`` is traced again on every call of the returned
         function, so use `jax.jit` to compile the returned function. Arrays in the arguments are traced, and other
-        arguments (Python numbers, strings, functions) are passed to ``fun`` unchanged.
+        arguments (Python numbers, strings, functions) are passed to ``fun`` unchanged. If ``fun`` is omitted, or if
+        the first argument is a dtype, `autocast` returns a decorator.
       dtype: float16, which needs a loss scale, or bfloat16. With float32, `autocast` returns ``fun`` itself.
       policy: exceptions to the rule of `autocast`, as a `PrecisionPolicy`.
 
@@ -50,6 +63,7 @@ def autocast(
       If `autocast` is applied again with the same policy, it has no further effect.
 
     Raises:
+      TypeError: if `autocast` is used in a ``with`` statement.
       ValueError: if ``fun`` is not callable, if ``dtype`` is not float16, bfloat16 or float32, or if ``policy`` is not
         a `PrecisionPolicy`.
 
@@ -81,11 +95,15 @@ def autocast(
       >>> @jls.autocast
       ... def predict(params, x):
       ...     return jax.nn.gelu(x @ params["in"]) @ params["out"]
+      >>> @jls.autocast(dtype=jnp.bfloat16)
+      ... def predict(params, x):
+      ...     return jax.nn.gelu(x @ params["in"]) @ params["out"]
 
     **Details.** These matmuls stay in float32:
 
-    - matmuls with ``precision="highest"`` or an algorithm, unless `jax.default_matmul_precision` sets the same
-      precision for all matmuls;
+    - matmuls with ``precision="highest"`` or an algorithm. The precision can be an argument of the matmul, or it can be
+      set by `jax.default_matmul_precision` inside ``fun``. If the same precision is already set when the returned
+      function is called, for example for the whole program, it has no effect;
     - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factorization;
     - matmuls whose result is converted to an integer of more than 8 bits, either directly or after other operations.
       An example is a matmul that computes positions of tokens. Matmuls are not affected if their result reaches the
@@ -126,6 +144,16 @@ def autocast(
       ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` selects operations by lists. ``torch.autocast``
       selects the dtype of each operation separately. Both also use half precision for operations between matmuls.
     """
+    if _is_dtype(fun):
+        if dtype is not jnp.float16:
+            raise ValueError(
+                f"`autocast(fun=...)` must be a function, got the dtype {shown(fun)}. Call `autocast(fun, dtype)`, or "
+                "use the decorator `@autocast(dtype=...)`."
+            )
+        fun, dtype = None, fun
+    if fun is None:
+        dtype = checked_half_precision(dtype, "autocast(dtype=...)")
+        return _Decorator(dtype, checked_policy(policy, "autocast(policy=...)"))
     check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
     policy = checked_policy(policy, "autocast(policy=...)")
@@ -144,6 +172,33 @@ def autocast(
         return result
 
     return in_mixed_precision
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decorator:
+    """The result of `autocast` without a function."""
+
+    dtype: jnp.dtype
+    policy: PrecisionPolicy
+
+    def __call__(self, fun: _Function) -> _Function:
+        return autocast(fun, self.dtype, policy=self.policy)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`autocast` transforms a function and cannot be used in a `with` statement. Call `autocast(fun)`, or use "
+            f"the decorator `@autocast(dtype=jnp.{self.dtype.name})`. To compute a part of the function in float32, "
+            "use `with keep_float32():` inside the function."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing. Python looks up this method before it calls `__enter__`."""
+
+
+def _is_dtype(value: Any) -> bool:
+    """Return whether a value is a dtype. Some dtypes, such as `jnp.float16`, are also callable."""
+    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
+    return is_scalar_type or isinstance(value, (str, np.dtype, type(jnp.float16)))
 
 
 def compute_with(

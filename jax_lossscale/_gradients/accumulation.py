@@ -30,6 +30,8 @@ _Carry = TypeVar("_Carry")
 class AccumulatedGradients(NamedTuple):
     """The result of `accumulate_gradients` for all micro-batches of one step.
 
+    The result has three fields even if there is no auxiliary data, so unpack it with ``loss, grads, _ = result``.
+
     Attributes:
       value: the mean of the unscaled losses, a scalar in at least float32.
       grads: the mean of the scaled gradients, in at least float32.
@@ -73,7 +75,9 @@ def accumulate_gradients(
       allow_int: whether integer arguments can be differentiated, as in `jax.value_and_grad`.
 
     Returns:
-      A function that takes the arguments of ``fun`` and returns `AccumulatedGradients`.
+      A function that takes the arguments of ``fun`` and returns `AccumulatedGradients`, a named tuple of ``value``,
+      ``grads`` and ``aux``. To unpack all three fields, write ``loss, grads, _ = ...``. With only two variables, Python
+      raises "too many values to unpack".
 
     Raises:
       ValueError: if ``fun`` is not callable, if ``loss_scale`` is not a loss scale and does not contain exactly one, or
@@ -93,6 +97,7 @@ def accumulate_gradients(
       >>> mean = jls.accumulate_gradients(loss_fn, 1024.0, 2)(3.0, jnp.arange(4.0))
       >>> mean.value, mean.grads / 1024
       (Array(31.5, dtype=float32), Array(21., dtype=float32))
+      >>> loss, grads, _ = mean
 
     **Details.** The gradients of each micro-batch are unscaled and summed in float32. Their mean is scaled again,
     because ``update`` takes scaled gradients. All micro-batches form a single step. If the loss or the gradients of one

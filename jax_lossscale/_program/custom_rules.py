@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
+from jax_lossscale._program.remat3 import with_remat2
 
 _Result = TypeVar("_Result")
 # A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from those that the
@@ -93,7 +94,7 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
         return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)
-    jaxpr = jax.make_jaxpr(derivative)(types, [types[n] for n in perturbed])
+    jaxpr = with_remat2(jax.make_jaxpr(derivative)(types, [types[n] for n in perturbed]))
     return jaxpr, list(are_zeros)
 
 
@@ -162,7 +163,8 @@ class _Linearized:
 
             return jax.linearize(recorded, *(primals[n] for n in perturbed))
 
-        self.jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
+        jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
+        self.jaxpr = with_remat2(jaxpr)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
         self._cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         self._structure = jax.tree.structure(linear)
@@ -195,7 +197,7 @@ class _Linearized:
             return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
 
         cotangent_types = [self._cotangent_types[n] for n in nonzero]
-        jaxpr = jax.make_jaxpr(transpose)(self._residual_types, cotangent_types)
+        jaxpr = with_remat2(jax.make_jaxpr(transpose)(self._residual_types, cotangent_types))
         return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
 
 
@@ -223,7 +225,7 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
         axes = [0 if batched else None for batched in is_batched]
         types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(inputs, _types(eqn), strict=True)]
         original = jax.vmap(_as_function(eqn, [None] * len(axes), range(len(axes))), in_axes=axes, axis_size=axis_size)
-        outputs = evaluate(jax.make_jaxpr(original)(*types), inputs)
+        outputs = evaluate(with_remat2(jax.make_jaxpr(original)(*types)), inputs)
         return outputs, [True] * len(outputs)
 
     return function(*inputs)
@@ -243,7 +245,7 @@ def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any
             of_linear = _as_function(eqn, [*residuals, *linear_types], positions)
             return jax.linear_transpose(of_linear, *linear_types)(cotangents)
 
-        jaxpr = jax.make_jaxpr(original)(residual_types, [variable.aval for variable in eqn.outvars])
+        jaxpr = with_remat2(jax.make_jaxpr(original)(residual_types, [variable.aval for variable in eqn.outvars]))
         return evaluate(jaxpr, [*residuals, *cotangents])
 
     return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])

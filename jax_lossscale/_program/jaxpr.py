@@ -16,6 +16,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.location import has_own_location
+from jax_lossscale._program.remat3 import with_remat2
 
 _UNKNOWN = 2**20  # the assumed length of a symbolic dimension
 
@@ -60,7 +61,7 @@ class Traced:
             return arrays
 
         types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
-        self.jaxpr = jax.make_jaxpr(of_inputs)(*types)
+        self.jaxpr = with_remat2(jax.make_jaxpr(of_inputs)(*types))
 
     def inputs_from(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the inputs with which the jaxpr can be evaluated for new arguments of the function.
@@ -269,8 +270,8 @@ def as_dtype(value: Any, dtype: Any) -> Any:
 
 
 def as_declared(value: Any, aval: Any) -> Any:
-    """Return ``value`` with the dtype of ``aval``, and weakly typed if ``aval`` is weakly typed."""
+    """Return ``value`` with the dtype of ``aval``, and weakly typed if and only if ``aval`` is weakly typed."""
     value = as_dtype(value, aval.dtype)
-    if not aval.weak_type or jax.typeof(value).weak_type:
+    if jax.typeof(value).weak_type == aval.weak_type:
         return value
-    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=True, sharding=None)
+    return convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,10 @@ from jax_lossscale._program.primitives import BITS, OPAQUE, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._program.walk import Walk
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Callable[..., Any]:
+
+def in_precision(fun: _Function, dtype: DTypeLike = jnp.float32) -> _Function:
     """Return a version of a function that computes all half-precision values in another dtype.
 
     Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. If ``dtype`` is float32, the new
@@ -104,7 +106,7 @@ def in_precision(fun: Callable[..., Any], dtype: DTypeLike = jnp.float32) -> Cal
             )
         return traced.array_result(outputs)
 
-    return evaluated
+    return evaluated  # type: ignore[return-value]
 
 
 def checked_precision(dtype: Any, name: str) -> jnp.dtype:

@@ -15,6 +15,7 @@ import pytest
 from any_jax import needs_jax
 from exact import InexactError, evaluated, exact_in
 from exact_programs import EXCEPTIONS, FLOAT32, MODES, STRUCTURES, arrays, gradients_of, loss_of, program_of, shorter
+from jax.extend.core.primitives import convert_element_type_p
 from reading import matmul_dtypes_in
 
 import jax_lossscale as jls
@@ -49,6 +50,10 @@ ALL_STRUCTURES = [pytest.param(name, marks=[NEEDS_RESHARD] if "explicit" in name
 
 def type_of(aval):
     return aval.shape, aval.dtype, aval.weak_type, aval.sharding.spec
+
+
+def weakly_typed(array):
+    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def check(program, mode, seed, dtype, policy):
@@ -158,6 +163,19 @@ def test_exact_programs_are_unchanged_when_compiled_and_when_eager(seed):
     for call in (jax.jit(function), function):
         for value, other in zip(jax.tree.leaves(call(w, x)), expected, strict=True):
             np.testing.assert_array_equal(value, other)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_results_of_weakly_typed_arguments_keep_their_weak_types(structure):
+    numbers = random.Random(structure)
+    structures = [name for name in STRUCTURES if "shard_map" not in name]
+    for _ in range(2):
+        loss = loss_of(program_of(numbers, structures, structure))
+        types = [
+            list(map(type_of, jax.make_jaxpr(function)(*map(weakly_typed, arrays(0))).out_avals))
+            for function in (loss, jls.autocast(loss))
+        ]
+        assert types[0] == types[1]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

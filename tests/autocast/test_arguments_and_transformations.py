@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from any_jax import enable_x64
@@ -47,16 +48,49 @@ def decorated(w, x):
     return x @ w
 
 
-@functools.partial(jls.autocast, dtype=jnp.bfloat16)
+@jls.autocast(dtype=jnp.bfloat16)
 def decorated_in_bfloat16(w, x):
+    """Multiply two matrices."""
     return x @ w
 
 
 def test_decorator_keeps_name_and_docstring():
     assert decorated.__name__ == "decorated"
-    assert decorated.__doc__ == "Multiply two matrices."
+    assert decorated.__doc__ == decorated_in_bfloat16.__doc__ == "Multiply two matrices."
     assert matmul_dtypes(decorated, W, X) == ["float16"]
     assert matmul_dtypes(decorated_in_bfloat16, W, X) == ["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, jnp.dtype("bfloat16")])
+def test_autocast_without_a_function_returns_a_decorator(dtype):
+    keep_all = jls.PrecisionPolicy([jls.PrecisionRule("float32")])
+    for decorator, expected in (
+        (jls.autocast(), "float16"),
+        (jls.autocast(dtype), "bfloat16"),
+        (jls.autocast(dtype=dtype), "bfloat16"),
+        (functools.partial(jls.autocast, dtype=dtype), "bfloat16"),
+        (jls.autocast(dtype, policy=keep_all), "float32"),
+        (jls.autocast(policy=keep_all), "float32"),
+    ):
+        assert matmul_dtypes(decorator(network), W, X) == [expected] * 2
+
+
+def test_autocast_in_a_with_statement_raises_an_error_that_names_the_alternatives():
+    for decorator in (jls.autocast(), jls.autocast(jnp.bfloat16), jls.autocast(dtype=jnp.bfloat16)):
+        with pytest.raises(TypeError) as raised, decorator:
+            pass
+        assert "keep_float32" in str(raised.value)
+        assert f"@autocast(dtype=jnp.{decorator.dtype.name})" in str(raised.value)
+
+
+def test_function_that_is_also_a_module_with_a_dtype_is_not_a_dtype():
+    class Dense:
+        dtype = jnp.dtype(jnp.bfloat16)
+
+        def __call__(self, w, x):
+            return x @ w
+
+    assert matmul_dtypes(jls.autocast(Dense()), W, X) == ["float16"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float16, np.dtype("float16")])
@@ -146,11 +180,25 @@ def test_result_keeps_its_weak_type():
     def custom_matmul(w, x):
         return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5), x @ w
 
+    def comparison(w, x):
+        """JAX also marks a boolean array as weakly typed if it is computed from weakly typed arrays."""
+        return jnp.full((8, 8), 0.5) @ jnp.full(8, 0.5) > 0, x @ w
+
+    def cast(w, x):
+        """The inner gradient contains a cast to a weakly typed array."""
+
+        def product(weak, other):
+            return other * jax.grad(lambda weak: jnp.sum(x @ w) * weak)(weak)
+
+        return (jax.grad(product, 1)(jnp.asarray(0.5), jnp.asarray(0.5)),)
+
     for each, are_weak in (
         (function, [False, True, False]),
         (broadcast, [False, True]),
         (gradient, [True]),
         (custom_matmul, [True, False]),
+        (comparison, [True, False]),
+        (cast, [True]),
     ):
         found, expected = (jax.eval_shape(f, W, X) for f in (jls.autocast(each), each))
         assert [leaf.weak_type for leaf in found] == [leaf.weak_type for leaf in expected] == are_weak

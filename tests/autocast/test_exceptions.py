@@ -336,6 +336,17 @@ def test_default_matmul_precision_is_ignored(precision):
             assert matmul_dtypes(marked, W, X) == ["float32"]
 
 
+def test_default_matmul_precision_inside_the_function_keeps_all_matmuls_in_float32():
+    @jax.default_matmul_precision("highest")
+    def loss_fn(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    gradient = jax.value_and_grad(jls.autocast(loss_fn))
+    assert set(matmul_dtypes(gradient, W, X)) == {"float32"}
+    with jax.default_matmul_precision("highest"):  # The inner setting has no effect if the precision is set already.
+        assert set(matmul_dtypes(gradient, W, X)) == {"float16"}
+
+
 def test_bfloat16_can_represent_large_constants():
     assert matmul_dtypes(jls.autocast(SITUATIONS["constant too large"][0], jnp.bfloat16), W, X) == ["bfloat16"]
 

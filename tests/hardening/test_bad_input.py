@@ -139,6 +139,17 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     ([],). Use `batch_argnums` to specify the arguments that contain the batch.
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
+jls.autocast(jnp.bfloat16, square)
+    `autocast(fun=...)` must be a function, got the dtype <class 'jax.numpy.bfloat16'>. Call `autocast(fun, dtype)`, or
+    use the decorator `@autocast(dtype=...)`.
+jls.autocast(jnp.float8_e5m2)
+    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
+jls.autocast("cuda")
+    `autocast(dtype=...)` must be a dtype, such as `jnp.float16`, got 'cuda'.
+jls.autocast(policy="fast")
+    `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
+jls.autocast(dtype=jnp.bfloat16)(3)
+    `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")

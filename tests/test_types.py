@@ -1,0 +1,94 @@
+"""Transformed functions keep the signatures of the user's functions.
+
+`mypy` checks the types in this file, and `pytest` runs the functions.
+"""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+
+X = jnp.eye(2)
+
+
+def function(x: jax.Array, *, power: int = 1) -> jax.Array:
+    return x @ x**power
+
+
+class Model:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.scale * x @ x
+
+    @jls.autocast
+    def method(self, x: jax.Array) -> jax.Array:
+        return self(x)
+
+    @jls.autocast(dtype=jnp.bfloat16)
+    def method_in_bfloat16(self, x: jax.Array) -> jax.Array:
+        return self(x)
+
+
+def test_autocast_keeps_the_signature() -> None:
+    autocast = jls.autocast(function)
+    assert_type(autocast(X, power=2), jax.Array)
+    assert_type(jls.autocast(function, jnp.bfloat16)(X), jax.Array)
+    assert_type(jls.autocast(function, dtype="bfloat16", policy=jls.PrecisionPolicy())(X), jax.Array)
+    with pytest.raises(TypeError):
+        autocast(X, power="2")  # type: ignore[arg-type]
+
+
+def test_decorators_keep_the_signature() -> None:
+    @jls.autocast()
+    def without_arguments(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    @jls.autocast(dtype=jnp.bfloat16)
+    def with_a_keyword(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    @jls.autocast(policy=jls.PrecisionPolicy(recompute=False))
+    def with_a_policy(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    @jls.autocast("bfloat16", policy=jls.PrecisionPolicy())
+    def with_a_name(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    @jls.autocast(np.dtype("float16"))
+    def with_a_dtype(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    @jls.autocast(np.float16)
+    def with_a_scalar_type(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    for each in (without_arguments, with_a_keyword, with_a_policy, with_a_name, with_a_dtype, with_a_scalar_type):
+        assert_type(each(X), jax.Array)
+        assert each(X).dtype == jnp.float32
+
+    # JAX declares its dtypes as `Any`, so the type of this decorator is unknown.
+    assert jls.autocast(jnp.bfloat16)(function)(X).dtype == jnp.float32
+
+
+def test_methods_and_callable_objects_are_accepted() -> None:
+    model = Model(2.0)
+    assert_type(model.method(X), jax.Array)
+    assert_type(model.method_in_bfloat16(X), jax.Array)
+    assert_type(jls.autocast(model)(X), jax.Array)
+    assert_type(jls.autocast(model.method, jnp.bfloat16)(X), jax.Array)
+    assert_type(jls.autocast(lambda x: model(x))(X), jax.Array)
+    assert_type(jls.scaled_backward(model, 8.0)(X), jax.Array)
+
+
+def test_other_transformations_keep_the_signature() -> None:
+    assert_type(jls.scaled_backward(function, 8.0)(X, power=2), jax.Array)
+    assert_type(jls.in_half(function)(X, power=2), jax.Array)
+    assert_type(jls.keep_float32(function)(X, power=2), jax.Array)
+    assert_type(jls.diagnostics.in_precision(function)(X, power=2), jax.Array)
