@@ -135,17 +135,17 @@ END = {
 
 
 def product(between):
-    return lambda w, x: jnp.linalg.cholesky(between(w @ w.T) @ w.T + 9 * EYE)
+    return lambda w: jnp.linalg.cholesky(between(w @ w.T) @ w.T + 9 * EYE)
 
 
 @pytest.mark.parametrize("between", CONTINUE.values(), ids=CONTINUE)
 def test_linear_operations_between_two_matmuls_keep_both_in_float32(between):
-    assert forward_matmuls(product(between), W, X) == [("float32", FACTORED), ("float32", IN_PRODUCT)]
+    assert matmul_dtypes(jls.autocast(product(between)), W) == ["float32", "float32"]
 
 
 @pytest.mark.parametrize("between", END.values(), ids=END)
 def test_other_operations_between_two_matmuls_keep_only_the_second_in_float32(between):
-    assert forward_matmuls(product(between), W, X) == [("float16", ""), ("float32", FACTORED)]
+    assert matmul_dtypes(jls.autocast(product(between)), W) == ["float16", "float32"]
 
 
 # Whole programs.
@@ -247,20 +247,20 @@ def with_custom_vmap(function):
     return wrapped
 
 
-@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("wrapped", [with_custom_vjp, with_custom_jvp, with_custom_vmap])
-def test_factorization_of_the_result_of_a_custom_rule_equals_float32(wrapped, dtype):
+def test_factorization_of_the_result_of_a_custom_rule_equals_float32(wrapped):
     """Only the first result is factorized. The second result is in half precision, so the function is rewritten."""
+    function = wrapped(lambda w: (w @ jnp.eye(8) @ w.T + 1e-3 * jnp.eye(64), w.T @ w))
 
     def loss(w):
-        gram, other = wrapped(lambda w: (w @ jnp.eye(8) @ w.T + 1e-3 * jnp.eye(64), jnp.sin(w.T @ w)))(w)
+        gram, other = function(w)
         return jnp.sum(jnp.linalg.cholesky(gram)), jnp.sum(other)
 
-    w = jax.random.normal(jax.random.key(0), (3, 64, 8))
-    half = jls.autocast(loss, dtype)
-    if wrapped is with_custom_vmap:
-        exact, (found, other) = jax.vmap(loss)(w)[0], jax.vmap(half)(w)
-    else:
-        exact, (found, other) = (jax.vjp(function, w[0])[0] for function in (lambda w: loss(w)[0], half))
+    def transformed(function):
+        return jax.vmap(function)(w) if wrapped is with_custom_vmap else jax.vjp(function, w[0])[0]
+
+    w = jax.random.normal(jax.random.key(0), (2, 64, 8))
+    exact, exact_other = transformed(loss)
+    found, other = transformed(jls.autocast(loss, jnp.bfloat16))
     np.testing.assert_allclose(found, exact, rtol=1e-6)
-    assert jnp.any(other != (jax.vmap(loss)(w) if wrapped is with_custom_vmap else loss(w[0]))[1])
+    assert np.any(np.abs(other - exact_other) > 1e-6 * np.abs(exact_other))
