@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
@@ -31,8 +32,8 @@ NO_REASON: Reasons = frozenset()
 _FACTORED = frozenset({"its result is factorized"})
 _CONVERTED = frozenset({"its result is converted to an integer"})
 _IN_PRODUCT = frozenset({"its result is part of a product that is factorized"})
-# The operations that continue a product of matrices for all operands.
-_LINEAR = ADDITIONS | CONVERSIONS | DATA_MOVEMENT
+# The operations that continue a product of matrices for all operands. `sort` compares the numbers that it moves.
+_LINEAR = (ADDITIONS | CONVERSIONS | DATA_MOVEMENT) - {"sort"}
 
 
 class Feeding:
@@ -44,7 +45,9 @@ class Feeding:
     - If the result of a matmul is factorized or is part of a product that is factorized, the operands of the matmul are
       part of a product that is factorized. Otherwise, the operands may be rounded.
     - The mark of products is propagated only through matmuls, data movement, additions, subtractions, and
-      multiplications and divisions by scalars. For example, the matmul before an activation function may be rounded.
+      multiplications and divisions by scalars. For example, the matmul before an activation function may be rounded. A
+      selection by a mask is data movement, unless the mask is the result of an elementwise comparison of floats, as in
+      the leaky ReLU.
     - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
@@ -71,8 +74,12 @@ class Feeding:
                     marks[value_id] = marks.get(value_id, NO_REASON) | of_atom
 
         mark(graph.outputs, outputs)
+        comparisons = _elementwise_comparisons(graph)
         for node in reversed(graph.nodes):
-            mark(node.inputs, self._equation(node.eqn, of_values(marks, node.outputs))[0])
+            of_operands, _ = self._equation(node.eqn, of_values(marks, node.outputs))
+            if not comparisons.isdisjoint(value_ids(node.inputs)):
+                of_operands = [of_operand - _IN_PRODUCT for of_operand in of_operands]
+            mark(node.inputs, of_operands)
         return marks
 
     def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[Reasons]) -> list[list[Reasons]]:
@@ -141,6 +148,28 @@ def _linear_operands(eqn: Any) -> list[bool]:
     if name == "div":
         return [_is_scalar(eqn.invars[1]), False]
     return [name in _LINEAR] * len(eqn.invars)
+
+
+def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
+    """Return the boolean arrays of a graph that are computed from elementwise comparisons of floats.
+
+    An array that contains a single boolean for each matrix selects whole matrices, so it is not included.
+    """
+    found: set[ValueId] = set()
+    for node in graph.nodes:
+        eqn = node.eqn
+        masks = [
+            value_id
+            for value_id, variable in zip(node.outputs, eqn.outvars, strict=True)
+            if getattr(variable.aval, "dtype", None) == np.dtype(bool) and not _is_scalar(variable)
+        ]
+        is_for_each_matrix = eqn.primitive.name == "broadcast_in_dim" and all(
+            axis < eqn.outvars[0].aval.ndim - 2 for axis in eqn.params["broadcast_dimensions"]
+        )
+        if masks and not is_for_each_matrix:
+            is_compared = any(map(_is_float, eqn.invars)) or not found.isdisjoint(value_ids(node.inputs))
+            found.update(masks if is_compared else ())
+    return found
 
 
 def _is_scalar(atom: Any) -> bool:

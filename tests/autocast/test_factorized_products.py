@@ -61,6 +61,7 @@ def test_factor_of_a_product_of_three_matrices_is_finite(dtype):
 
 
 # The operations between two matmuls. Each function is applied to the result of the first matmul, an 8 x 8 matrix.
+# Scalars and masks are computed from this matrix as well, because `autocast` treats constants differently.
 
 
 @jax.custom_jvp
@@ -94,19 +95,22 @@ CONTINUE = {
     "nothing": lambda y: y,
     "data movement": lambda y: jnp.concatenate([y.T[:4].reshape(8, 4), y[:, :4]], axis=1),
     "mask": jnp.tril,
+    "mask for the whole matrix": lambda y: jnp.where(y[0, 0] > 0, y, EYE),
+    "mask in vmap": lambda y: jax.vmap(lambda scalar: jnp.where(scalar > 0, y, EYE))(y[0, :2])[0],
+    "branch in vmap": lambda y: jax.vmap(lambda scalar: jax.lax.cond(scalar > 0, jnp.transpose, jnp.sin, y))(y[0])[0],
     "additions": lambda y: (y + y.T) - EYE,
     "negation": lambda y: -y,
     "jitter": lambda y: y.at[jnp.diag_indices(8)].add(1e-3),
     "update": lambda y: y.at[0].set(0.0),
     "literal": lambda y: 0.5 * y / 3,
-    "scalar": lambda y: X[0, 0] * y / X[0, 1],
-    "array of size 1": lambda y: y * X[:1, :1],
-    "scalar in vmap": lambda y: jax.vmap(lambda scalar: scalar * y)(X[0, :2]).reshape(16, 8)[:8],
-    "division in vmap": lambda y: jax.vmap(lambda scalar: y / scalar)(X[0, :2])[0],
+    "scalar": lambda y: y[0, 0] * y / y[0, 1],
+    "array of size 1": lambda y: y * y[:1, :1],
+    "scalar in vmap": lambda y: jax.vmap(lambda scalar: scalar * y)(y[0, :2]).reshape(16, 8)[:8],
+    "division in vmap": lambda y: jax.vmap(lambda scalar: y / scalar)(y[0, :2])[0],
     "jit": lambda y: jax.jit(lambda y: y + EYE)(y),
     "checkpoint": lambda y: jax.checkpoint(lambda y: y + EYE)(y),
     "custom_jvp": symmetric,
-    "branch": lambda y: jax.lax.cond(X[0, 0] > 0, lambda y: y + EYE, lambda y: jnp.sin(y), y),
+    "branch": lambda y: jax.lax.cond(y[0, 0] > 0, lambda y: y + EYE, lambda y: jnp.sin(y), y),
     "scan carry": scan_carry,
     "scan output": scan_output,
     "while carry": while_carry,
@@ -115,11 +119,16 @@ CONTINUE = {
 END = {
     "nonlinear": jnp.sin,
     "relu": jax.nn.relu,
+    "leaky relu": jax.nn.leaky_relu,
+    "leaky relu in vmap": jax.vmap(jax.nn.leaky_relu),
+    "derivative of relu": lambda y: jax.vjp(jax.nn.relu, jnp.sin(EYE))[1](y)[0],
+    "combined masks": lambda y: jnp.where((y > 0) | (EYE > 0), y, 0),
+    "sort": jnp.sort,
     "clip": lambda y: jnp.clip(y, -1, 1),
     "elementwise product": lambda y: y * (EYE + 0.1),
     "square": lambda y: y * y,
-    "scaled rows": lambda y: y * X[0, :, None],
-    "scaled rows in vmap": lambda y: jax.vmap(jnp.multiply)(X[0], y),
+    "scaled rows": lambda y: y * y[0, :, None],
+    "scaled rows in vmap": lambda y: jax.vmap(jnp.multiply)(y[0], y),
     "division by an array": lambda y: y / (EYE + 0.1),
     "division of a scalar": lambda y: 1 / (y + 10),
     "outer product": lambda y: y[:, :1] @ y[:1],
@@ -130,7 +139,7 @@ END = {
     "comparison": lambda y: (y > 0).astype(jnp.float32),
     "nonlinear in jit": lambda y: jax.jit(jnp.sin)(y),
     "nonlinear in a scan": lambda y: jax.lax.scan(lambda y, _: (jnp.sin(y), None), y, length=2)[0],
-    "nonlinear branches": lambda y: jax.lax.cond(X[0, 0] > 0, jnp.cos, jnp.sin, y),
+    "nonlinear branches": lambda y: jax.lax.cond(y[0, 0] > 0, jnp.cos, jnp.sin, y),
 }
 
 
