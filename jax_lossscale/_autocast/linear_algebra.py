@@ -1,38 +1,53 @@
 """Matmuls whose results must not be rounded to half precision, because of the operations that use these results.
 
-There are two kinds of such operations:
+There are three kinds of such matmuls:
 
-- Factorizations and solvers. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` can be NaN if the matmul is
-  computed in half precision.
-- Conversions to integers. Half precision cannot represent every integer above 2048 (float16) or 256 (bfloat16). For
-  example, in a mixture of experts, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the tokens of each
-  expert.
+- The result is used by a factorization or a solver. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` can be
+  NaN if the matmul is computed in half precision.
+- The result is used in a product of several matrices that is factorized, such as ``C @ P`` in the Cholesky factor of
+  ``C @ P @ C.T + R``. If only the outer matmul is computed in float32, the product is as inaccurate as the inner one.
+- The result is converted to an integer. Half precision cannot represent every integer above 2048 (float16) or 256
+  (bfloat16). For example, in a mixture of experts, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the
+  tokens of each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
-from jax_lossscale._program.primitives import LINEAR_ALGEBRA, is_matmul
+from jax_lossscale._program.jaxpr import size_of_shape
+from jax_lossscale._program.primitives import ADDITIONS, CONVERSIONS, DATA_MOVEMENT, LINEAR_ALGEBRA, is_matmul
 from jax_lossscale._program.subjaxprs import subjaxprs
 
-_FACTORED = "its result is factorized"
-_CONVERTED = "its result is converted to an integer"
+# The reasons why a value must not be rounded. The set is empty if the value may be rounded.
+Reasons: TypeAlias = frozenset[str]
+
+NO_REASON: Reasons = frozenset()
+_FACTORED = frozenset({"its result is factorized"})
+_CONVERTED = frozenset({"its result is converted to an integer"})
+_IN_PRODUCT = frozenset({"its result is part of a product that is factorized"})
+# The operations that continue a product of matrices for all operands. `sort` compares the numbers that it moves.
+_LINEAR = (ADDITIONS | CONVERSIONS | DATA_MOVEMENT) - {"sort"}
 
 
 class Feeding:
     """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    Each value that the class finds is marked with the reason why the value must not be rounded. The mark "" means that
-    the value may be rounded. Marks are propagated backward, from the results of an operation to its operands, with two
-    exceptions:
+    Each value that the class finds is marked with the reasons why the value must not be rounded. Marks are propagated
+    backward, from the results of an operation to its operands, with the following exceptions:
 
-    - Matmuls do not propagate marks, so their operands may be rounded.
+    - If the result of a matmul is factorized or is part of a product that is factorized, the operands of the matmul are
+      part of a product that is factorized. Otherwise, the operands may be rounded.
+    - The mark of products is propagated only through matmuls, data movement, additions, subtractions, and
+      multiplications and divisions by scalars. For example, the matmul before an activation function may be rounded. A
+      selection by a mask is data movement, unless the mask is the result of an elementwise comparison of floats, as in
+      the leaky ReLU.
     - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
@@ -42,64 +57,127 @@ class Feeding:
     """
 
     def __init__(self) -> None:
-        self._arguments: dict[tuple[Jaxpr, tuple[str, ...]], list[str]] = {}
+        self._arguments: dict[tuple[Jaxpr, tuple[Reasons, ...]], list[Reasons]] = {}
 
-    def values(self, graph: Graph, outputs: Sequence[str]) -> dict[ValueId, str]:
-        """Return the marked values of a graph and their marks; ``outputs`` contains the mark of each result."""
-        marks: dict[ValueId, str] = {}
+    def values(self, graph: Graph, outputs: Sequence[Reasons]) -> dict[ValueId, Reasons]:
+        """Return the marked values of a graph and their marks.
 
-        def mark(atoms: Sequence[Any], reasons: Sequence[str]) -> None:
-            for atom, reason in zip(atoms, reasons, strict=True):
-                if reason:
-                    marks.update(dict.fromkeys(value_ids([atom]), reason))
+        Args:
+          graph: the graph.
+          outputs: the marks of the first results of the graph. All other results are unmarked.
+        """
+        marks: dict[ValueId, Reasons] = {}
+
+        def mark(atoms: Sequence[Any], reasons: Sequence[Reasons]) -> None:
+            for atom, of_atom in zip(atoms, reasons, strict=False):
+                for value_id in value_ids([atom]) if of_atom else ():
+                    marks[value_id] = marks.get(value_id, NO_REASON) | of_atom
 
         mark(graph.outputs, outputs)
+        comparisons = _elementwise_comparisons(graph)
         for node in reversed(graph.nodes):
-            mark(node.inputs, self._equation(node.eqn, [marks.get(name, "") for name in node.outputs])[0])
+            of_operands, _ = self._equation(node.eqn, of_values(marks, node.outputs))
+            if not comparisons.isdisjoint(value_ids(node.inputs)):
+                of_operands = [of_operand - _IN_PRODUCT for of_operand in of_operands]
+            mark(node.inputs, of_operands)
         return marks
 
-    def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[str]) -> list[list[str]]:
+    def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[Reasons]) -> list[list[Reasons]]:
         """Return the marks of the results of each jaxpr in an equation, given the marks of the equation's results."""
         _, of_results = self._equation(eqn, outputs)
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
-    def _equation(self, eqn: Any, outputs: Sequence[str]) -> tuple[list[str], list[str]]:
+    def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
         """Return the marks of an equation's operands and results, after propagation through the carries of a loop."""
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:
             return [_FACTORED] * len(eqn.invars), of_results
         if is_matmul(eqn):
-            return [""] * len(eqn.invars), of_results
+            is_factored = not (_FACTORED | _IN_PRODUCT).isdisjoint(outputs[0])
+            return [_IN_PRODUCT if is_factored else NO_REASON] * len(eqn.invars), of_results
         if _makes_integers(eqn):
             return [_CONVERTED] * len(eqn.invars), of_results
         if not jaxprs:
             of_floats = [mark for variable, mark in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
-            return [next(filter(None, of_floats), "")] * len(eqn.invars), of_results
+            mark = NO_REASON.union(*of_floats)
+            return [mark if is_linear else mark - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
         while True:
-            of_operands = [""] * len(eqn.invars)
+            of_operands = [NO_REASON] * len(eqn.invars)
             for subjaxpr in jaxprs:
                 of_subjaxpr = self._of_jaxpr(subjaxpr.closed.jaxpr, tuple(_of_subjaxpr(subjaxpr.results, of_results)))
-                for operand, reason in zip(subjaxpr.operands, of_subjaxpr, strict=True):
-                    of_operands[operand] = of_operands[operand] or reason
-            again = [
-                (result, operand) for result, operand in carried if of_operands[operand] and not of_results[result]
-            ]
+                for operand, reasons in zip(subjaxpr.operands, of_subjaxpr, strict=True):
+                    of_operands[operand] |= reasons
+            again = [(result, operand) for result, operand in carried if not of_operands[operand] <= of_results[result]]
             if not again:
                 return of_operands, of_results
             for result, operand in again:
-                of_results[result] = of_operands[operand]
+                of_results[result] |= of_operands[operand]
 
-    def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[str, ...]) -> list[str]:
+    def _of_jaxpr(self, jaxpr: Jaxpr, outputs: tuple[Reasons, ...]) -> list[Reasons]:
         if (jaxpr, outputs) not in self._arguments:
             graph = inlined(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-            marks = self.values(graph, outputs)
-            self._arguments[jaxpr, outputs] = [marks.get(name, "") for name in graph.inputs]
+            self._arguments[jaxpr, outputs] = of_values(self.values(graph, outputs), graph.inputs)
         return self._arguments[jaxpr, outputs]
 
 
-def _of_subjaxpr(results: Sequence[int], of_results: Sequence[str]) -> list[str]:
-    return [of_results[n] if n >= 0 else "" for n in results]
+def of_values(marks: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
+    """Return the marks of values. Values that are not in ``marks`` are unmarked."""
+    return [marks.get(value_id, NO_REASON) for value_id in values]
+
+
+def reason_in_reports(reasons: Reasons) -> str:
+    """Return the reason that reports print for a matmul whose result is marked with ``reasons``; "" if unmarked."""
+    return next((reason for kind in (_FACTORED, _CONVERTED, _IN_PRODUCT) for reason in kind & reasons), "")
+
+
+def _of_subjaxpr(results: Sequence[int], of_results: Sequence[Reasons]) -> list[Reasons]:
+    return [of_results[n] if n >= 0 else NO_REASON for n in results]
+
+
+def _linear_operands(eqn: Any) -> list[bool]:
+    """Return, for each operand of an operation, whether a product of matrices continues with this operand.
+
+    The operation must be data movement, an addition, a subtraction, or a multiplication or division of the operand by a
+    scalar.
+    """
+    name = eqn.primitive.name
+    if name == "mul":
+        left, right = map(_is_scalar, eqn.invars)
+        return [right, left]
+    if name == "div":
+        return [_is_scalar(eqn.invars[1]), False]
+    return [name in _LINEAR] * len(eqn.invars)
+
+
+def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
+    """Return the boolean arrays of a graph that are computed from elementwise comparisons of floats.
+
+    An array that contains a single boolean for each matrix selects whole matrices, so it is not included.
+    """
+    found: set[ValueId] = set()
+    for node in graph.nodes:
+        eqn = node.eqn
+        masks = [
+            value_id
+            for value_id, variable in zip(node.outputs, eqn.outvars, strict=True)
+            if getattr(variable.aval, "dtype", None) == np.dtype(bool) and not _is_scalar(variable)
+        ]
+        is_for_each_matrix = eqn.primitive.name == "broadcast_in_dim" and all(
+            axis < eqn.outvars[0].aval.ndim - 2 for axis in eqn.params["broadcast_dimensions"]
+        )
+        if masks and not is_for_each_matrix:
+            is_compared = any(map(_is_float, eqn.invars)) or not found.isdisjoint(value_ids(node.inputs))
+            found.update(masks if is_compared else ())
+    return found
+
+
+def _is_scalar(atom: Any) -> bool:
+    """Return whether an array contains a single number, or a single number for each matrix (the last two axes).
+
+    `jax.vmap` converts a multiplication by a scalar to a multiplication by one number for each matrix.
+    """
+    return size_of_shape(atom.aval.shape[-2:]) == 1
 
 
 def _is_float(variable: Any) -> bool:

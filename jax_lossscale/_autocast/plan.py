@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.constants import FindInterval
+from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
@@ -89,7 +90,7 @@ class Context(NamedTuple):
       within: the equations that contain the jaxpr, starting with the outermost equation.
       half_inputs: for each argument, whether it is passed in half precision; by default False.
       half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
-      unrounded: for each result, the reason why it must not be rounded; "" (the default) if it may be rounded.
+      unrounded: for the first results, the reasons why they must not be rounded; by default, they may be rounded.
       known: for each argument that is a constant or a slice of a constant, the function that computes the interval of
         its elements (`constants.Interval`); None (the default) for all other arguments.
     """
@@ -97,7 +98,7 @@ class Context(NamedTuple):
     within: tuple[Any, ...] = ()
     half_inputs: Sequence[bool] = ()
     half_outputs: Sequence[bool] = ()
-    unrounded: Sequence[str] = ()
+    unrounded: Sequence[Reasons] = ()
     known: Sequence[FindInterval | None] = ()
 
 
@@ -110,12 +111,14 @@ class CallPlan(NamedTuple):
       results: for each result of the node, whether it is returned in half precision.
       known: for each operand of the node, the function that computes its interval if the operand is a constant, and
         None otherwise.
+      unrounded: for each result of the node, the reasons why it must not be rounded.
     """
 
     plans: tuple[Plan, ...]
     operands: tuple[bool, ...]
     results: tuple[bool, ...]
     known: tuple[FindInterval | None, ...]
+    unrounded: tuple[Reasons, ...]
 
 
 class Plan(NamedTuple):

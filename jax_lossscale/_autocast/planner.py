@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
-from jax_lossscale._autocast.linear_algebra import Feeding
+from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
@@ -48,14 +48,14 @@ class _Values(NamedTuple):
       half: the values that are stored in half precision. The results of a node are added after the node is visited.
       half_outputs: the results of the graph that are part of a residual stream in half precision.
       into_matmuls: the values that are stored in half precision because only matmuls use them.
-      unrounded: for each value that must not be rounded, the reason.
+      unrounded: for each value that must not be rounded, the reasons.
       constants: the values that are constants.
     """
 
     half: set[ValueId]
     half_outputs: Set[ValueId]
     into_matmuls: Set[ValueId]
-    unrounded: Mapping[ValueId, str]
+    unrounded: Mapping[ValueId, Reasons]
     constants: Constants
 
 
@@ -90,7 +90,7 @@ class Planner:
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
         graph = inlined(closed)
-        unrounded = self._feeding.values(graph, context.unrounded or [""] * len(graph.outputs))
+        unrounded = self._feeding.values(graph, context.unrounded)
         constants = Constants(graph, context.known)
         node_plans = self._decide(graph, context.within, unrounded, constants)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
@@ -118,7 +118,7 @@ class Planner:
         )
 
     def _decide(
-        self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, str], constants: Constants
+        self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, Reasons], constants: Constants
     ) -> list[NodePlan]:
         """Return the `NodePlan` of each node. Add all values computed from constants alone to ``constants``."""
         node_plans: list[NodePlan] = []
@@ -133,7 +133,7 @@ class Planner:
         graph: Graph,
         node_plans: list[NodePlan],
         context: Context,
-        unrounded: Mapping[ValueId, str],
+        unrounded: Mapping[ValueId, Reasons],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Choose the values of a graph that are stored in half precision and plan the jaxprs in its nodes.
@@ -207,7 +207,7 @@ class Planner:
             half_outputs[result] = operand in stream
         # A constant that is the initial value of a loop's carry is the value of the carry only in the first iteration.
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
-        unrounded = self._feeding.results_of_subjaxprs(eqn, [values.unrounded.get(n, "") for n in node.outputs])
+        unrounded = of_values(values.unrounded, node.outputs)
         contexts = [
             Context(
                 within=(*within, *node.within, eqn),
@@ -216,7 +216,9 @@ class Planner:
                 unrounded=of_subjaxpr,
                 known=[known[n] for n in subjaxpr.operands],
             )
-            for subjaxpr, of_subjaxpr in zip(inner.jaxprs, unrounded, strict=True)
+            for subjaxpr, of_subjaxpr in zip(
+                inner.jaxprs, self._feeding.results_of_subjaxprs(eqn, unrounded), strict=True
+            )
         ]
 
         def plan_subjaxprs() -> list[Plan]:
@@ -231,7 +233,7 @@ class Planner:
             half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
             for n in range(len(node.outputs))
         ]
-        return CallPlan(tuple(plans), tuple(half_inputs), tuple(results), tuple(known))
+        return CallPlan(tuple(plans), tuple(half_inputs), tuple(results), tuple(known), tuple(unrounded))
 
     def _group(
         self,

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
+from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.plan import (
     FOLLOWING,
@@ -204,6 +205,7 @@ class Rewriting:
         closed: ClosedJaxpr,
         inputs: Sequence[Any],
         known: Sequence[FindInterval | None] = (),
+        unrounded: Sequence[Reasons] = (),
         *,
         num_declared: int,
     ) -> list[Any]:
@@ -215,11 +217,12 @@ class Rewriting:
           inputs: the arguments.
           known: for each argument, the function that computes its interval if the argument is a constant, and None
             otherwise.
+          unrounded: for the first results, the reasons why they must not be rounded.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
             declares. All other results are returned in the dtypes in which the plan stores them.
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-        plan = self.planner.plan(closed, Context(within, half_inputs, known=known))
+        plan = self.planner.plan(closed, Context(within, half_inputs, unrounded=unrounded, known=known))
         are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 
@@ -266,7 +269,10 @@ class Rewriting:
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.
         known = known_results(forward, call.known)[len(eqn.outvars) :] if forward else call.known
-        return self._plan_and_evaluate(plan.within, closed, inputs, known, num_declared=num_declared)
+        # The results of a backward pass and of the transpose of a `linear_call` are cotangents.
+        is_backward = forward is not None or eqn.primitive.name == "linear_call"
+        unrounded = () if is_backward else call.unrounded
+        return self._plan_and_evaluate(plan.within, closed, inputs, known, unrounded, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""

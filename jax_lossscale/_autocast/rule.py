@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
+from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program.custom_rules import RULES, derivative_of
@@ -73,14 +74,14 @@ class Rule:
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
-        self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
+        self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, Reasons], constants: Constants
     ) -> NodePlan:
         """Return the treatment (the `NodePlan`) of a node.
 
         Args:
           node: the node.
           within: the equations that contain the graph, starting with the outermost equation.
-          feeding: the values that must not be rounded, each with the reason (see `Feeding.values`).
+          feeding: the values that must not be rounded, each with the reasons (see `Feeding.values`).
           constants: the constants among the arguments of the graph and the results of all previous nodes.
         """
         eqn, name = node.eqn, node.eqn.primitive.name
@@ -130,7 +131,7 @@ class Rule:
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
     def _exception(
-        self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, str], constants: Constants
+        self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, Reasons], constants: Constants
     ) -> str:
         """Return the reason why a matmul of float32 arrays stays in float32, or "" if it does not stay in float32."""
         eqn = node.eqn
@@ -139,7 +140,7 @@ class Rule:
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
         if node.outputs[0] in feeding:
-            return feeding[node.outputs[0]]
+            return reason_in_reports(feeding[node.outputs[0]])
         intervals = _intervals(node, constants)
         if UNKNOWN in intervals:
             return "the range of its constant operand is unknown"

@@ -105,6 +105,10 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
       set by `jax.default_matmul_precision` inside ``fun``. If the same precision is already set when the returned
       function is called, for example for the whole program, it has no effect;
     - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factorization;
+    - the other matmuls of a product of several matrices that is factorized, such as ``C @ P`` if ``C @ P @ C.T + R`` is
+      factorized. The product continues through data movement, additions, subtractions, multiplications and divisions by
+      scalars, calls, branches and the carries of loops. It ends at all other operations, such as nonlinear functions,
+      elementwise products of two arrays and sums along an axis;
     - matmuls whose result is converted to an integer of more than 8 bits, either directly or after other operations.
       An example is a matmul that computes positions of tokens. Matmuls are not affected if their result reaches the
       conversion only through another matmul, `argmax`, the indices of `top_k`, a comparison or a conversion to bool;

@@ -72,6 +72,12 @@ CONVERSIONS = _names("convert_element_type reduce_precision")
 # Sums of many numbers, which may cancel if the numbers have different signs.
 SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
 SUMS = _names("add add_any sub") | SUMS_OF_MANY
+# Additions and subtractions of whole arrays, of arrays on several devices, and of values at some positions of an array.
+# `scatter` replaces the numbers at these positions.
+ADDITIONS = _names(
+    "add add_any neg psum psum2 psum_invariant psum_scatter reduce_scatter scatter scatter-add scatter-sub scatter_add "
+    "sub"
+)
 # Functions that are infinite at zero, or whose derivative is infinite at zero.
 STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 

@@ -26,7 +26,7 @@ def in_float32_scan(w, x):
 
     def body(x, _):
         gram, scaled = [matmul(each, w) for each in (x, jnp.full(x.shape, 1e6))]
-        return x + jnp.linalg.cholesky(gram) + scaled, None
+        return jnp.sin(x + jnp.linalg.cholesky(gram) + scaled), None
 
     return jnp.mean(jax.lax.scan(body, x, length=2)[0])
 
