@@ -281,6 +281,11 @@ def gram_softmax(params, x):
     return jnp.mean(jax.nn.softmax(y @ y.T)[:, 0])
 
 
+def gram_cast_to_float16(params, x):
+    y = (300 * x @ params["attention"][0]).astype(half)
+    return jnp.mean(jax.nn.softmax(jnp.matmul(y, y.T, preferred_element_type=jnp.float32).astype(half))[:, 0])
+
+
 def gaussian_kernel(params, x):
     y = 300 * x @ params["attention"][0]
     squares = jnp.sum(y * y, -1)
@@ -290,7 +295,7 @@ def gaussian_kernel(params, x):
 PARAMS = {"attention": [workloads.draw(4, 4, seed=n) for n in range(3)], "head": 3 * workloads.draw(4, 3, seed=4)}
 PARAMS["mix"] = workloads.draw(8, 3, seed=5)
 SCORES = (attention, attention_over_heads, fused_attention, contrastive)
-OTHERS = (head_by_parameter, gram_then_classified, gram_softmax, gaussian_kernel)
+OTHERS = (head_by_parameter, gram_then_classified, gram_softmax, gram_cast_to_float16, gaussian_kernel)
 
 
 @pytest.mark.parametrize("fun", SCORES + OTHERS)
