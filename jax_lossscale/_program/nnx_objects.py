@@ -82,6 +82,20 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
             (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
 
 
+def are_trained(tree: Any) -> list[bool]:
+    """Return, for each leaf of a tree, whether nnx optimizers train the leaf by default.
+
+    In nnx objects, only the leaves of an `nnx.Param` are trained. For example, batch statistics and caches are not
+    trained. All leaves outside of nnx objects are trained.
+    """
+    return [
+        not _is_object(part) or isinstance(variable, _nnx().Param)
+        for part in jax.tree.leaves(tree, is_leaf=_is_object)
+        for variable in jax.tree.leaves(part, is_leaf=_is_variable)
+        for _ in jax.tree.leaves(variable)
+    ]
+
+
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and a tuple with the nnx object that the function needs as its first argument.
 
@@ -119,6 +133,11 @@ def _is_object(value: Any) -> bool:
     """Return whether a value is an nnx module or an nnx variable."""
     nnx = _nnx()
     return nnx is not None and isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _is_variable(value: Any) -> bool:
+    """Return whether a value is an nnx variable."""
+    return _is_object(value) and isinstance(value, _nnx().Variable)
 
 
 def _nnx() -> Any:

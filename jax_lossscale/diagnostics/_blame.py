@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from jax_lossscale._program.jaxpr import is_half
-from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
+from jax_lossscale._program.primitives import CONVERSIONS, MATMULS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
@@ -85,11 +85,22 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
 
 
 def attention_scores(flow: Dataflow) -> set[int]:
-    """Return the matmuls of two activations whose results are exponentiated, such as attention scores."""
+    """Return the matmuls of two different activations whose results are the operands of a softmax or logsumexp.
+
+    An exponential belongs to a softmax or logsumexp if the largest element is subtracted from its operand. In contrast,
+    the matmul in a Gaussian kernel is not an attention score.
+    """
     sites = flow.sites
+
+    def is_converted(node: int) -> bool:
+        return node not in sites or sites[node].operation in CONVERSIONS
+
     exponentials = [node for node, site in sites.items() if site.operation == "exp"]
-    matmuls = _ends(flow, exponentials, lambda node: node not in sites or sites[node].operation not in MATMULS)
-    return {node for node in matmuls if not sites[node].takes_parameter}
+    differences = [node for node in _ends(flow, exponentials, is_converted) if sites[node].operation == "sub"]
+    # The largest element is selected from the operand, so both operands of the subtraction come from the same result.
+    shifted = [node for node in differences if len(_ends(flow, [node], is_converted)) == 1]
+    matmuls = _ends(flow, shifted, lambda node: node not in sites or sites[node].operation not in MATMULS)
+    return {node for node in matmuls if not (sites[node].takes_parameter or sites[node].is_gram)}
 
 
 def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
@@ -147,6 +158,11 @@ def suggestion_for(
         `sources_of_rounding`.
     """
     is_backward, operation = site.location.is_backward, site.derivative_of
+    if measured.nan and not measured.overflow and site.operation == "div":
+        return (
+            "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or infinity by "
+            "infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its norm."
+        )
     if measured.nan and not measured.overflow:
         return (
             "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm "

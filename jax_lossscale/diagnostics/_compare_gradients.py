@@ -24,7 +24,7 @@ from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
-from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
+from jax_lossscale.diagnostics._report import Progress, Report, percent_of_error, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import trace_gradients
 
 
@@ -106,6 +106,8 @@ class GradientComparison(Report[LeafGradientError]):
                 "*: Even in float32, rounding errors change this gradient by more than 5%, so its errors are "
                 "meaningless."
             )
+        if any("-" in row for row in self._rows()):
+            lines.append("-: This error is above 1000%.")
         lines.append(
             "Relative error of the gradients, for the loss scales at which it changes (lost: nonzero elements that "
             "become zero):"
@@ -120,7 +122,7 @@ class GradientComparison(Report[LeafGradientError]):
 
         def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
             numbers = [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"]
-            errors = ("overflow" if leaf.nonfinite[n] else percent(leaf.relative_error[n]) for n in shown)
+            errors = ("overflow" if leaf.nonfinite[n] else percent_of_error(leaf.relative_error[n], "-") for n in shown)
             return [name, shape, *numbers, *errors]
 
         rows = [["leaf", "shape", "largest", "smallest", *(power_of_two(self.loss_scales[n]) for n in shown)]]
@@ -163,7 +165,8 @@ def compare_gradients(
     Args:
       fun: a scalar-valued function that casts to ``dtype`` internally, as it does in the training step.
       *args: the positional arguments of ``fun``: the float32 parameters (or a whole model) and one batch. Leaves that
-        have no gradients, such as functions, random keys and counters, are passed to ``fun`` unchanged.
+        have no gradients, such as functions, random keys and counters, and nnx variables that are not parameters, such
+        as batch statistics, are passed to ``fun`` unchanged.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype that ``fun`` uses.

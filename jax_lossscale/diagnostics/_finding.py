@@ -16,7 +16,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
 from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
-from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, power_of_two
+from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
@@ -83,6 +83,7 @@ class Finder:
                 f"training also diverges in float32, and {self._dtype} is not the cause. Check the learning rate and "
                 "the sign of the loss.",
             )
+        sentences += [_of_half_parameters(*of_dtype) for of_dtype in self._gradients.half_parameters.items()]
         if not is_in_vain:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
@@ -259,7 +260,8 @@ class Finder:
             start = 1.0
         at = errors.scales.index(start)
         matmuls = f"with {counted.half_matmuls} of {counted.matmuls} matmuls "
-        sentence = f"Training {matmuls * (counted.half_matmuls < counted.matmuls)}in {self._dtype} will work"
+        training = "With float32 parameters, training" if self._gradients.half_parameters else "Training"
+        sentence = f"{training} {matmuls * (counted.half_matmuls < counted.matmuls)}in {self._dtype} will work"
         starts = f"Start with a loss scale of {power_of_two(start)}"
         sentences = [f"{sentence}. No loss scale is needed." if start == 1 else f"{sentence}. {starts}."]
         if cause == "backward overflow":
@@ -313,10 +315,25 @@ class Finder:
         elif operation.zero > MANY_ZEROS:
             what = f"most results of {it} become zero"
         elif operation.amplification < ACCUMULATED:
-            what = f"over the iterations of a loop, the error grows to {percent(operation.error)} at {it}"
+            what = f"over the iterations of a loop, the error grows to {percent_of_error(operation.error)} at {it}"
         else:
-            what = f"the error grows from {percent(operation.input_error)} to {percent(operation.error)} at {it}"
+            errors = map(percent_of_error, (operation.input_error, operation.error))
+            what = f"the error grows from {' to '.join(errors)} at {it}"
         return f"{what[0].upper()}{what[1:]}. {operation.suggestion if has_suggestion else ''}".rstrip()
+
+
+def _of_half_parameters(dtype: str, names: Sequence[str]) -> str:
+    """Return sentences about the problems of parameters that are stored in a half-precision dtype."""
+    of_adam = (
+        "In addition, `optax.adam` without `jls.loss_scaled` divides by zero, because its epsilon and the squares of "
+        "small gradients are zero in float16. "
+    )
+    return (
+        f"The following parameters are in {dtype}: {listed([f'`{name}`' for name in names])}. Updates that are smaller "
+        f"than 1/{4 / float(jnp.finfo(dtype).eps):.0f} of a {dtype} parameter are lost. "
+        f"{of_adam * (dtype == 'float16')}Store all trained parameters in float32, and cast them to {dtype} in "
+        "`fun`, for example with `jls.autocast`."
+    )
 
 
 def _paths(leaves: Sequence[LeafGradientError]) -> str:

@@ -149,12 +149,14 @@ class Leaves:
 
 def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
-    leaves = [leaf for _, leaf in with_paths]
+    leaves, are_trained = [leaf for _, leaf in with_paths], nnx_objects.are_trained(argument)
     inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
     arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
     # If an argument contains arrays, its Python floats are not differentiated, because the Python floats in a model are
     # constants, such as a dropout rate.
-    positions = arrays or inexact
+    # If an nnx model contains parameters, its other variables, such as batch statistics, are not differentiated.
+    trained = [n for n in arrays if are_trained[n]]
+    positions = trained or arrays or inexact
 
     def rebuilt(moved: Leaves) -> Any:
         filled = list(leaves)

@@ -142,6 +142,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
+def percent_of_error(error: float, if_meaningless: str = "more than 1000%") -> str:
+    """Format a relative error as a percentage, or return ``if_meaningless`` for errors above 1000%."""
+    return percent(error) if error <= 10 else if_meaningless
+
+
 def listed(paths: Sequence[str]) -> str:
     """Join the first three paths with commas and "and", followed by the number of remaining paths, if any."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)

@@ -60,6 +60,7 @@ class Site(NamedTuple):
       derivative_of: the operation whose derivative this operation computes, if it is part of the forward pass.
       parameter: the parameter that was most recently used in the computation of the result.
       takes_parameter: whether an operand is a parameter, possibly rearranged or cast.
+      is_gram: whether the operation is a matmul of a matrix and its transpose, possibly cast.
       instance: a label that distinguishes the site from similar sites in the same layer and on the same line.
     """
 
@@ -69,6 +70,7 @@ class Site(NamedTuple):
     derivative_of: str
     parameter: Parameter | None
     takes_parameter: bool = False
+    is_gram: bool = False
     instance: str = ""
 
 
@@ -136,13 +138,13 @@ class Dataflow(Propagation[Ancestry]):
         # An `integer_pow` in the derivative of a division is reported as a division.
         is_of_division = derivative_of == "div" and name == "integer_pow"
         operation = "div" if is_of_division else _operation(name, operands)
-        takes_parameter = self._takes_parameter(name, nodes, operands)
+        kind = self._takes_parameter(name, nodes, operands), self._is_gram(eqn, nodes)
         moved = moved_operands(eqn) or [range(len(operands) * (name in _UNMEASURED))] * len(eqn.outvars)
         results = []
         for variable, taken in zip(eqn.outvars, moved, strict=True):
             if is_measured(eqn, variable):
                 node = self._node(nodes)
-                self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, takes_parameter)
+                self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, *kind)
                 results.append(computed_here._replace(nodes=frozenset({node})))
             else:
                 # Data movement does not change the origin of a value. If the operands have several origins, the first
@@ -158,6 +160,14 @@ class Dataflow(Propagation[Ancestry]):
             return True
         is_cast = name == "convert_element_type"
         return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
+
+    def _is_gram(self, eqn: Any, nodes: frozenset[int]) -> bool:
+        """Return whether an equation is, or casts, a matmul whose operands are all elements of the same result."""
+        sources = [self.sites[node] for node in nodes & self.sites.keys()]
+        if eqn.primitive.name == "convert_element_type":
+            return any(source.is_gram for source in sources)
+        is_single = is_matmul(eqn) and len(nodes) == 1
+        return is_single and {variable.aval.size for variable in eqn.invars} == {each.aval.size for each in sources}
 
     def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
         """Return the `Parameter` of the results of an equation, given the `Parameter` objects of its operands."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jax_lossscale._autocast.matmuls import TracedMatmuls
-from jax_lossscale._program.jaxpr import Traced, half_dtypes
+from jax_lossscale._program.jaxpr import Traced, half_dtypes, is_half
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics._matmuls import Float32Origin, MatmulSummary, float32_origins, summary_of
@@ -63,6 +63,16 @@ class TracedGradients:
         """The names of the differentiated inputs, in the order of the gradients."""
         named = self.call.named_leaves()
         return [name for position in self.call.positions for name, _ in named[position]]
+
+    @functools.cached_property
+    def half_parameters(self) -> dict[str, list[str]]:
+        """The names of the half-precision parameters, by the name of their dtype."""
+        named = self.call.named_leaves()
+        names: dict[str, list[str]] = {}
+        for name, leaf in (pair for position in self.call.positions for pair in named[position]):
+            if is_half(leaf):
+                names.setdefault(leaf.dtype.name, []).append(name)
+        return names
 
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:

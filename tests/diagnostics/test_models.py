@@ -8,6 +8,7 @@ import workloads
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report, compare_gradients, range_report
+from jax_lossscale.diagnostics._loss_call import check_call
 
 pytestmark = pytest.mark.ci
 
@@ -33,6 +34,47 @@ def nnx_module():
             return self.norm(self.dropout(jnp.tanh(self.first(x))))
 
     return Model(nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - jnp.roll(x, 1, 0)[:, :1]) ** 2), "first"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_only_the_parameters_of_an_nnx_model_are_differentiated(is_split):
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.cache = nnx.Cache(jnp.ones((1, 8)))
+            self.positions = nnx.data(jnp.ones((1, 8)))  # an array that is not in a variable
+            self.last = nnx.LoRA(8, 2, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.norm(self.first(x)) * self.cache[...] + self.positions)
+
+    definition, state = nnx.split(Model(nnx.Rngs(0)))
+
+    def loss(params, x):
+        model = nnx.merge(definition, params["model"]) if is_split else params["model"]
+        return jnp.mean((params["scale"] * model(x)) ** 2)
+
+    params = {"model": state if is_split else nnx.merge(definition, state), "scale": jnp.ones(())}
+    call = check_call("compare_gradients", loss, (params, X), {}, 0, False)
+    paths = call.args[0].paths
+    for name in "kernel", "bias", "scale", "lora_a", "lora_b":
+        assert any(name in path for path in paths)
+    assert not [path for path in paths for name in ("mean", "var", "cache") if name in path]
+    assert any("positions" in path for path in paths) == is_split
+    assert jnp.isfinite(call.fun(*call.args))
+
+
+def test_variables_of_an_nnx_model_without_parameters_are_differentiated():
+    from flax import nnx
+
+    class Weights(nnx.Variable):
+        """A variable that is not a parameter."""
+
+    call = check_call("compare_gradients", jnp.sum, (Weights(jnp.ones(3)),), {}, 0, False)
+    assert len(call.args[0].paths) == 1
 
 
 def tree_with_none_and_counters():

@@ -257,6 +257,11 @@ def attention_over_heads(params, x):
     return jax.vmap(lambda x: jnp.mean(attention(params, x)))(x.reshape(2, 4, 4)).mean()
 
 
+def fused_attention(params, x):
+    query, key, value = jnp.split(300 * x @ jnp.concatenate(params["attention"], axis=1), 3, axis=1)
+    return jnp.mean(jax.nn.softmax(query @ key.T) @ value)
+
+
 def contrastive(params, x):
     left, right = x @ params["attention"][0], x @ params["attention"][1]
     return jnp.mean(jax.nn.logsumexp((300 * left) @ (300 * right).T, axis=-1))
@@ -271,10 +276,26 @@ def gram_then_classified(params, x):
     return -jnp.mean(jax.nn.log_softmax(jnp.log1p(jnp.abs(y @ y.T)) @ params["mix"])[:, 0])
 
 
+def gram_softmax(params, x):
+    y = 300 * x @ params["attention"][0]
+    return jnp.mean(jax.nn.softmax(y @ y.T)[:, 0])
+
+
+def gram_cast_to_float16(params, x):
+    y = (300 * x @ params["attention"][0]).astype(half)
+    return jnp.mean(jax.nn.softmax(jnp.matmul(y, y.T, preferred_element_type=jnp.float32).astype(half))[:, 0])
+
+
+def gaussian_kernel(params, x):
+    y = 300 * x @ params["attention"][0]
+    squares = jnp.sum(y * y, -1)
+    return jnp.mean(jnp.exp(-1e-5 * (squares[:, None] + squares[None] - 2 * y @ y.T)))
+
+
 PARAMS = {"attention": [workloads.draw(4, 4, seed=n) for n in range(3)], "head": 3 * workloads.draw(4, 3, seed=4)}
 PARAMS["mix"] = workloads.draw(8, 3, seed=5)
-SCORES = (attention, attention_over_heads, contrastive)
-OTHERS = (head_by_parameter, gram_then_classified)
+SCORES = (attention, attention_over_heads, fused_attention, contrastive)
+OTHERS = (head_by_parameter, gram_then_classified, gram_softmax, gram_cast_to_float16, gaussian_kernel)
 
 
 @pytest.mark.parametrize("fun", SCORES + OTHERS)

@@ -5,6 +5,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from lines import line
 from workloads import draw
@@ -177,6 +178,74 @@ def test_only_the_learning_rate_is_mentioned_if_float32_diverges_too():
     assert not [
         words for words in ("Keep the matmul", "Make the operands", "Multiply in", "Compute `") if words in verdict
     ]
+
+
+@pytest.mark.parametrize(("dtype", "fraction"), [(half, "1/4096"), (jnp.bfloat16, "1/512")], ids=str)
+def test_half_precision_parameters_are_named(dtype, fraction):
+    def loss(params, x):
+        return jnp.mean((x.astype(dtype) @ params["kernel"].astype(dtype)).astype(jnp.float32) + params["bias"])
+
+    params = {"kernel": draw(8, 4, seed=1).astype(dtype), "bias": jnp.zeros((1, 4))}
+    report = compare_gradients(loss, params, draw(16, 8, seed=2), dtype=dtype, loss_scales=[1.0])
+    assert report.verdict.startswith(f"With float32 parameters, training in {jnp.dtype(dtype)} will work. ")
+    assert f"in {jnp.dtype(dtype)}: `params['kernel']`. Updates that are smaller than {fraction} of a" in report.verdict
+    assert ("`optax.adam` without `jls.loss_scaled` divides by zero" in report.verdict) == (dtype == half)
+    in_float32 = jls.cast_floating(params, jnp.float32)
+    report = compare_gradients(loss, in_float32, draw(16, 8, seed=2), dtype=dtype, loss_scales=[1.0])
+    assert report.verdict == f"Training in {jnp.dtype(dtype)} will work. No loss scale is needed."
+
+
+def test_adam_divides_by_zero_with_float16_parameters():
+    tx, params = optax.adam(1e-3), jnp.ones(1, half)
+    updates, _ = tx.update(jnp.full(1, 1e-3, half), tx.init(params), params)
+    assert not jnp.isfinite(updates).any()
+
+
+def test_errors_above_1000_percent_are_not_printed():
+    """The gradient of the bias before a batch normalization consists of rounding errors."""
+
+    def loss(params, x):
+        y = x @ params["kernel"] + params["bias"]
+        y = (y - y.mean(0, keepdims=True)) / y.std(0, keepdims=True)
+        return jnp.mean((y - jnp.roll(x, 1, 0)[:, :4]) ** 2)
+
+    params = {"kernel": draw(8, 4, seed=1), "bias": jnp.ones((1, 4))}
+    report = compare_gradients(jls.autocast(loss), params, draw(16, 8, seed=2), loss_scales=[1.0])
+    *_, bias = repr(report).splitlines()
+    assert report[-1].relative_error[0] > 10
+    assert bias.startswith("['bias'] *")
+    assert bias.endswith(" -")
+    assert "\n-: This error is above 1000%.\n" in repr(report)
+
+
+def test_error_above_1000_percent_is_described_in_words():
+    def loss(weights):
+        y = (2049 + 0.05 * weights).astype(half).astype(jnp.float32) - 2049  # float16 rounds the sum to 2050
+        return jnp.mean(y**2)
+
+    assert "to more than 1000% at `sub`" in compare_gradients(loss, jnp.ones(4), loss_scales=[1.0]).verdict
+
+
+def mean_of_an_empty_selection(weights, x):
+    y = x @ weights
+    return jnp.sum(jnp.where(y > 1e4, y, 0)) / jnp.sum(y > 1e4)  # here
+
+
+def mean_of_no_columns(weights, x):
+    return jnp.mean((x @ weights)[:, :0])  # here
+
+
+def zeros_divided_by_their_norm(weights, x):
+    y = 0.0 * (x @ weights)
+    return jnp.mean(y / jnp.linalg.norm(y))  # here
+
+
+@pytest.mark.parametrize("fun", [mean_of_an_empty_selection, mean_of_no_columns, zeros_divided_by_their_norm])
+def test_zero_divided_by_zero_is_reported(fun):
+    verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(16, 8, seed=2), loss_scales=[1.0]).verdict
+    assert f"`div` ({line(fun)}) returns NaN." in verdict
+    assert "Zero is divided by zero" in verdict
+    assert "logarithm" not in verdict
 
 
 def test_table_shows_the_scales_at_which_a_digit_changes():
