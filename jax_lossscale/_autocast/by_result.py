@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.marks import mark_saved
+from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32
@@ -46,7 +46,7 @@ class ByResult(NamedTuple):
             # The rounded result is marked as saved here, because marking the result of `function` would save a second
             # copy.
             rounded = mark_saved(rounded)
-            tangent = self.derivative(rounded.astype(result.dtype), tangents[0])
+            tangent = self.derivative(as_float32(rounded), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
         result, rounded = function(x)

@@ -1,4 +1,4 @@
-"""Two identity primitives of `autocast`: one marks a value as saved, and one rounds a cotangent.
+"""Three identity primitives of `autocast`: they mark a value as saved, preserve a rounding, and round a cotangent.
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
 `jax.ad_checkpoint.checkpoint_name` cannot be transposed.
@@ -6,16 +6,18 @@ New primitives are necessary because a `jax.custom_vjp` function would not suppo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype
-from jax_lossscale._program.primitives import ROUNDED_COTANGENT, SAVED
+from jax_lossscale._program.primitives import ROUNDED, ROUNDED_COTANGENT, SAVED
 
 
 def mark_saved(value: Any) -> Any:
@@ -31,6 +33,20 @@ def is_marked_saved(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive is _saved
 
 
+def as_float32(value: Any) -> Any:
+    """Return a value in float32. If the value is in half precision, prevent XLA from omitting its rounding.
+
+    By default, XLA may remove a cast to half precision that is followed by a cast back to float32 (option
+    ``xla_allow_excess_precision``). The forward pass would then use the unrounded value, but the backward pass the
+    rounded value that was saved. For example, the derivative of a softmax could be computed from the sum of the
+    exponentials of the unrounded logits and from the exponentials of the rounded logits. Because the float32 value is
+    rounded again, both passes use the same number.
+    """
+    dtype, value = getattr(value, "dtype", None), as_dtype(value, jnp.dtype(jnp.float32))
+    is_constant = not isinstance(value, jax.Array)
+    return value if dtype == jnp.float32 or is_constant else _rounded.bind(value, dtype=dtype)
+
+
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     """Return ``value``; in the backward pass, round its cotangent to ``dtype`` once for all uses of the cotangent.
 
@@ -39,10 +55,19 @@ def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     computes the gradient of the bias then reads the same rounded cotangent, so no float32 cotangent is written to
     memory.
     """
-    return _rounded.bind(value, dtype=dtype)
+    return _rounded_cotangent.bind(value, dtype=dtype)
 
 
-def _round(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
+def _round_again(value: Any, *, dtype: jnp.dtype) -> jax.Array:
+    """Return a float32 value, rounded to the number of significant bits of ``dtype``.
+
+    The exponent keeps its 8 bits, because `jax.lax.reduce_precision` would replace the subnormal numbers of float16 by
+    zero.
+    """
+    return jax.lax.reduce_precision(value, jnp.finfo(jnp.float32).nexp, jnp.finfo(dtype).nmant)
+
+
+def _round_cotangent(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
     # The optimization barrier prevents the compiler from using the unrounded value.
@@ -60,7 +85,18 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
+def _differentiate(
+    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    """Apply an identity primitive to the primal value, but not to its tangent."""
+    return primitive.bind(*primals, **params), tangents[0]
+
+
 _saved = identity(SAVED, lambda cotangent, value: [cotangent])
-_rounded = identity(ROUNDED_COTANGENT, _round)
-# The derivative of `mark_saved` marks only the primal value, because tangents are not saved.
-ad.primitive_jvps[_saved] = lambda primals, tangents: (_saved.bind(*primals), tangents[0])
+_rounded = identity(ROUNDED, lambda cotangent, value, dtype: [cotangent])
+_rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
+mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
+# Tangents are neither saved nor rounded again.
+for _primitive in (_saved, _rounded):
+    ad.primitive_jvps[_primitive] = functools.partial(_differentiate, _primitive)
+jet.deflinear(_rounded)

@@ -16,7 +16,7 @@ from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
-from jax_lossscale._autocast.marks import is_marked_saved, mark_saved, with_rounded_cotangent
+from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.plan import (
     FOLLOWING,
     CallPlan,
@@ -78,10 +78,17 @@ class Rewriting:
           are_half: for each result, whether a float32 result is returned in half precision instead.
         """
         are_half = are_half or [False] * len(closed.out_avals)
-        return [
-            as_declared(value, with_dtype(aval, self.dtype) if is_half else aval) if hasattr(aval, "dtype") else value
-            for value, aval, is_half in zip(self._outputs(plan, inputs), closed.out_avals, are_half, strict=True)
-        ]
+
+        def declared(value: Any, aval: Any, is_half: bool) -> Any:
+            if is_float32(aval):
+                return (
+                    as_declared(value, with_dtype(aval, self.dtype))
+                    if is_half
+                    else as_declared(as_float32(value), aval)
+                )
+            return as_declared(value, aval) if hasattr(aval, "dtype") else value
+
+        return list(map(declared, self._outputs(plan, inputs), closed.out_avals, are_half))
 
     def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a graph, in the dtypes in which the plan stores them."""
@@ -120,7 +127,7 @@ class Rewriting:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
             with in_context(node.eqn, node.within, num_scopes):
                 for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
-                    values[value] = as_dtype(values[value], _FLOAT32)
+                    values[value] = as_float32(values[value])
                 if node_plan.kind is NodeKind.CALL:
                     are_half: Sequence[bool] = plan.calls[position].operands
                 else:
@@ -147,7 +154,7 @@ class Rewriting:
         if not (is_upcast and node_plan.kind in FOLLOWING):
             array = self._as_stored(plan, value_id, array)
         array = _marked_if_saved(segment, Value(value_id), array)
-        return as_dtype(array, _FLOAT32) if is_upcast else array
+        return as_float32(array) if is_upcast else array
 
     def _operands(
         self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
@@ -163,7 +170,7 @@ class Rewriting:
                 rounding = Value(atom, is_rounding=True)
                 array = _marked_if_saved(segment, rounding, as_dtype(values.get(rounding, array), self.dtype))
             if is_float32(variable.aval):
-                array = as_dtype(array, self.dtype if is_half else _FLOAT32)
+                array = as_dtype(array, self.dtype) if is_half else as_float32(array)
             operands.append(array)
         return operands
 

@@ -137,8 +137,11 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
     differentiated. If several matmuls use a value, the results of their backward matmuls are then added in float32. In
     the usual order, they are added in ``dtype`` if the value is cast only once.
 
-    XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``, which is on by default). Results
-    can therefore be more accurate than described here and can differ slightly with and without `jax.jit`.
+    By default, XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``). If the forward pass
+    then uses an unrounded number but the backward pass a rounded one, the gradient is wrong. `autocast` therefore
+    rounds each value again where it casts the value from ``dtype`` to float32, so that both passes use the same number,
+    with and without `jax.jit`. Casts in ``fun``, operands of matmuls and cotangents are not rounded again, so results
+    can still differ slightly with and without `jax.jit`.
 
     The page "How autocast works" explains which values are saved for the backward pass, and which sums are computed in
     float32.

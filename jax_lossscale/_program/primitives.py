@@ -13,9 +13,10 @@ from typing import Any
 from jax_lossscale._program.jaxpr import size_of_shape
 
 # The primitives that `autocast` defines.
-FLOAT32_RESULT_MATMUL, SAVED, ROUNDED_COTANGENT, IN_HALF = (
+FLOAT32_RESULT_MATMUL, SAVED, ROUNDED, ROUNDED_COTANGENT, IN_HALF = (
     "float32_result_matmul",
     "saved",
+    "rounded",
     "rounded_cotangent",
     "in_half",
 )
@@ -42,7 +43,7 @@ PLAIN_DATA_MOVEMENT = (
         "split squeeze stack stage stop_gradient transpose unstack"
     )
     | PLACEMENTS
-    | {SAVED}
+    | {SAVED, ROUNDED}
 )
 # Data movement that may replicate a number. The backward pass of replication is arithmetic, because it sums the
 # cotangents of all copies.

@@ -214,8 +214,9 @@ def compare_gradients(
       - If the error of all leaves together is small, but the error of some leaves is 1, these leaves receive no
         gradients.
 
-      Two programs are compiled: the function, with the loss scale as an argument, and the reference. The function is
-      compiled without excess precision, so every operation rounds its result to its own dtype.
+      Two programs are compiled: the function, with the loss scale as an argument, and the reference. Both are compiled
+      with the default options of XLA, like the program of the user. XLA may therefore omit the rounding of an
+      intermediate result.
 
       By default, the float32 gradients are computed twice, and the half-precision gradients at most 15 times. Widely
       spaced loss scales are compared first. Additional loss scales are compared only between those at which the errors

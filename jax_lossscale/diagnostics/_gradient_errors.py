@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.jaxpr import Traced, is_half
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
@@ -404,10 +404,15 @@ def errors_by_scale(
         """Return the value, the gradients of small leaves, and the errors of large leaves."""
         outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
         value, leaves = value_and_leaves(program.filled(outputs)[0], call.has_aux)
-        errors = {path: _measure_errors(leaves.pop(path), *of_exact, scale) for path, of_exact in large.items()}
+        errors = {}
+        for path, of_exact in large.items():
+            leaf = leaves.pop(path)
+            # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
+            leaf = jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
+            errors[path] = _measure_errors(leaf, *of_exact, scale)
         return value, leaves, errors
 
-    compiled = jax.jit(evaluated, compiler_options={"xla_allow_excess_precision": False})
+    compiled = jax.jit(evaluated)
     # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value
     # is NaN.
     values, measured, run_time_errors = {-1: math.nan}, dict[int, list[Measurement]](), dict[int, str]()

@@ -31,7 +31,7 @@ from jax_lossscale._program.jaxpr import (
     is_half,
     is_reference,
 )
-from jax_lossscale._program.primitives import BITS, OPAQUE, name_in_reports
+from jax_lossscale._program.primitives import BITS, OPAQUE, ROUNDED, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._program.walk import Walk
 
@@ -150,9 +150,11 @@ class Evaluator(Walk[Any]):
         return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == ROUNDED:
+            return list(operands)
         if not half_dtypes(eqn):
             return bind(eqn, operands, eqn.params)
-        name = eqn.primitive.name
         if name in BITS:
             return self._as_it_is(eqn, operands)
         if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):

@@ -34,8 +34,6 @@ from jax_lossscale.diagnostics._report import Progress, off, power_of_two
 MOST_GRADIENTS = 30
 # Number of gradient evaluations reserved for verifying the policy and for determining the reasons for its rules.
 _RESERVED_GRADIENTS = 6
-# Without this compiler option, XLA may remove a cast to half precision that is followed by a cast back to float32.
-_EXACT = {"xla_allow_excess_precision": False}
 # Number of powers of two between the loss scale of a trial and the largest scale at which no gradient overflows. This
 # headroom is necessary because the gradients of other batches may be larger.
 _LOG2_HEADROOM = 1
@@ -149,7 +147,7 @@ class Search:
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
-        self._compiled = jax.jit(self._evaluated, compiler_options=_EXACT)
+        self._compiled = jax.jit(self._evaluated)
 
         # Measure the float32 program without a loss scale. The array of the largest magnitudes has the shape
         # ``[sites, 2 * roles]``. The damage array has the shape ``[sites, 2]``: for each matmul, it contains the
@@ -289,7 +287,7 @@ class Search:
         """
         self.spent += 1
         traced = self._call._replace(fun=autocast(self._call.fun, self.dtype, policy=policy)).scaled()
-        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr), compiler_options=_EXACT)
+        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         scale = policy.loss_scale or 1.0
 
         def run(compare: Callable[[int, Any, dict[str, Any]], None]) -> None:

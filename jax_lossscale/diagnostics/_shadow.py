@@ -268,9 +268,8 @@ class ShadowEvaluator(MeasuringEvaluator):
     def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
         if self._is_compiled or eqn.primitive.name in FOLLOWED:
             return super().gone_into(eqn, inputs)
-        # Loops and conditionals are compiled as a whole. Excess precision is disabled so that XLA rounds the result of
-        # every operation.
-        compiled = jax.jit(partial(super().gone_into, eqn), compiler_options={"xla_allow_excess_precision": False})
+        # Loops and conditionals are compiled as a whole.
+        compiled = jax.jit(partial(super().gone_into, eqn))
         self._is_compiled = True
         outputs, rows = compiled(inputs)
         self._is_compiled = False
@@ -309,7 +308,9 @@ class ShadowEvaluator(MeasuringEvaluator):
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
             return Pair(half, float32, None)
-        return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
+        # Without the barrier, XLA may measure a half-precision value in a loop before the value is rounded.
+        measured = lax.optimization_barrier(half) if is_half(aval) else half
+        return Pair(half, float32, _measured(measured, float32, self._limits, is_half(aval)))
 
 
 @partial(jax.jit, static_argnums=(2, 3))

@@ -1,0 +1,60 @@
+"""Reports describe programs as XLA compiles them by default, without the rounding that XLA omits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_lossscale as jls
+from jax_lossscale.diagnostics import compare_gradients, find_precision, range_report
+
+pytestmark = pytest.mark.as_for_users
+
+RANDOM = np.random.default_rng(0)
+X, W = jnp.float32(RANDOM.normal(size=(64, 32))), jnp.float32(4 * RANDOM.normal(size=(32, 128)))
+TARGETS = RANDOM.integers(0, 128, size=(64, 1))
+
+
+def cross_entropy(w, x, dtype=jnp.bfloat16):
+    """Return a loss with manual casts. If it is compiled, XLA does not round the logits."""
+    logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS, 1))
+
+
+def in_float32(w, x):
+    return cross_entropy(w, x, jnp.float32)
+
+
+def error_of(grad):
+    exact = jax.grad(in_float32)(W, X)
+    return float(jnp.linalg.norm(grad(W, X) - exact) / jnp.linalg.norm(exact))
+
+
+def test_compare_gradients_prints_the_error_of_the_compiled_program():
+    grad = jax.grad(cross_entropy)
+    compiled, rounded = error_of(jax.jit(grad)), error_of(grad)
+    assert compiled < 0.7 * rounded
+    report = compare_gradients(cross_entropy, W, X, dtype=jnp.bfloat16)
+    np.testing.assert_allclose(report.total.relative_error, compiled, rtol=0.1)
+
+
+def test_find_precision_measures_the_compiled_program():
+    compiled, rounded = error_of(jax.jit(jax.grad(cross_entropy))), error_of(jax.grad(cross_entropy))
+    loss = jls.in_half(lambda w, x: cross_entropy(w, x, w.dtype), fallback=in_float32)
+    policy = find_precision(loss, W, X, dtype=jnp.bfloat16, tolerance=(compiled + rounded) / 2)
+    assert not policy.rules
+
+
+def test_range_report_measures_loops_as_they_are_compiled():
+    """The products are exact in float32, and XLA does not round them to bfloat16."""
+    x, w = (jnp.float32(RANDOM.integers(-64, 64, shape) / 16) for shape in ((8, 32), (32, 8)))
+
+    def loss(w):
+        def step(total, _):
+            product = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+            return total + jnp.sum(jnp.sin(4 * product)), None
+
+        return jax.lax.scan(step, jnp.float32(0), None, 2)[0]
+
+    report = range_report(loss, w, dtype=jnp.bfloat16)
+    assert max(operation.error for operation in report.operations) < 0.01
