@@ -141,10 +141,19 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks, gradient_scale: 
     # The scale is lowered after an overflow even if `skip_if` is true. Otherwise, a condition that is true whenever the
     # gradients overflow, such as a limit on the gradient norm, would prevent the scale from ever being lowered.
     allowed = None if allowed is None else allowed | ~grads_finite
-    # An overflow at a higher scale than that of the state is no reason to lower the scale of the state.
-    is_evidence = None if gradient_scale is None else grads_finite | (gradient_scale <= loss_scale())
-    reacts = _all(value_finite, allowed, is_evidence)
+    reacts = _all(value_finite, allowed, _is_conclusive(grads_finite, gradient_scale, loss_scale()))
     return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
+
+
+def _is_conclusive(grads_finite: jax.Array, gradient_scale: jax.Array | None, scale: jax.Array) -> jax.Array | None:
+    """Return whether a step at one scale shows how gradients behave at another scale, or ``None`` if the two are equal.
+
+    Finite gradients at a lower scale can still overflow at ``scale``, and gradients that overflow at a higher scale can
+    be finite at ``scale``.
+    """
+    if gradient_scale is None:
+        return None
+    return jnp.where(grads_finite, gradient_scale >= scale, gradient_scale <= scale)
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
