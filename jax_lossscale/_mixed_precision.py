@@ -1,8 +1,8 @@
 """`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
 
 In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
-they must use the same loss scale. The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the
-arguments of every compiled function that uses them. References cannot be used in `jax.pmap` or `jax.shard_map`. In
+they must use the same loss scale. The current scale is therefore stored in a reference (`jax.Ref`), which JAX adds to
+the arguments of every compiled function that uses it. References cannot be used in `jax.pmap` or `jax.shard_map`. In
 these transformations, `MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it
 available to the loss function while the step is traced.
 """
@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, ClassVar, Never, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, Never, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +75,9 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices,
-        `jax.set_mesh` is not used, and the parameters are not yet on these devices in ``mp.optimizer.init``, for
-        example because ``init`` is called inside `jax.jit`. If the mesh is missing, JAX raises the error "Received
-        incompatible devices for jitted computation".
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, but not on
+        all devices in the order of `jax.make_mesh`, and if neither `jax.set_mesh` nor the parameters that are passed to
+        ``mp.optimizer.init`` determine these devices.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -113,25 +112,28 @@ class MixedPrecision:
       >>> jls.metrics(opt_state)["skipped_steps"]
       Array(0, dtype=int32)
 
-    **Details.** The loss scale is stored twice: in the state of the optimizer, and in references that ``mp.loss``
-    reads. Each update continues from the loss scale at which the gradients were computed, and writes the next loss
-    scale to both places.
+    **Details.** The loss scale is in the state of the optimizer. Each update also writes the scale of the next step to
+    a reference, which ``mp.loss`` reads.
 
-    - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
-      restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
-      are rounded to zero at the initial scale. This can only affect the first step.
+    - **Restart.** If the state is replaced, for example by a checkpoint, the gradients of the next step are still
+      computed at the previous scale. After a restart, this is the initial scale. The update of this step does not
+      change a lower scale because of an overflow, or a higher scale because of finite gradients. The following steps
+      use the scale of the new state. The gradients are unscaled, so the first step depends on the scale only if the
+      gradients overflow or are rounded to zero.
     - **Both lines.** A warning is emitted if ``mp.optimizer.update`` is called before any function returned by
-      ``mp.loss``.
-    - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
-      share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
+      ``mp.loss``, or if such a function is differentiated before ``mp.optimizer.init`` is called.
+    - **One object per optimizer.** Use a separate `MixedPrecision` for each optimizer. ``mp.optimizer.init`` can be
+      called several times, but only one of its states can be trained, because ``mp.loss`` uses the loss scale of the
+      last update.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
-      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
+      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the reference. Use
       `autocast` in the other thread. Also use `autocast` to export a function for inference, because `jax.export` does
       not support references.
     - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
-      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
+      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``. If a trainer discards the new optimizer state
+      after an overflow, it also discards the lower loss scale, so turn this setting off.
     - **Float32 parameters.** Use float32 parameters. `autocast` casts them to float16 where possible. It does not
       change operations on bfloat16 values. The gradients of float16 parameters are float16 arrays, so small unscaled
       gradients are rounded to zero. ``mp.optimizer.init`` warns about float16 parameters. If ``dtype`` is float16, it
@@ -139,9 +141,10 @@ class MixedPrecision:
     - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
       of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
       call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
-    - **Devices.** The references are created on the devices of ``mesh``, of the parameters in ``mp.optimizer.init``, or
-      of the mesh of `jax.set_mesh`, whichever is known first. They cannot be moved, so use one object on one device or
-      one mesh only.
+    - **Devices.** The reference is created in the first call of ``mp.loss(fun)``, on the devices of `jax.set_mesh`, of
+      ``mesh``, of the parameters in ``mp.optimizer.init``, or of the arguments. A traced argument determines only the
+      number of devices, so these must be all devices. The reference cannot be moved, so use one object on one device or
+      one mesh only. If JAX raises the error "Received incompatible devices for jitted computation", pass ``mesh``.
     """
 
     def __init__(
@@ -278,52 +281,18 @@ class MixedPrecision:
         )
 
 
-class _Source(Protocol):
-    """The place from which a function returned by `MixedPrecision.loss` reads the loss scale."""
+class _Value:
+    """A loss scale that needs no reference.
 
-    def read(self) -> LossScale:
-        """Return the loss scale for a backward pass."""
-
-    def gradient_scale(self, of_state: LossScale) -> jax.Array | None:
-        """Return the scale at which the gradients of the current update were computed.
-
-        The result is ``None`` if the gradients were computed at the loss scale in the state of the optimizer.
-        """
-
-    def write(self, loss_scale: LossScale) -> None:
-        """Store the loss scale of the next step."""
-
-
-class _Constant:
-    """A loss scale without arrays, such as a `NoOpLossScale`. It never changes."""
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-
-    def read(self) -> LossScale:
-        return self._loss_scale
-
-    def gradient_scale(self, of_state: LossScale) -> None:
-        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
-            raise ValueError(
-                f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
-                f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
-            )
-
-    def write(self, loss_scale: LossScale) -> None:
-        pass
-
-
-class _Argument:
-    """The loss scale in the arguments of a function returned by `MixedPrecision.step`.
-
-    The function returns the next loss scale as part of the state, so nothing is written.
+    It is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned by
+    `MixedPrecision.step`. This function returns the next loss scale as part of the state, so nothing is written.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
         self._loss_scale = loss_scale
 
     def read(self) -> LossScale:
+        """Return the loss scale for a backward pass."""
         if is_frozen(self._loss_scale):
             raise ValueError(
                 "`MixedPrecision.step(train_step=...)` got a compiled function, in which the loss scale would be a "
@@ -332,10 +301,15 @@ class _Argument:
         return self._loss_scale
 
     def gradient_scale(self, of_state: LossScale) -> None:
-        pass
+        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
+        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
+            raise ValueError(
+                f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
+                f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
+            )
 
     def write(self, loss_scale: LossScale) -> None:
-        pass
+        """Do nothing."""
 
 
 class _Reference:
@@ -346,15 +320,19 @@ class _Reference:
         self.num_devices = len(scale.sharding.device_set)
 
     def read(self) -> LossScale:
+        """Return the loss scale for a backward pass."""
         # The constructor of `FixedLossScale` would reject a scale below 1.
         fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
         return fixed
 
     def gradient_scale(self, of_state: LossScale) -> jax.Array:
+        """Return the scale at which the gradients of the current update were computed."""
+        del of_state
         scale: jax.Array = self._ref[...]
         return scale
 
     def write(self, loss_scale: LossScale) -> None:
+        """Store the scale of the next step."""
         self._ref[...] = _unbatched(jnp.asarray(loss_scale(), jnp.float32))
 
 
@@ -366,7 +344,7 @@ def _unbatched(scale: jax.Array) -> jax.Array:
 
 @_unbatched.def_vmap
 def _raise_error(axis_size: int, in_batched: Any, scale: jax.Array) -> NoReturn:
-    # JAX calls this function also if `jax.vmap` is applied to a loop that was traced before.
+    # JAX also calls this function if `jax.vmap` is applied to a loop whose body contains the update.
     del axis_size, in_batched, scale
     raise ValueError(
         "Inside `jax.vmap`, `MixedPrecision` cannot store the loss scale without `MixedPrecision.step`. "
@@ -384,13 +362,13 @@ class _SharedLossScale:
 
     def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
         self.initial = initial
-        self._of_step: contextvars.ContextVar[_Argument | None] = contextvars.ContextVar("of_step", default=None)
+        self._of_step: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("of_step", default=None)
         self._reference: _Reference | None = None
         self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
         self.is_read = False
         self.is_initialized = False
 
-    def source(self, method: str, arguments: Any) -> _Source:
+    def source(self, method: str, arguments: Any) -> _Value | _Reference:
         """Return the source of the loss scale.
 
         Args:
@@ -401,7 +379,7 @@ class _SharedLossScale:
         if of_step is not None:
             return of_step
         if not jax.tree.leaves(self.initial):
-            return _Constant(self.initial)
+            return _Value(self.initial)
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes:
             raise ValueError(
@@ -439,7 +417,7 @@ class _SharedLossScale:
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
         """Inside the ``with`` block, use ``loss_scale`` and ignore the scale that is stored in the reference."""
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
-        token = self._of_step.set(_Argument(loss_scale))
+        token = self._of_step.set(_Value(loss_scale))
         try:
             # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
             with _in_step(object() if is_traced else self):
@@ -468,15 +446,15 @@ class _SharedLossScale:
         known = self._placement
         if mesh is None:
             return NamedSharding(known, PartitionSpec()) if isinstance(known, Mesh) else known
-        if isinstance(known, Mesh) and known.size == mesh.size:
-            mesh = known
-        elif not isinstance(mesh, Mesh):
-            # Traced arrays have an abstract mesh without devices.
-            if mesh.size != jax.device_count():
+        if not isinstance(mesh, Mesh):  # Traced arrays have an abstract mesh without devices.
+            if isinstance(known, Mesh) and known.size == mesh.size:
+                mesh = known
+            elif mesh.size == jax.device_count():
+                mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+            else:
                 raise ValueError(
                     f"`MixedPrecision` cannot determine the {mesh.size} devices of the training step. {_PASS_MESH}"
                 )
-            mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
         return NamedSharding(mesh, PartitionSpec())
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
