@@ -32,10 +32,10 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
-def check_function(value: Any, name: str) -> None:
-    """Raise a `ValueError` that names the argument if ``value`` is not callable."""
+def check_function(value: Any, name: str, fix: str = "") -> None:
+    """Raise a `ValueError` that names the argument, and the fix if there is one, if ``value`` is not callable."""
     if not callable(value):
-        raise ValueError(f"`{name}` must be a function, got {shown(value)}.")
+        raise ValueError(f"`{name}` must be a function, got {shown(value)}. {fix}".rstrip())
 
 
 def shown(value: Any) -> str:

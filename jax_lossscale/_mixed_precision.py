@@ -1,8 +1,8 @@
 """`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
 
 In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
-they must use the same loss scale. The loss scale is therefore stored in references (`jax.Ref`), which JAX adds to the
-arguments of every compiled function that uses them. References cannot be used in `jax.pmap` or `jax.shard_map`. In
+they must use the same loss scale. The current scale is therefore stored in a reference (`jax.Ref`), which JAX adds to
+the arguments of every compiled function that uses it. References cannot be used in `jax.pmap` or `jax.shard_map`. In
 these transformations, `MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it
 available to the loss function while the step is traced.
 """
@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Never, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ from jax_lossscale import _compat, _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.warn import is_frozen
-from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._gradients.warn import is_frozen, warn_if_half
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
@@ -46,6 +46,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _in_step = _compat.new_cache_context()
 
 _USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
+
+_PASS_MESH = "Create `MixedPrecision(optimizer, mesh=mesh)` with the mesh of the training step."
 
 
 class MixedPrecision:
@@ -73,10 +75,9 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices,
-        `jax.set_mesh` is not used, and the parameters are not yet on these devices in ``mp.optimizer.init``, for
-        example because ``init`` is called inside `jax.jit`. If the mesh is missing, JAX raises the error "Received
-        incompatible devices for jitted computation".
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, but not on
+        all devices in the order of `jax.make_mesh`, and if neither `jax.set_mesh` nor the parameters that are passed to
+        ``mp.optimizer.init`` determine these devices.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -111,25 +112,28 @@ class MixedPrecision:
       >>> jls.metrics(opt_state)["skipped_steps"]
       Array(0, dtype=int32)
 
-    **Details.** The loss scale is stored twice: in the state of the optimizer, and in references that ``mp.loss``
-    reads. Each update continues from the loss scale at which the gradients were computed, and writes the next loss
-    scale to both places.
+    **Details.** The loss scale is in the state of the optimizer. Each update also writes the scale of the next step to
+    a reference, which ``mp.loss`` reads.
 
-    - **Restart.** After a restart, ``mp.loss`` uses the initial scale until the first update, and the scale of the
-      restored state afterwards. The gradients are unscaled, so they do not depend on the scale, unless they overflow or
-      are rounded to zero at the initial scale. This can only affect the first step.
+    - **Restart.** If the state is replaced, for example by a checkpoint, the gradients of the next step are still
+      computed at the previous scale. After a restart, this is the initial scale. The update of this step does not
+      change a lower scale because of an overflow, or a higher scale because of finite gradients. The following steps
+      use the scale of the new state. The gradients are unscaled, so the first step depends on the scale only if the
+      gradients overflow or are rounded to zero.
     - **Both lines.** A warning is emitted if ``mp.optimizer.update`` is called before any function returned by
-      ``mp.loss``.
-    - **One object per optimizer.** ``mp.optimizer.init`` can be called several times. However, all states of one object
-      share one loss scale. Use one `MixedPrecision` for each optimizer whose loss function is different.
+      ``mp.loss``, or if such a function is differentiated before ``mp.optimizer.init`` is called.
+    - **One object per optimizer.** Use a separate `MixedPrecision` for each optimizer. ``mp.optimizer.init`` can be
+      called several times, but only one of its states can be trained, because ``mp.loss`` uses the loss scale of the
+      last update.
     - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
-      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the references. Use
+      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the reference. Use
       `autocast` in the other thread. Also use `autocast` to export a function for inference, because `jax.export` does
       not support references.
     - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
       gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
       so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
-      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``.
+      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``. If a trainer discards the new optimizer state
+      after an overflow, it also discards the lower loss scale, so turn this setting off.
     - **Float32 parameters.** Use float32 parameters. `autocast` casts them to float16 where possible. It does not
       change operations on bfloat16 values. The gradients of float16 parameters are float16 arrays, so small unscaled
       gradients are rounded to zero. ``mp.optimizer.init`` warns about float16 parameters. If ``dtype`` is float16, it
@@ -137,9 +141,10 @@ class MixedPrecision:
     - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
       of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
       call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
-    - **Devices.** The references are created on the devices of ``mesh``, of the parameters in ``mp.optimizer.init``, or
-      of the mesh of `jax.set_mesh`, whichever is known first. They cannot be moved, so use one object on one device or
-      one mesh only.
+    - **Devices.** The reference is created in the first call of ``mp.loss(fun)``, on the devices of `jax.set_mesh`, of
+      ``mesh``, of the parameters in ``mp.optimizer.init``, or of the arguments. A traced argument determines only the
+      number of devices, so these must be all devices. The reference cannot be moved, so use one object on one device or
+      one mesh only. If JAX raises the error "Received incompatible devices for jitted computation", pass ``mesh``.
     """
 
     def __init__(
@@ -164,30 +169,67 @@ class MixedPrecision:
         wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
-    def loss(self, fun: _Function) -> _Function:
+    def loss(self, fun: _Function, *arguments: Never, **keywords: Never) -> _Function:
         """Return a function that computes the values and gradients of ``fun`` in half precision.
 
         Args:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
+          arguments: not supported. If `loss` is called with the arguments of a loss function, the error message shows
+            the fix.
+          keywords: not supported, as ``arguments``.
 
         Returns:
           A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
           backward pass runs at the current loss scale, and its gradients are unscaled.
 
         Raises:
+          TypeError: if `loss` is called with more than one argument.
           ValueError: if ``fun`` is not callable. The returned function raises a `ValueError` if it is called in
             `jax.pmap` or `jax.shard_map` and the training step is not wrapped in `step`.
+
+        Warns:
+          UserWarning: if the returned function is differentiated and ``mp.optimizer.init`` has not been called.
         """
-        check_function(fun, "MixedPrecision.loss(fun=...)")
+        fix = "Pass `mp.loss(loss_fn)` to the trainer instead of `mp.loss`."
+        if arguments or keywords:
+            raise TypeError(f"`MixedPrecision.loss` takes one argument, the loss function. {fix}")
+        check_function(fun, "MixedPrecision.loss(fun=...)", fix)
         half = autocast(fun, self._dtype, policy=self._policy)
 
         @wraps(fun)
         def loss(*args: Any, **kwargs: Any) -> Any:
-            return scaled_backward(half, self._shared.read())(*args, **kwargs)
+            self._shared.is_read = True
+            loss_scale = self._shared.source("loss", (args, kwargs)).read()
+            result = scaled_backward(half, loss_scale)(*args, **kwargs)
+            warn_if_half(result, self._shared.initial)  # The reference contains only the current scale.
+            return result if self._shared.is_initialized else self._with_warning(result)
 
         return loss  # type: ignore[return-value]
+
+    def _with_warning(self, result: Any) -> Any:
+        """Return ``result``, and emit a warning if it is differentiated before ``mp.optimizer.init`` is called."""
+        if not self._shared.initial.skip_nonfinite:
+            return result
+
+        @jax.custom_jvp
+        def identity(leaf: jax.Array) -> jax.Array:
+            return leaf
+
+        @identity.defjvp
+        def differentiate(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            if not self._shared.is_initialized:
+                warn_user(
+                    "A function returned by `MixedPrecision.loss` is differentiated, but `MixedPrecision.optimizer` "
+                    "has not been initialized. Pass `mp.optimizer` from the same `MixedPrecision` object to the "
+                    "trainer. A plain optimizer does not skip steps whose gradients overflow, so all parameters can "
+                    "become NaN. If the state of `mp.optimizer` was restored without `mp.optimizer.init`, ignore this "
+                    "warning."
+                )
+            return primals[0], tangents[0]
+
+        return _tree.map_inexact(lambda leaves: list(map(identity, leaves)), result)
 
     def step(self, train_step: _Function, path: str | None = None) -> _Function:
         """Return a training step that finds the loss scale in its arguments and passes it to the loss function.
@@ -239,85 +281,143 @@ class MixedPrecision:
         )
 
 
-class _SharedLossScale:
-    """The loss scale shared by the loss function and the optimizer of a `MixedPrecision`."""
+class _Value:
+    """A loss scale that needs no reference.
 
-    def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
-        self._initial = initial
-        self._of_step: contextvars.ContextVar[LossScale | None] = contextvars.ContextVar("of_step", default=None)
-        self._references: list[Any] | None = None
-        self._device: Any = None
-        self.is_read = False  # whether a function returned by `MixedPrecision.loss` was called or traced
-        if mesh is not None:
-            self._create_references(mesh)
+    It is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned by
+    `MixedPrecision.step`. This function returns the next loss scale as part of the state, so nothing is written.
+    """
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self._loss_scale = loss_scale
 
     def read(self) -> LossScale:
         """Return the loss scale for a backward pass."""
-        self.is_read = True
-        of_step = self._of_step.get()
-        if of_step is None:
-            return self._initial if not self._leaves() else self._loss_scale(self._refs("loss")[1:])
-        if is_frozen(of_step):
+        if is_frozen(self._loss_scale):
             raise ValueError(
                 "`MixedPrecision.step(train_step=...)` got a compiled function, in which the loss scale would be a "
                 "constant. Wrap the function before it is compiled: `jax.jit(mp.step(train_step))`."
             )
-        return of_step
+        return self._loss_scale
 
-    def of_gradients(self, of_state: LossScale) -> LossScale:
-        """Return the loss scale that an update of the optimizer uses and then adjusts.
-
-        After the first update, the shared loss scale, at which the gradients were computed, is returned. Before the
-        first update, the loss scale in the optimizer state is returned, because the state may have been restored from a
-        checkpoint.
-        """
-        if self._of_step.get() is not None or not self._leaves():
-            return of_state
-        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._initial)}) > 1:
+    def gradient_scale(self, of_state: LossScale) -> None:
+        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
+        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
             raise ValueError(
-                f"`MixedPrecision(loss_scale={self._initial!r})` got a state with a different loss scale, "
+                f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
                 f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
             )
-        is_written, *references = self._refs("optimizer.update")
-        shared = self._loss_scale(references)
-        return jax.tree.map(lambda a, b: jnp.where(is_written[...], a, b), shared, of_state)
 
     def write(self, loss_scale: LossScale) -> None:
-        """Store the loss scale for the next step."""
-        if self._of_step.get() is not None or not self._leaves():
-            return
-        values = [True, *jax.tree.leaves(loss_scale)]
-        for reference, value in zip(self._refs("optimizer.update"), values, strict=True):
-            try:
-                reference[...] = jnp.asarray(value, reference.dtype)
-            except Exception as error:  # JAX raises a plain `Exception` inside `jax.vmap` and during differentiation.
-                raise ValueError(
-                    "Inside a JAX transformation such as `jax.vmap`, `MixedPrecision` cannot store the loss scale "
-                    f"without `MixedPrecision.step`. {_USE_STEP}"
-                ) from error
+        """Do nothing."""
+
+
+class _Reference:
+    """A reference (`jax.Ref`) to the scale."""
+
+    def __init__(self, scale: jax.Array) -> None:
+        self._ref = _compat.new_ref(scale)
+        self.num_devices = len(scale.sharding.device_set)
+
+    def read(self) -> LossScale:
+        """Return the loss scale for a backward pass."""
+        # The constructor of `FixedLossScale` would reject a scale below 1.
+        fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
+        return fixed
+
+    def gradient_scale(self, of_state: LossScale) -> jax.Array:
+        """Return the scale at which the gradients of the current update were computed."""
+        del of_state
+        scale: jax.Array = self._ref[...]
+        return scale
+
+    def write(self, loss_scale: LossScale) -> None:
+        """Store the scale of the next step."""
+        self._ref[...] = _unbatched(jnp.asarray(loss_scale(), jnp.float32))
+
+
+@jax.custom_batching.custom_vmap
+def _unbatched(scale: jax.Array) -> jax.Array:
+    """Return the scale, or raise a `ValueError` if it is batched by `jax.vmap`."""
+    return scale
+
+
+@_unbatched.def_vmap
+def _raise_error(axis_size: int, in_batched: Any, scale: jax.Array) -> NoReturn:
+    # JAX also calls this function if `jax.vmap` is applied to a loop whose body contains the update.
+    del axis_size, in_batched, scale
+    raise ValueError(
+        "Inside `jax.vmap`, `MixedPrecision` cannot store the loss scale without `MixedPrecision.step`. "
+        f"{_USE_STEP} If the training step is the body of a loop, such as `jax.lax.scan`, wrap this body."
+    )
+
+
+class _SharedLossScale:
+    """The loss scale shared by the loss function and the optimizer of a `MixedPrecision`.
+
+    Attributes:
+      is_read: whether a function returned by `MixedPrecision.loss` was called or traced.
+      is_initialized: whether ``init`` of the optimizer was called or traced.
+    """
+
+    def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
+        self.initial = initial
+        self._of_step: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("of_step", default=None)
+        self._reference: _Reference | None = None
+        self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
+        self.is_read = False
+        self.is_initialized = False
+
+    def source(self, method: str, arguments: Any) -> _Value | _Reference:
+        """Return the source of the loss scale.
+
+        Args:
+          method: the calling method of `MixedPrecision`, for error messages.
+          arguments: the arguments of the method, whose mesh is used for the reference.
+        """
+        of_step = self._of_step.get()
+        if of_step is not None:
+            return of_step
+        if not jax.tree.leaves(self.initial):
+            return _Value(self.initial)
+        context = jax.sharding.get_abstract_mesh()
+        if context.manual_axes:
+            raise ValueError(
+                f"`MixedPrecision.{method}` was called inside `jax.pmap` or `jax.shard_map` (axes "
+                f"{', '.join(map(repr, context.manual_axes))}), where JAX does not support references. {_USE_STEP}"
+            )
+        mesh = _mesh_of(arguments) if context.empty else context
+        if self._reference is None:
+            self._reference = self._new_reference(mesh, is_context=not context.empty)
+        elif mesh is not None and mesh.size != self._reference.num_devices:
+            raise ValueError(
+                f"`MixedPrecision.{method}` was called with arrays on a mesh of {mesh.size} devices, but the loss "
+                f"scale is stored on {self._reference.num_devices}. {_PASS_MESH}"
+            )
+        return self._reference
 
     def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, choose these devices for the references (`jax.Ref`).
+        """If the parameters are committed to devices, choose these devices for the reference (`jax.Ref`).
 
         The CPU is ignored if there is an accelerator, because parameters that were created on the CPU are usually moved
         to the accelerator before the first step.
         """
+        if isinstance(self._placement, Mesh):
+            return
         arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and is_concrete_array(leaf)]
         shardings = [array.sharding for array in arrays if array.committed]
         meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-        if self._references is not None or not shardings:
-            return
         if meshes and meshes[0].size > 1:
-            self._create_references(meshes[0])
-        elif len(shardings[0].device_set) == 1:
+            self._placement = meshes[0]
+        elif shardings and len(shardings[0].device_set) == 1:
             device: Any = next(iter(shardings[0].device_set))
-            self._device = device if device.platform == jax.default_backend() else None
+            self._placement = device if device.platform == jax.default_backend() else None
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Inside the ``with`` block, use ``loss_scale`` and ignore the loss scale that is stored in the references."""
+        """Inside the ``with`` block, use ``loss_scale`` and ignore the scale that is stored in the reference."""
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
-        token = self._of_step.set(loss_scale)
+        token = self._of_step.set(_Value(loss_scale))
         try:
             # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
             with _in_step(object() if is_traced else self):
@@ -325,51 +425,49 @@ class _SharedLossScale:
         finally:
             self._of_step.reset(token)
 
-    def _leaves(self) -> list[Any]:
-        return jax.tree.leaves(self._initial)
+    def _new_reference(self, mesh: Any, is_context: bool) -> _Reference:
+        """Create the reference outside of all transformations.
 
-    def _loss_scale(self, references: list[Any]) -> LossScale:
-        loss_scale: LossScale = jax.tree.unflatten(
-            jax.tree.structure(self._initial), [reference[...] for reference in references]
-        )
-        return loss_scale
-
-    def _refs(self, method: str) -> list[Any]:
-        """Return a reference to a flag (whether an update was performed), and the references to the loss scale."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.manual_axes:
-            raise ValueError(
-                f"`MixedPrecision.{method}` was called inside `jax.pmap` or `jax.shard_map` (axes "
-                f"{', '.join(map(repr, mesh.manual_axes))}), where JAX does not support references. {_USE_STEP}"
-            )
-        if self._references is None:
-            return self._create_references(mesh)
-        if not mesh.empty and mesh.shape_tuple != self._mesh.shape_tuple:
-            raise ValueError(
-                f"`MixedPrecision.{method}` was called under the mesh {mesh.shape_tuple}, but was first used under "
-                f"{self._mesh.shape_tuple or 'no mesh'}. Create a new `MixedPrecision` for each mesh."
-            )
-        return self._references
-
-    def _create_references(self, mesh: Any) -> list[Any]:
-        """Create the references that store the loss scale on the devices of a mesh, outside of all transformations."""
+        Args:
+          mesh: the mesh of the arguments or of the context, or ``None`` if there is none.
+          is_context: whether the mesh is that of `jax.set_mesh`.
+        """
         if not hasattr(jax, "new_ref"):
             raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
-        leaves = self._leaves()
         with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
-            initial = jax.jit(lambda: [jnp.array(leaf, jnp.result_type(leaf)) for leaf in (False, *leaves)])()
-            if isinstance(mesh, Mesh):
-                initial = jax.device_put(initial, NamedSharding(mesh, PartitionSpec()))
-            elif mesh.empty:
-                initial = jax.device_put(initial, self._device)
-            self._references = list(map(_compat.new_ref, initial))
-        self._mesh = mesh
-        return self._references
+            scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()
+            if not is_context:
+                scale = jax.device_put(scale, self._sharding(mesh))
+            return _Reference(scale)
+
+    def _sharding(self, mesh: Any) -> Any:
+        """Return the sharding or the device of the reference, or ``None`` for the default device."""
+        known = self._placement
+        if mesh is None:
+            return NamedSharding(known, PartitionSpec()) if isinstance(known, Mesh) else known
+        if not isinstance(mesh, Mesh):  # Traced arrays have an abstract mesh without devices.
+            if isinstance(known, Mesh) and known.size == mesh.size:
+                mesh = known
+            elif mesh.size == jax.device_count():
+                mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+            else:
+                raise ValueError(
+                    f"`MixedPrecision` cannot determine the {mesh.size} devices of the training step. {_PASS_MESH}"
+                )
+        return NamedSharding(mesh, PartitionSpec())
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise a `TypeError`, because a copy would not share the loss scale."""
         raise TypeError("The optimizer of a `MixedPrecision` cannot be pickled, because the two share a loss scale.")
+
+
+def _mesh_of(arguments: Any) -> Any:
+    """Return the mesh of the first array that is on several devices, or ``None`` if there is no such array."""
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
+    shardings = [array.sharding if is_concrete_array(array) else jax.typeof(array).sharding for array in arrays]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return next((mesh for mesh in meshes if mesh.size > 1), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -390,13 +488,13 @@ class _UnscaledWrapper(Wrapper):
             _warn_if_in_multi_steps()
         if self.dtype == jnp.float16:
             _warn_if_all_bfloat16(params)
+        self.shared.is_initialized = True
         self.shared.place_like(params)
         return super().init(params)
 
     def _step(
         self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
     ) -> Any:
-        state = state._replace(loss_scale=self.shared.of_gradients(state.loss_scale))
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
         if is_traced and not self.shared.is_read:
             warn_user(
@@ -405,8 +503,11 @@ class _UnscaledWrapper(Wrapper):
                 "gradients are computed without a loss scale."
             )
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
-        self.shared.write(state.loss_scale)
+        self.shared.source("optimizer.update", grads).write(state.loss_scale)
         return result, state
+
+    def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
+        return self.shared.source("optimizer.update", grads).gradient_scale(loss_scale)
 
 
 def _warn_if_all_bfloat16(params: optax.Params) -> None:

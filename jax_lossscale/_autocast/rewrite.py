@@ -80,12 +80,10 @@ class Rewriting:
         are_half = are_half or [False] * len(closed.out_avals)
 
         def declared(value: Any, aval: Any, is_half: bool) -> Any:
+            if is_float32(aval) and is_half:
+                return as_declared(value, with_dtype(aval, self.dtype))
             if is_float32(aval):
-                return (
-                    as_declared(value, with_dtype(aval, self.dtype))
-                    if is_half
-                    else as_declared(as_float32(value), aval)
-                )
+                return as_declared(as_float32(value), aval)
             return as_declared(value, aval) if hasattr(aval, "dtype") else value
 
         return list(map(declared, self._outputs(plan, inputs), closed.out_avals, are_half))

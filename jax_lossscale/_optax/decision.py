@@ -62,11 +62,13 @@ class StepDecision(NamedTuple):
         no branch needs to be compiled.
       loss_scale: the loss scale of the next step.
       checks: the checks on which the decision is based.
+      gradient_scale: ``float32[]``, the scale at which the gradients were computed.
     """
 
     should_apply: jax.Array | None
     loss_scale: LossScale
     checks: StepChecks
+    gradient_scale: jax.Array
 
 
 def decide(
@@ -76,17 +78,27 @@ def decide(
     axis_name: AxisName,
     *,
     are_scaled: bool,
+    gradient_scale: jax.Array | None,
 ) -> StepDecision:
-    """Return the decision about a step, given its gradients and the loss scale of the backward pass.
+    """Return the decision about a step, given its gradients and the loss scale in the state.
 
-    The devices along ``axis_name`` communicate in a single all-reduce. If ``are_scaled`` is false, the gradients have
-    already been divided by the loss scale.
+    The devices along ``axis_name`` communicate in a single all-reduce.
+
+    Args:
+      grads: the gradients.
+      loss_scale: the loss scale in the state.
+      inputs: the optional arguments of ``update``.
+      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
+      are_scaled: whether the gradients are scaled. Otherwise, they have already been divided by the scale.
+      gradient_scale: the scale at which the gradients were computed, or ``None`` if it is the scale in the state.
     """
     checks = _combine_over_devices(_check(grads, loss_scale, inputs, are_scaled), axis_name)
-    next_loss_scale = _next_loss_scale(loss_scale, checks)
+    next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
     must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
     should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
-    return StepDecision(should_apply, next_loss_scale, checks)
+    return StepDecision(
+        should_apply, next_loss_scale, checks, loss_scale() if gradient_scale is None else gradient_scale
+    )
 
 
 def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are_scaled: bool) -> StepChecks:
@@ -120,7 +132,7 @@ def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks
     return StepChecks(grads_finite, value_finite, allowed, largest)
 
 
-def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
+def _next_loss_scale(loss_scale: LossScale, checks: StepChecks, gradient_scale: jax.Array | None) -> LossScale:
     """Return the loss scale for the next step, given the results of the checks of the current step."""
     grads_finite, value_finite, allowed, largest = checks
     if grads_finite is None:
@@ -128,8 +140,20 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks) -> LossScale:
     adjusted = adjust(loss_scale, grads_finite, largest)
     # The scale is lowered after an overflow even if `skip_if` is true. Otherwise, a condition that is true whenever the
     # gradients overflow, such as a limit on the gradient norm, would prevent the scale from ever being lowered.
-    reacts = _all(value_finite, None if allowed is None else allowed | ~grads_finite)
+    allowed = None if allowed is None else allowed | ~grads_finite
+    reacts = _all(value_finite, allowed, _is_conclusive(grads_finite, gradient_scale, loss_scale()))
     return adjusted if reacts is None else _tree.select_tree(reacts, adjusted, loss_scale)
+
+
+def _is_conclusive(grads_finite: jax.Array, gradient_scale: jax.Array | None, scale: jax.Array) -> jax.Array | None:
+    """Return whether a step at one scale shows how gradients behave at another scale, or ``None`` if the two are equal.
+
+    Finite gradients at a lower scale can still overflow at ``scale``, and gradients that overflow at a higher scale can
+    be finite at ``scale``.
+    """
+    if gradient_scale is None:
+        return None
+    return jnp.where(grads_finite, gradient_scale >= scale, gradient_scale <= scale)
 
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:

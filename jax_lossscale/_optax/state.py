@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,16 @@ class LossScaledState(NamedTuple):
     largest: jax.Array | None = None  # shape=(), dtype=jnp.float32
     scaling_evidence: ScalingEvidence | None = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an `AttributeError` that suggests ``inner_state`` if the inner state has the attribute.
+
+        Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
+        """
+        hint = ""
+        if not name.startswith("_") and hasattr(self.inner_state, name):
+            hint = f", but the state of the inner optimizer does. Use `state.inner_state.{name}`"
+        raise AttributeError(f"'LossScaledState' object has no attribute {name!r}{hint}.", name=name, obj=self)
+
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:
     """Return the optimizer state before the first step.
@@ -182,7 +192,7 @@ def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> Scaling
     """Return the ``scaling_evidence`` field of the next state, which is ``None`` if the field is ``None`` now."""
     if state.scaling_evidence is None or decision.checks.largest is None:
         return state.scaling_evidence
-    return with_step(state.scaling_evidence, state.loss_scale(), decision.checks.largest)
+    return with_step(state.scaling_evidence, decision.gradient_scale, decision.checks.largest)
 
 
 def _not_measured() -> jax.Array:
@@ -210,7 +220,7 @@ def _last_bad_step(
         reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
         kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
         step = _saturating_add(state.applied_steps, state.skipped_steps)
-        return BadStep(step, leaf, kind, jnp.asarray(state.loss_scale(), jnp.float32))
+        return BadStep(step, leaf, kind, jnp.asarray(decision.gradient_scale, jnp.float32))
 
     # `jax.lax.cond` is used on every platform, because bad steps are rare and the search for their cause is expensive.
     return cast(BadStep, run_or_skip("cond", ~is_good, look, lambda: before))

@@ -159,7 +159,12 @@ class Wrapper:
     ) -> _Stepped:
         """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
         decision = decide(
-            scaled_grads, state.loss_scale, inputs, self.axis_name, are_scaled=self.takes_scaled_gradients
+            scaled_grads,
+            state.loss_scale,
+            inputs,
+            self.axis_name,
+            are_scaled=self.takes_scaled_gradients,
+            gradient_scale=self._gradient_scale(scaled_grads, state.loss_scale),
         )
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
@@ -186,6 +191,11 @@ class Wrapper:
             run = jax.jit(run)  # `run` is used several times below, but `jax.jit` traces it only once
         result, inner_state = run_or_skip(self.skip, decision.should_apply, run, leave)
         return result, next_state(state, decision, inner_state, unscaled, self.axis_name)
+
+    def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
+        """Return the scale at which the gradients were computed, or ``None`` if it is the scale in the state."""
+        del grads, loss_scale
+        return None
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import pickle
 import re
@@ -101,6 +102,7 @@ def test_every_step_equals_a_step_with_value_and_scaled_grad(loss_scale):
         return params, opt_state, loss
 
     mp = jls.MixedPrecision(adam(), loss_scale, record_bad_steps=True)
+    mp.optimizer.init(PARAMS)
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
     # If XLA fuses operations, it may round the same arithmetic differently in the two programs.
     rtol = 0.0 if jax.config.read("jax_disable_most_optimizations") else 1e-5
@@ -178,7 +180,7 @@ def test_multi_steps_around_the_optimizer_does_not_recover_from_an_overflow():
     assert state.inner_opt_state.applied_steps == 0
 
 
-@pytest.mark.parametrize("fun", [loss_fn, jls.autocast(loss_fn), jls.MixedPrecision(adam()).loss(loss_fn)])
+@pytest.mark.parametrize("fun", [loss_fn, jls.autocast(loss_fn), jls.MixedPrecision(adam(), None).loss(loss_fn)])
 def test_an_optimizer_without_its_loss_function_warns(fun):
     mp = jls.MixedPrecision(adam())
     step = jax.jit(train_step_of(fun, mp.optimizer))
@@ -192,6 +194,65 @@ def test_an_optimizer_without_its_loss_function_warns_if_a_gradient_is_constant(
     step = jax.jit(lambda grads, state: mp.optimizer.update(grads | {"unused": np.zeros(2, np.float32)}, state, params))
     with pytest.warns(UserWarning, match=r"no function returned by `MixedPrecision\.loss` has been called"):
         step(PARAMS, mp.optimizer.init(params))
+
+
+def in_jit(fun):
+    return jax.grad(jax.jit(fun))
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, in_jit, lambda fun: jax.jit(jax.grad(fun))])
+def test_a_loss_function_without_its_optimizer_warns(differentiate):
+    mp = jls.MixedPrecision(adam())
+    fun = mp.loss(loss_fn)
+    fun(PARAMS, DATA)
+    with pytest.warns(UserWarning, match=r"`MixedPrecision\.optimizer` has not been initialized"):
+        differentiate(fun)(PARAMS, DATA)
+    mp.optimizer.init(PARAMS)
+    differentiate(fun)(PARAMS, DATA)  # In the tests, warnings are errors.
+
+
+@pytest.mark.parametrize("loss_scale", [None, jls.FixedLossScale(2.0**20)])
+def test_a_loss_function_that_needs_no_optimizer_does_not_warn(loss_scale):
+    jax.grad(jls.MixedPrecision(adam(), loss_scale).loss(loss_fn))(PARAMS, DATA)
+
+
+def test_a_float16_loss_warns():
+    mp = jls.MixedPrecision(adam())
+    with pytest.warns(UserWarning, match="The loss is float16, which cannot represent a loss scale above 32768"):
+        jax.jit(mp.loss(lambda params, data: loss_fn(params, data).astype(jnp.float16)))(PARAMS, DATA)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda method: method(PARAMS, DATA),
+        lambda method: method(PARAMS, data=DATA),
+        lambda method: jax.value_and_grad(method)(PARAMS, DATA),
+        lambda method: jax.jit(method, static_argnums=1)(PARAMS, 3),
+    ],
+)
+def test_the_method_loss_that_is_passed_instead_of_its_result_is_named(call):
+    mp = jls.MixedPrecision(adam())
+    with pytest.raises(TypeError, match=r"takes one argument, .* Pass `mp\.loss\(loss_fn\)` to the trainer instead of"):
+        call(mp.loss)
+    with pytest.raises(
+        ValueError, match=r"must be a function, .* Pass `mp\.loss\(loss_fn\)` to the trainer instead of"
+    ):
+        jax.grad(mp.loss)(PARAMS)
+
+
+def test_an_attribute_of_the_inner_state_is_named():
+    """For example, nanodo reads `gradient_step` of the state of `optax.MultiSteps`."""
+    state = jls.MixedPrecision(optax.MultiSteps(adam(), 2)).optimizer.init(PARAMS)
+    with pytest.raises(AttributeError, match=r"does\. Use `state\.inner_state\.gradient_step`"):
+        _ = state.gradient_step
+    assert state.inner_state.gradient_step == 0
+    with pytest.raises(AttributeError, match=r"no attribute 'other'\.$"):
+        _ = state.other
+    assert not hasattr(state, "gradient_step")
+    assert getattr(state, "gradient_step", None) is None
+    for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state._replace()):
+        assert jax.tree.structure(copied) == jax.tree.structure(state)
 
 
 def test_an_object_that_is_passed_instead_of_its_optimizer_is_named():
@@ -334,12 +395,73 @@ def test_first_use_under_a_transfer_guard():
         step(PARAMS, state, DATA)
 
 
-def test_first_use_outside_of_the_mesh_raises_an_error():
+def moved_to_the_mesh(mp, replicated):
+    return jax.device_put((PARAMS, mp.optimizer.init(PARAMS)), replicated)
+
+
+def moved_from_a_device_to_the_mesh(mp, replicated):
+    params = jax.device_put(PARAMS, jax.devices()[0])
+    return jax.device_put((params, mp.optimizer.init(params)), replicated)
+
+
+def created_by_a_compiled_function(mp, replicated):
+    return jax.jit(lambda: (PARAMS, mp.optimizer.init(PARAMS)), out_shardings=replicated)()
+
+
+def restored_from_host_arrays(mp, replicated):
+    return jax.device_put(PARAMS, replicated), jax.tree.map(np.asarray, mp.optimizer.init(PARAMS))
+
+
+PLACES = [
+    moved_to_the_mesh,
+    moved_from_a_device_to_the_mesh,
+    created_by_a_compiled_function,
+    restored_from_host_arrays,
+]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_mesh_of_the_arguments_is_used(place, axis_type):
+    mesh = mesh_of(axis_type)
     mp = jls.MixedPrecision(adam())
+    params, state = place(mp, NamedSharding(mesh, P()))
+    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    for _ in range(3):
+        params, state, _ = jax.block_until_ready(step(params, state, data))
+    assert state.applied_steps == 3
+    assert state.loss_scale() > 2.0**15
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_unknown_devices_raise_an_error_that_names_the_argument_mesh(place):
+    mesh = mesh_of(AxisType.Auto, 2)
+    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
+
+    def run(mp):
+        params, state = place(mp, NamedSharding(mesh, P()))
+        return jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))(params, state, data)
+
+    fix = r"Create `MixedPrecision\(optimizer, mesh=mesh\)`"
+    with pytest.raises(ValueError, match=rf"cannot determine the 2 devices of the training step\. {fix}"):
+        run(jls.MixedPrecision(adam()))
+    assert run(jls.MixedPrecision(adam(), mesh=mesh))[1].applied_steps == 1
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_first_use_outside_of_the_mesh_raises_an_error(is_set):
+    mesh = mesh_of(AxisType.Auto)
+    mp = jls.MixedPrecision(adam())
+    mp.optimizer.init(PARAMS)
     fun = mp.loss(loss_fn)
     fun(PARAMS, DATA)
-    with any_jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises(ValueError, match="first used under no mesh"):
-        jax.jit(jax.grad(fun))(PARAMS, DATA)
+    params = PARAMS if is_set else jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    with (
+        any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext(),
+        pytest.raises(ValueError, match=r"a mesh of 8 devices, but the loss scale is stored on 1\. .*mesh=mesh"),
+    ):
+        jax.jit(jax.grad(fun))(params, DATA)
 
 
 def shard_mapped(train_step):
@@ -422,6 +544,31 @@ def test_an_ensemble_by_vmap_needs_the_third_line():
     assert (states.loss_scale() > 2.0**30).all()
 
 
+@pytest.mark.parametrize("loop", [jax.lax.scan, jax.lax.fori_loop, jax.lax.while_loop])
+def test_the_body_of_a_loop_inside_vmap_needs_the_third_line(loop):
+    """This is how purejaxrl trains several seeds."""
+    mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
+
+    def train(wrap, seed):
+        step = wrap(train_step_of(mp.loss(loss_fn), mp.optimizer))
+        params = {"weights": jnp.full(8, seed)}
+        carry = params, mp.optimizer.init(params)
+        if loop is jax.lax.scan:
+            return loop(lambda carry, _: (step(*carry, DATA)[:2], None), carry, length=30)[0]
+        if loop is jax.lax.fori_loop:
+            return loop(0, 30, lambda _, carry: step(*carry, DATA)[:2], carry)
+        return loop(lambda carry: carry[1].applied_steps < 10, lambda carry: step(*carry, DATA)[:2], carry)
+
+    def train_seeds(wrap):
+        return jax.jit(jax.vmap(functools.partial(train, wrap)))(jnp.arange(3.0))
+
+    with pytest.raises(ValueError, match=rf"{THIRD_LINE}`\. If the training step is the body of a loop, .* wrap this"):
+        train_seeds(lambda step: step)
+    _, states = train_seeds(mp.step)
+    assert (states.applied_steps >= 10).all()
+    assert (states.skipped_steps >= 10).all()
+
+
 def test_the_body_of_a_scan_inside_pmap_needs_the_third_line():
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
     train_step = train_step_of(mp.loss(loss_fn), mp.optimizer)
@@ -467,6 +614,7 @@ def in_a_scan(fun):
 def test_traces_inside_of_a_step_are_not_reused(transformed):
     """JAX stores the traces of nested functions, but each step has its own loss scale."""
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
+    mp.optimizer.init(PARAMS)
     fun = transformed(mp.loss(loss_fn))
     jax.grad(fun)(PARAMS, DATA)
     step = train_step_of(fun, mp.optimizer)
@@ -538,23 +686,110 @@ def test_restart_continues_with_the_restored_scale():
     saved = [np.asarray(leaf) for leaf in leaves]
 
     mp = new()  # A new process constructs everything again.
+    mp.optimizer.init(PARAMS)
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
     params, restored = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in saved])
     scale = float(restored.loss_scale())
     assert scale > 2.0**30
     params, restored, _ = step(params, restored, DATA)
     assert int(restored.skipped_steps) == int(state.skipped_steps)
+    assert float(restored.loss_scale()) == scale  # The first step uses the initial scale.
+    params, restored, _ = step(params, restored, DATA)
     assert float(restored.loss_scale()) == 2 * scale
-    for _ in range(STEPS - 31):
+    for _ in range(STEPS - 32):
         params, restored, loss = step(params, restored, DATA)
     assert is_near_float32(loss)
 
 
-def test_state_with_another_loss_scale_is_rejected():
+LARGE = 3e12  # The gradients of this multiple of the loss overflow at the initial scales.
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "auto", jls.AutoLossScale(2.0**30)], ids=str)
+def test_a_restart_does_not_change_a_scale_below_the_initial_scale(loss_scale):
+    def run(saved, steps):
+        mp = jls.MixedPrecision(optax.sgd(0.0), loss_scale, record_bad_steps=True)
+        step = jax.jit(train_step_of(mp.loss(lambda params, data: LARGE * loss_fn(params, data)), mp.optimizer))
+        state = mp.optimizer.init(PARAMS)
+        initial = state.loss_scale()
+        state = state if saved is None else jax.tree.map(lambda _, leaf: jnp.asarray(leaf), state, saved)
+        for _ in range(steps):
+            _, state, _ = step(PARAMS, state, DATA)
+        return initial, jax.tree.map(np.asarray, state)
+
+    initial, saved = run(None, 30)
+    scale = saved.loss_scale()
+    assert saved.applied_steps > 0
+    assert scale < initial
+    for restart in range(5):
+        _, restored = run(saved, 3)
+        assert restored.loss_scale() == scale
+        assert restored.skipped_steps == saved.skipped_steps + 1
+        assert restored.last_bad_step.loss_scale == initial, restart
+        saved = restored
+
+
+def reset_as_in_troubleshooting(state, mp):
+    return state._replace(loss_scale=mp.optimizer.init(PARAMS).loss_scale)
+
+
+def reset_as_in_checkpoints(state, mp):
+    return optax.tree.set(state, loss_scale=jls.DynamicLossScale(2.0**20))
+
+
+def restored_from_a_checkpoint(state, mp):
+    return state._replace(loss_scale=dataclasses.replace(state.loss_scale, current_loss_scale=2.0**30))
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", "auto"])
+@pytest.mark.parametrize("replace", [reset_as_in_troubleshooting, reset_as_in_checkpoints, restored_from_a_checkpoint])
+def test_a_replaced_scale_is_used(replace, loss_scale):
+    mp = jls.MixedPrecision(adam(), loss_scale)
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    state = mp.optimizer.init(PARAMS)
+    for _ in range(30):
+        _, state, _ = step(PARAMS, state, (jnp.nan * X, Y))
+    assert state.loss_scale() <= 1
+    state = replace(state, mp)
+    replaced = float(state.loss_scale())
+    assert replaced > 1
+    _, state, _ = step(PARAMS, state, DATA)  # The gradients of this step were computed at the old scale.
+    assert state.loss_scale() == replaced
+    # The next gradients are computed at the new scale, which is smaller than necessary, so some of them are zero.
+    exact = jls.value_and_scaled_grad(jls.autocast(loss_fn), replaced)(PARAMS, DATA)[1]["weights"] / replaced
+    np.testing.assert_allclose(jax.grad(mp.loss(loss_fn))(PARAMS, DATA)["weights"], exact, rtol=1e-5)
+
+
+def test_a_rollback_continues_with_the_scale_of_the_checkpoint():
+    """The steps after a rollback are the same as those after the checkpoint, apart from the first one."""
+    mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**30, increment_period=1000))
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    checkpoint = PARAMS, mp.optimizer.init(PARAMS)
+    *checkpoint, _ = step(*checkpoint, DATA)
+    params, state = checkpoint
+    for _ in range(5):
+        params, state, _ = step(params, state, (jnp.nan * X, Y))
+    assert state.loss_scale() == 2.0**25
+    params, state = checkpoint
+    for _ in range(5):
+        params, state, _ = step(params, state, DATA)
+        assert state.loss_scale() == 2.0**30
+
+
+@pytest.mark.parametrize(("loss_scale", "other"), [("auto", "dynamic"), ("dynamic", None)])
+def test_state_with_another_class_of_loss_scale(loss_scale, other):
+    mp = jls.MixedPrecision(adam(), loss_scale)
+    state = mp.optimizer.init(PARAMS)._replace(loss_scale=jls.get(other))
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    params, state, _ = step(PARAMS, state, DATA)
+    step(params, state, DATA)
+    assert type(state.loss_scale) is type(jls.get(other))
+
+
+def test_state_with_a_loss_scale_is_rejected_by_an_object_without_loss_scale():
     other = jls.MixedPrecision(adam(), "dynamic").optimizer.init(PARAMS)
-    mp = jls.MixedPrecision(adam())
+    mp = jls.MixedPrecision(adam(), None)
     with pytest.raises(ValueError, match="different loss scale"):
-        mp.optimizer.update(PARAMS, other, PARAMS)
+        train_step_of(mp.loss(loss_fn), mp.optimizer)(PARAMS, other, DATA)
 
 
 def test_loss_can_be_evaluated_outside_of_a_step():
@@ -587,16 +822,22 @@ def test_two_optimizers_have_independent_scales():
     assert a[1].loss_scale() > 2.0**20 * b[1].loss_scale()
 
 
-def test_states_of_one_object_share_the_scale():
-    """Two models that are trained alternately with one object both train, because each update follows the gradients."""
+def test_one_object_for_losses_of_very_different_size_is_reported_as_stuck():
+    """Each loss function is evaluated at the scale of the other one, so each optimizer needs a separate object."""
     mp = jls.MixedPrecision(adam())
-    of_small, of_large = mp.loss(loss_fn), mp.loss(lambda params, data: 1e12 * loss_fn(params, data))
-    steps = [jax.jit(train_step_of(fun, mp.optimizer)) for fun in (of_small, of_large)]
-    models = [(PARAMS, mp.optimizer.init(PARAMS)) for _ in steps]
-    for _ in range(STEPS):
-        for n, step in enumerate(steps):
-            *models[n], _ = step(*models[n], DATA)
-    assert models[1][1].applied_steps > 0.8 * STEPS
+    small = train_step_of(mp.loss(lambda params, data: 1e-2 * loss_fn(params, data)), mp.optimizer)
+    large = train_step_of(mp.loss(lambda params, data: 1e11 * loss_fn(params, data)), mp.optimizer)
+
+    @jax.jit
+    def train(models):
+        return jax.lax.fori_loop(
+            0, 1000, lambda _, models: (small(*models[0], DATA)[:2], large(*models[1], DATA)[:2]), models
+        )
+
+    models = train(((PARAMS, mp.optimizer.init(PARAMS)), (PARAMS, mp.optimizer.init(PARAMS))))
+    assert models[0][1].largest == 0
+    with pytest.raises(RuntimeError, match="The last 1000 steps were skipped"):
+        jls.raise_if_stuck(models[1][1])
 
 
 @pytest.mark.parametrize("loss_scale", [None, "auto"])
