@@ -11,6 +11,7 @@ dispatch for a pytree of any size, and a call inside `jax.jit` adds its operatio
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -68,6 +69,16 @@ def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
 def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
     """Return the leaves of a pytree, including each ``None``, which `jax.tree.leaves` omits."""
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
+
+
+def hash_of_paths(tree: chex.ArrayTree) -> int:
+    """Return a hash of the paths of all leaves, including each ``None``, as a nonnegative int32 number.
+
+    The hash of a tree is the same in every process, so it can be stored in a checkpoint.
+    """
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    paths = "\n".join(jax.tree_util.keystr(path) for path, _ in with_paths)
+    return zlib.crc32(paths.encode()) % 2**31
 
 
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:

@@ -16,7 +16,7 @@ from jax_lossscale._loss_scale import AutoLossScale, LossScale
 from jax_lossscale._loss_scale.auto import LOG2_NOTHING
 from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax import scaling_evidence
-from jax_lossscale._optax.state import LossScaledState
+from jax_lossscale._optax.state import CAUSES, LossScaledState
 
 # An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
 # limit.
@@ -86,15 +86,18 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
-    - The last 1,000 steps were skipped, at any scale. For example, all steps are skipped if the loss is NaN in every
-      step, because a non-finite loss does not lower the scale.
+    - The last ``patience`` steps were skipped, the last one because its loss was not finite. A non-finite loss does not
+      lower the scale, and no scale can repair it. The optimizer state shows this cause only if it was created with
+      ``loss_scaled(..., record_bad_steps=True)``.
+    - The last 1,000 steps were skipped, at any scale and for any reason.
     - At least 100 steps were applied, no step was skipped, and all gradients have been exactly zero since the first
       step. An `AutoLossScale` is needed to detect this case.
 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`. For a batch of runs, an error is raised
         if any of the runs is stuck.
-      patience: the number of consecutive skipped steps after which a run at the lower bound is stuck, at least 1.
+      patience: the number of consecutive skipped steps after which a run at the lower bound, or with a non-finite loss,
+        is stuck, at least 1.
 
     Raises:
       RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message lists the
@@ -112,14 +115,16 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     gradients. If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An
     error is raised if both of the following conditions are true:
 
-    - In the first 10 steps, the scale grew by a factor of at least 2**8, and the measured gradients shrank in
-      proportion.
+    - In the first 10 steps, the scale grew by a factor of at least 2**8. In each of these steps, the measured gradients
+      had shrunk in proportion, and by a factor of at least 2**4, since the first step.
     - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
 
     This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
     itself, or if gradients are clipped outside of `loss_scaled`. None of these mistakes is detected if the largest
     gradient that the user computes is above 4 or changes by a factor of more than 2**3 in the first 10 steps, or if
-    clipped gradients overflow in these steps. Steps whose largest gradient is zero or not finite are not counted.
+    clipped gradients overflow in these steps. Steps whose largest gradient is zero or not finite are not counted. A run
+    with scaled gradients is reported by mistake only if its gradients become at least 2**4 times smaller in the first
+    step and, in the next steps, continue to decrease at the rate at which the scale grows.
 
     References:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
@@ -145,6 +150,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
+    elif np.any((skips >= patience) & _had_nonfinite_loss(state)):
+        situation = f"the last one because its loss was not finite, which no loss scale can change (it is {scale})"
     elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
         situation = f"which overflows alone cannot explain (the loss scale is {scale})"
     else:
@@ -158,8 +165,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
         "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
         "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
-        "loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` "
-        "reports the cause."
+        "loss is finite, lower `min_loss_scale`. If several optimizers use the same `MixedPrecision` object, create "
+        "one object for each optimizer. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` reports the "
+        "cause."
     )
 
 
@@ -175,6 +183,15 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     return scaling_evidence.seem_unscaled(
         state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
     )
+
+
+def _had_nonfinite_loss(state: LossScaledState) -> np.ndarray:
+    """Return, as a NumPy boolean, whether the last step is known to be skipped because its loss was not finite."""
+    record = state.last_bad_step
+    if record is None:
+        return np.asarray(False)
+    is_loss = np.asarray(record.kind) == list(CAUSES).index("loss")
+    return np.asarray(is_loss & (np.asarray(state.consecutive_skips) > 0))
 
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:

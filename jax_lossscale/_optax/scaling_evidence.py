@@ -4,7 +4,9 @@
 the user has scaled the gradients, ``largest`` does not depend on the loss scale. If the user has not scaled the
 gradients, ``largest`` is inversely proportional to the loss scale. A new `AutoLossScale` changes its scale by many
 powers of two in the first steps, whereas the gradients change much less. The changes in ``largest`` during the first
-steps therefore show whether the user has scaled the gradients.
+steps therefore show whether the user has scaled the gradients. In a run with scaled gradients, the gradients can also
+decrease while the scale grows, but hardly by the same factor in every step, because the scale grows by a large factor
+in the first step and by a factor of 2 in each later step.
 
 If the scaled gradients are clipped to a constant norm outside of `loss_scaled`, ``largest`` is also inversely
 proportional to the loss scale.
@@ -22,6 +24,9 @@ from jax.typing import ArrayLike
 _FIRST_STEPS = 10  # number of steps in which evidence is collected
 _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
+# Minimum shrinkage of `largest` since the first step, in bits, in every later step. In the second step of a new
+# `AutoLossScale`, the scale grows by at least 5 bits if the gradients are not scaled and 6 evidence steps are possible.
+_LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report
 _LEAST_SHRINKAGE = 12  # minimum distance of `largest` from the peak, in bits, at the time of the report
@@ -39,7 +44,7 @@ class ScalingEvidence(NamedTuple):
       num_steps: the number of steps that have been counted, at most 10.
       inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
         gradient was inversely proportional to the scale. The number is negative if the largest gradient was not
-        inversely proportional to the scale in at least one step with this growth.
+        inversely proportional to the scale in at least one step.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32
@@ -69,13 +74,13 @@ def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -
     is_first = counts & (evidence.num_steps == 0)
     growth = jnp.log2(scale) - jnp.log2(evidence.scale)
     shrinkage = jnp.log2(evidence.largest) - jnp.log2(largest)
-    is_evidence = counts & ~is_first & (growth >= _LEAST_GROWTH)
-    added = jnp.where(jnp.abs(shrinkage - growth) <= _MOST_CHANGE, 1, _REFUTED)
+    is_inverse = (jnp.abs(shrinkage - growth) <= _MOST_CHANGE) & (shrinkage >= _LEAST_SHRINKAGE_OF_STEP)
+    added = jnp.where(is_inverse, jnp.where(growth >= _LEAST_GROWTH, 1, 0), _REFUTED)
     return ScalingEvidence(
         jnp.where(is_first, scale, evidence.scale),
         jnp.where(is_first, largest, evidence.largest),
         evidence.num_steps + counts.astype(jnp.int32),
-        evidence.inverse_steps + jnp.where(is_evidence, added, 0),
+        evidence.inverse_steps + jnp.where(counts & ~is_first, added, 0),
     )
 
 

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
-from jax_lossscale._measure import AxisName, first_fault
+from jax_lossscale._measure import AxisName, finite_and_largest, first_fault
 from jax_lossscale._optax.branch import run_or_skip
 from jax_lossscale._optax.decision import StepDecision
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
@@ -42,14 +42,23 @@ class BadStep(NamedTuple):
       leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
         `jls.diagnostics.leaf_path` converts the index to a path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
-      loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step. If later steps at the same
-        loss scale are finite, the loss scale did not cause the bad step.
+      loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step.
+      largest: ``float32[]``, the largest magnitude among the finite gradients of the bad step and the gradients of the
+        last step before it whose gradients were finite; 0 if the loss scale does not use the largest gradient.
+      was_exceeded: ``bool[]``, whether the loss scale and the largest gradient of a single later step were at least
+        ``loss_scale`` and ``largest``, and all gradients of this step were finite. If ``largest`` is 0, only the loss
+        scales are compared.
+      structure: ``int32[]``, a hash of the paths of all leaves of the gradients. `explain` compares this hash with the
+        hashes of parts of the optimizer state, to find a part with the same structure as the gradients.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     leaf: jax.Array  # shape=(), dtype=jnp.int32
     kind: jax.Array  # shape=(), dtype=jnp.int32
     loss_scale: jax.Array  # shape=(), dtype=jnp.float32
+    largest: jax.Array  # shape=(), dtype=jnp.float32
+    was_exceeded: jax.Array  # shape=(), dtype=jnp.bool_
+    structure: jax.Array  # shape=(), dtype=jnp.int32
 
     @property
     def cause(self) -> str:
@@ -207,6 +216,7 @@ def _last_bad_step(
     before = state.last_bad_step
     if before is None:
         return None
+    scale = jnp.asarray(decision.gradient_scale, jnp.float32)
     grads_finite = _or_true(decision.checks.grads_finite)
     is_good = grads_finite & _or_true(decision.should_apply)
 
@@ -220,10 +230,29 @@ def _last_bad_step(
         reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
         kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
         step = _saturating_add(state.applied_steps, state.skipped_steps)
-        return BadStep(step, leaf, kind, jnp.asarray(decision.gradient_scale, jnp.float32))
+        largest = _largest_of_bad_step(state, before, unscaled(), axis_name)
+        structure = jnp.int32(_tree.hash_of_paths(unscaled()))
+        return BadStep(step, leaf, kind, scale, largest, jnp.array(False), structure)
+
+    def compare() -> BadStep:
+        largest = jnp.float32(0) if decision.checks.largest is None else decision.checks.largest
+        exceeds = (before.step >= 0) & (scale >= before.loss_scale) & (largest >= before.largest)
+        return before._replace(was_exceeded=before.was_exceeded | exceeds)
 
     # `jax.lax.cond` is used on every platform, because bad steps are rare and the search for their cause is expensive.
-    return cast(BadStep, run_or_skip("cond", ~is_good, look, lambda: before))
+    return cast(BadStep, run_or_skip("cond", ~is_good, look, compare))
+
+
+def _largest_of_bad_step(
+    state: LossScaledState, before: BadStep, grads: optax.Updates, axis_name: AxisName
+) -> jax.Array:
+    """Return the ``largest`` field of the `BadStep`, given the unscaled gradients and the record of earlier steps."""
+    if state.largest is None or not state.loss_scale.needs_largest:
+        return jnp.float32(0)
+    finite = jax.tree.map(lambda grad: jnp.where(jnp.isfinite(grad), grad, 0), grads)
+    _, largest = finite_and_largest(finite, axis_name=axis_name)
+    # If the previous step was bad, its gradients were not measured either, but its record contains `largest`.
+    return jnp.maximum(largest, jnp.where(jnp.isnan(state.largest), before.largest, state.largest))
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
@@ -263,7 +292,8 @@ def _with_own_buffers(state: optax.OptState) -> optax.OptState:
 
 
 def _no_bad_step() -> BadStep:
-    return BadStep(jnp.int32(-1), jnp.int32(-1), _kind("none"), jnp.float32(0))
+    nothing = jnp.float32(0), jnp.float32(0), jnp.array(False), jnp.int32(0)
+    return BadStep(jnp.int32(-1), jnp.int32(-1), _kind("none"), *nothing)
 
 
 def _kind(cause: str) -> jax.Array:

@@ -23,7 +23,7 @@ from jax_lossscale._optax.monitoring import (
     own_numbers,
     seem_unscaled,
 )
-from jax_lossscale._optax.state import CAUSES
+from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import power_of_two
 
@@ -45,14 +45,14 @@ _REPORTED_HEADROOM = 6
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# The causes of skipped steps that are related to the gradients.
-_GRADIENT_CAUSES = ("nan", "infinity", "grads_finite", "gradients")
+# The causes of skipped steps that are non-finite gradients.
+_GRADIENT_CAUSES = ("nan", "infinity", "gradients")
 _LOSS_OR_CONDITION = "loss or skip_if"
 
 # Clauses that describe the causes of skipped steps. The last two clauses are used if the exact cause of a skipped step
 # was not recorded.
 _CLAUSES = CAUSES | {
-    "gradients": "there was a NaN or an infinity in its gradients",
+    "gradients": "there was a NaN or an infinity in its gradients, or `grads_finite` was false",
     _LOSS_OR_CONDITION: f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
@@ -73,6 +73,7 @@ _LOSS = (
 # Advice for skipped steps whose cause is not related to the gradients.
 _ADVICE = {
     "loss": _LOSS,
+    "grads_finite": "Check how the argument `grads_finite` is computed.",
     "skip_if": "`skip_if` is your own condition, and it does not change the loss scale.",
     _LOSS_OR_CONDITION: f"If `skip_if` was false, the loss was not finite. {_LOSS}",
 }
@@ -80,10 +81,16 @@ _BATCH_CHECKS = (
     "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
     "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
+_THE_BATCH = "Therefore, the cause was the batch, not the loss scale."
+_IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
 _LOG_BATCHES = (
     "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
     'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
+)
+_SHARED_OBJECT = (
+    "If the loss scale does not become lower from step to step, check whether several optimizers use the same "
+    "`MixedPrecision` object. Each optimizer needs its own object."
 )
 _HOW_TO_RECORD = (
     "To record which leaf was not finite, and whether it contained NaN or infinity, use "
@@ -101,7 +108,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       params: the current parameters. The text reports whether the parameters are finite, because a NaN in the
         parameters makes every later step non-finite. The path of the first non-finite leaf is also looked up in the
         parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in a
-        part of the optimizer state with the same tree structure as the parameters, such as a moment of Adam.
+        part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there is
+        no such part, the text contains the index of the leaf.
 
     Returns:
       A few lines of text.
@@ -228,18 +236,21 @@ def _cause_of_last_step(state: LossScaledState) -> str:
 def _clause(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
     """Return a clause with the cause of a skipped step, and the path of the non-finite leaf if it was recorded."""
     record = state.last_bad_step
-    where = _where(int(record.leaf), state, params) if record is not None and record.leaf >= 0 else ""
+    where = _where(record, state, params) if record is not None and record.leaf >= 0 else ""
     return _CLAUSES[cause].format(where=where) if cause else ""
 
 
-def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """Return the path of a leaf in the parameters, or in a part of the optimizer state with the same structure."""
+def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    """Return the path of the recorded leaf in the parameters, or in a part of the optimizer state with their paths."""
+    leaf, structure = int(record.leaf), int(record.structure)
     if params is None:
-        parts = [part for part in _parts(state.inner_state) if len(_tree.leaves_and_nones(part)) > leaf]
-        named = [part for part in parts if not jax.tree_util.all_leaves([part])]
-        if len({jax.tree.structure(part, is_leaf=lambda node: node is None) for part in named}) != 1:
+
+        def is_like_gradients(part: Any) -> bool:
+            return _tree.hash_of_paths(part) == structure
+
+        params = next(filter(is_like_gradients, jax.tree.leaves(state.inner_state, is_leaf=is_like_gradients)), None)
+        if params is None:
             return f"leaf {leaf}"
-        params = named[0]
     num_leaves = len(_tree.leaves_and_nones(params))
     if num_leaves <= leaf:
         raise ValueError(
@@ -247,13 +258,6 @@ def _where(leaf: int, state: LossScaledState, params: chex.ArrayTree | None) -> 
             "the same structure as the gradients, such as the parameters that were differentiated."
         )
     return leaf_path(params, leaf) or "the only leaf"
-
-
-def _parts(inner_state: Any) -> list[Any]:
-    """Return the fields of the inner optimizer states, which are nested tuples, as a flat list."""
-    if not isinstance(inner_state, tuple):
-        return [inner_state]
-    return [part for each in inner_state for part in _parts(each)]
 
 
 def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
@@ -286,6 +290,8 @@ def _advice_on_last_step(cause: str, state: LossScaledState) -> Iterator[str]:
         yield f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow."
     else:
         yield "Decrease `min_loss_scale` so that the loss scale can become smaller."
+    if not is_at_floor and state.consecutive_skips >= _MANY_SKIPS_IN_A_ROW:
+        yield _SHARED_OBJECT
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) -> Iterator[str]:
@@ -294,28 +300,23 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
     steps = int(state.applied_steps) + skipped
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
     cause = "" if loss_scale.checks_gradients else "skip_if"
-    was_the_batch = False
+    may_be_the_batch = False
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(steps - 1 - int(record.step))
         yield f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}."
-        was_the_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(loss_scale() >= record.loss_scale > 0)
-        again = (
-            "Therefore, the cause was the batch, not the loss scale.\n"
-            f"If this happens again, check the batch {_BATCH_CHECKS}"
-        )
         if cause == "loss":
-            yield f"All later losses were finite, and the loss does not depend on the loss scale. {again}"
-        elif moves and was_the_batch:
-            now, then = power_of_two(float(loss_scale())), power_of_two(float(record.loss_scale))
+            yield f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}"
+            yield _IF_AGAIN
+        elif cause == "nan" and loss_scale.skip_nonfinite:
+            may_be_the_batch = bool(record.was_exceeded)
+            yield from _about_nan(record)
+            yield _IF_AGAIN
+        elif cause == "grads_finite":
+            yield _ADVICE[cause]
+        elif cause == "infinity" and moves and loss_scale() < record.loss_scale:
             yield (
-                f"The loss scale is at least as high as it was in the step with the NaN ({now} now, {then} then), and "
-                "all steps since then have been finite."
-            )
-            yield again
-        elif moves and cause in _GRADIENT_CAUSES and loss_scale() < record.loss_scale:
-            yield (
-                "Since then, the loss scale has been lower and all steps have been finite, as is usual after an "
+                "The loss scale is now lower than in this step, and all later steps were finite, as is usual after an "
                 "overflow."
             )
     if moves and is_at_its_floor(loss_scale) and skipped:
@@ -326,15 +327,29 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None) 
         )
         if record is None:
             yield _HOW_TO_RECORD
-    may_be_of_one_kind = cause in ("", *_GRADIENT_CAUSES) and not was_the_batch and _may_be_of_one_kind(state)
+    may_be_of_one_kind = cause in ("", *_GRADIENT_CAUSES) and not may_be_the_batch and _may_be_of_one_kind(state)
     if steps >= _FEW_STEPS and skipped - _steps_of_a_search(loss_scale) > _LARGE_FRACTION_OF_SKIPS * steps:
         yield f"{skipped / steps:.0%} of all steps were skipped."
-        if not was_the_batch:
+        if not may_be_the_batch:
             yield from _advice_on_many_skips(cause, loss_scale)
     elif may_be_of_one_kind:
         yield f"{skipped / steps:.1%} of all steps were skipped."
     if may_be_of_one_kind:
         yield _LOG_BATCHES
+
+
+def _about_nan(record: BadStep) -> Iterator[str]:
+    """Yield the conclusion from all steps since an earlier step that was skipped because of a NaN."""
+    if not record.was_exceeded:
+        yield (
+            "All later steps were finite, but the loss scale or the gradients were smaller, so the cause may have been "
+            "an overflow or the batch."
+        )
+    elif record.largest > 0:
+        yield "A later step at the same or a higher loss scale, with gradients at least as large, was finite."
+        yield _THE_BATCH
+    else:
+        yield "A later step at the same or a higher loss scale was finite, so the batch is a possible cause."
 
 
 def _may_be_of_one_kind(state: LossScaledState) -> bool:

@@ -65,7 +65,8 @@ def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
 def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():
     for steps in ([], [GOOD]):
         record = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps).last_bad_step
-        assert record._asdict() == {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0}
+        numbers = {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0, "largest": 0, "structure": 0}
+        assert record._asdict() == {**numbers, "was_exceeded": False}
         assert record.cause == "none"
     silent = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])
     assert silent.last_bad_step is None

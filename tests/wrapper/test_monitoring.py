@@ -24,9 +24,9 @@ def test_error_if_the_tree_has_no_or_several_loss_scaled_states():
             reader(two)
 
 
-def skipping(loss_scale, steps, **extra):
+def skipping(loss_scale, steps, record=False, **extra):
     """Return the state after a number of steps with nonfinite gradients."""
-    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale)
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=record)
     state = tx.init(PARAMS)
     step = jax.jit(lambda state: tx.update_and_apply(BAD_GRADS, state, PARAMS, **extra)[1])
     for _ in range(steps):
@@ -59,6 +59,16 @@ STUCK = {
         None,
     ),
     "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
+    "10 NaN losses": (
+        lambda: skipping("auto", 10, record=True, value=jnp.float32(jnp.nan)),
+        r"last 10 steps were skipped, the last one because its loss was not finite.*\(it is 256.0\)",
+    ),
+    "9 NaN losses": (lambda: skipping("auto", 9, record=True, value=jnp.float32(jnp.nan)), None),
+    "10 skipped steps by a condition": (lambda: skipping("dynamic", 10, record=True, skip_if=jnp.array(True)), None),
+    "one member of an ensemble, 10 NaN losses": (
+        lambda: ensemble(*(skipping("dynamic", n, record=True, value=jnp.float32(jnp.nan)) for n in (0, 10))),
+        "its loss was not finite",
+    ),
     "1000 NaN losses": (
         lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
         r"which overflows alone cannot explain \(the loss scale is 32768.0\)",

@@ -42,13 +42,24 @@ EXPLAINED = {
     "a fixed scale": (2.0**60, False, [GOOD], "question"),
     "a fixed scale of 1": (1.0, False, [GOOD], ""),
     "a fixed scale, with a skipped step": (SKIPPING, False, [INF_GRADS, GOOD], ""),
-    "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | scale was lower"),
+    "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | unknown"),
+    "an infinity long ago": ("dynamic", True, [INF_GRADS, GOOD, GOOD], "bad step ago | scale is lower"),
     "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], ""),
-    "a NaN that no lower scale can fix": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago"),
-    "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale was lower"),
+    "a NaN that no lower scale can fix": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago | perhaps the batch"),
+    "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale is lower"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow"),
-    "a NaN at every scale": (jls.DynamicLossScale(2.0**30), True, [NAN_GRADS] * 17, "skipped in a row | a NaN stays"),
-    "started too high": (jls.DynamicLossScale(2.0**60), True, [INF_GRADS] * 17, "skipped in a row | an overflow"),
+    "a NaN at every scale": (
+        jls.DynamicLossScale(2.0**30),
+        True,
+        [NAN_GRADS] * 17,
+        "skipped in a row | a NaN stays | shared object",
+    ),
+    "started too high": (
+        jls.DynamicLossScale(2.0**60),
+        True,
+        [INF_GRADS] * 17,
+        "skipped in a row | an overflow | shared object",
+    ),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow"),
     "at a floor that is high": (HIGH_FLOOR, True, [INF_GRADS], "skipped | no lower | a high floor"),
@@ -67,7 +78,7 @@ EXPLAINED = {
         jls.DynamicLossScale(1.0),
         True,
         every_fifth(NAN_GRADS),
-        "bad step ago | scale is back | at the floor | often",
+        "bad step ago | perhaps the batch | at the floor | often",
     ),
 }
 
@@ -146,9 +157,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
             jls.DynamicLossScale(1.0),
             every_fifth(NAN_GRADS),
             [
-                "The loss scale is at least as high as it was in the step with the NaN (2^0 now, 2^0 then), and all "
-                "steps since then have been finite.",
-                "Therefore, the cause was the batch, not the loss scale.",
+                "A later step at the same or a higher loss scale was finite, so the batch is a possible cause.",
                 "20% of all steps were skipped.",
             ],
         ),
@@ -177,7 +186,7 @@ CAUSES = {
     "condition and NaN": {"skip_if": True, "kernel": NAN},
 }
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
-UNKNOWN = "there was a NaN or an infinity in its gradients"
+UNKNOWN = "there was a NaN or an infinity in its gradients, or `grads_finite` was false"
 EXPECTED = {
     # Each entry contains the names of the printed lines, and the reason for the non-finite or skipped step.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT),
@@ -335,12 +344,98 @@ def test_traced_state_raises_an_error():
         jax.jit(lambda state: explain(state) and state)(state)
 
 
-def test_grads_finite_argument_is_reported_as_the_cause():
-    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+@pytest.mark.parametrize("loss_scale", ["auto", "dynamic", jls.DynamicLossScale(1.0)])
+def test_grads_finite_argument_is_reported_as_the_cause(loss_scale):
+    tx = jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True)
     params = jnp.ones(3)
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
     assert "`grads_finite` was false, although all gradients were finite" in explain(state, params)
+    assert statements_of(explain(state)) == "skipped | grads_finite"
+    _, state = tx.update_and_apply(jnp.ones(3), state, params)
+    assert "bad step ago | grads_finite" in statements_of(explain(state))
+
+
+# Whether the cause of an earlier NaN was the batch.
+
+
+def with_grads(state, *steps):
+    """Return the state after steps whose gradients are all equal to the given numbers."""
+    tx = jls.loss_scaled(optax.sgd(0.0), record_bad_steps=True)
+    step = jax.jit(lambda state, grad: tx.update({"w": jnp.full(3, grad)}, state, {"w": jnp.ones(3)})[1])
+    for grad in steps:
+        state = step(state, jnp.float32(grad) * state.loss_scale())
+    return state
+
+
+def new_state(loss_scale):
+    return jls.loss_scaled(optax.sgd(0.0), loss_scale, record_bad_steps=True).init({"w": jnp.ones(3)})
+
+
+def conclusion(state):
+    (statement,) = {"the batch", "perhaps the batch", "unknown"} & set(statements_of(explain(state)).split(" | "))
+    return statement
+
+
+def test_the_batch_was_the_cause_only_if_a_later_step_had_the_same_scale_and_gradients():
+    state = with_grads(new_state("auto"), *[1.9] * 20, NAN)
+    assert conclusion(with_grads(state, *[1.9] * 700)) == "unknown"  # The scale is still lower by 1 bit.
+    assert conclusion(with_grads(state, *[1.9] * 800)) == "the batch"
+    smaller = with_grads(state, *[0.1] * 800)
+    assert smaller.loss_scale() > smaller.last_bad_step.loss_scale
+    assert conclusion(smaller) == "unknown"
+    # In the last step, the gradients are large enough, and then they become smaller again.
+    assert conclusion(with_grads(smaller, 1.9)) == "the batch"
+    assert conclusion(with_grads(smaller, 1.9, 0.1)) == "the batch"
+
+
+def test_finite_gradients_of_the_bad_step_and_of_the_step_before_are_compared():
+    tx = jls.loss_scaled(optax.sgd(0.0), record_bad_steps=True)
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = tx.init(params)._replace(loss_scale=jls.AutoLossScale(2.0**10))
+    for a, b, largest in (1.0, 2.0, 0), (NAN, 4.0, 4), (NAN, 1.0, 4), (NAN, INF, 4), (0.5, 0.5, 4), (NAN, NAN, 0.5):
+        grads = {"a": jnp.array([0.25, a]), "b": jnp.array([-b, 0.5 * b])}
+        _, state = tx.update(state.loss_scale.scale(grads), state, params)
+        assert state.last_bad_step.largest == largest
+
+
+def test_first_step_without_finite_gradients_cannot_be_compared():
+    state = with_grads(new_state("auto"), NAN, *[1.0] * 20)
+    assert state.last_bad_step.largest == 0
+    assert conclusion(state) == "perhaps the batch"
+
+
+def test_step_must_have_used_the_scale_of_the_bad_step():
+    state = with_grads(new_state(jls.DynamicLossScale(2.0**15, 10)), NAN, *[1.0] * 10)
+    assert state.loss_scale() == state.last_bad_step.loss_scale  # No step has used this scale.
+    assert conclusion(state) == "unknown"
+    assert conclusion(with_grads(state, 1.0)) == "perhaps the batch"
+
+
+@pytest.mark.parametrize("kind", [jls.DynamicLossScale, jls.AutoLossScale])
+def test_replaced_loss_scale_does_not_change_the_conclusion(kind):
+    state = with_grads(new_state(kind(2.0**4)), 1.0, NAN, 1.0)
+    replaced = state._replace(loss_scale=kind(2.0**10))
+    assert conclusion(state) == conclusion(replaced) == "unknown"
+    assert "the batch" in conclusion(with_grads(replaced, 1.0))
+
+
+def test_largest_gradient_is_not_compared_if_the_new_loss_scale_does_not_measure_it():
+    state = with_grads(new_state("auto"), 1.0, NAN)._replace(loss_scale=jls.DynamicLossScale())
+    assert conclusion(with_grads(state, 1.0)) == "unknown"
+
+
+def test_nan_is_not_called_an_overflow():
+    state = with_grads(new_state("auto"), *[1.9] * 20, NAN)
+    for _ in range(10):
+        state = with_grads(state, *[1.9] * 10)
+        assert "as is usual after an overflow" not in explain(state)
+
+
+def test_shared_mixed_precision_object_is_a_possible_cause_of_many_skipped_steps():
+    state = with_grads(new_state(jls.DynamicLossScale(2.0**60)), *[INF] * 15)
+    assert "shared object" not in statements_of(explain(state))
+    assert "shared object" in statements_of(explain(with_grads(state, INF)))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +445,17 @@ def test_grads_finite_argument_is_reported_as_the_cause():
         (optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), PARAMS, "['kernel']"),
         (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
         (optax.sgd(0.1), PARAMS, "leaf 1"),  # SGD has no moments.
-        (optax.adam(0.1), jnp.float32(1.0), "leaf 0"),  # The only leaf has no path.
+        (optax.adam(0.1), jnp.float32(1.0), "the only leaf"),
+        (optax.adam(0.1), (PARAMS, {"kernel": 2 * jnp.ones(3)}), "[0]['kernel']"),
+        # No part of the optimizer state has the structure of the parameters.
+        (optax.masked(optax.adam(0.1), {"bias": False, "kernel": True}), PARAMS, "leaf 1"),
+        (optax.contrib.muon(0.1), {"bias": jnp.ones(2), "kernel": jnp.ones((2, 2))}, "leaf 1"),
+        (
+            optax.partition({"t": optax.adam(0.1), "f": optax.set_to_zero()}, {"bias": "f", "kernel": "t"}),
+            PARAMS,
+            "leaf 1",
+        ),
+        (optax.inject_hyperparams(optax.sgd)(0.1), {"kernel": jnp.float32(1.0)}, "leaf 0"),
     ],
 )
 def test_moments_of_the_optimizer_give_the_path_without_parameters(inner, params, where):
