@@ -39,7 +39,7 @@ _NAMES = {
 _COUNTS = ("num_good_steps", "increment_period")
 
 
-def from_peer(library: str, theirs: dict[str, Any], min_loss_scale: float, **known: Any) -> DynamicLossScale:
+def from_peer(library: str, theirs: dict[str, Any], min_loss_scale: Any, **known: Any) -> DynamicLossScale:
     """Return a loss scale with the configuration and state of a loss scale of another library.
 
     Args:
