@@ -39,6 +39,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from runpy import run_path
 
 import coverage
 import pytest
@@ -485,7 +486,9 @@ def report(files, results, save):
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     print(table, *(unexplained or ["All mutants that survived have a reason."]), sep="\n")
     if save:
-        versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax", "optax"))
+        # The metadata of an editable installation still contain the version at the time of the installation.
+        ours = run_path(str(ROOT / "jax_lossscale" / "_version.py"))["__version__"]
+        versions = f"jax_lossscale {ours}, jax {version('jax')}, optax {version('optax')}"
         SAVED.write_text(f"{HEAD}\n{date.today()}, {versions}.\n\n{table}")
 
 

@@ -37,6 +37,7 @@ from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from runpy import run_path
 
 ROOT = Path(__file__).parent.parent
 EXPLAINED = ROOT / "tests" / "suites_explained.json"
@@ -236,7 +237,9 @@ def report(results, save):
     table += "\n" + "".join(f"| {' | '.join(row)} |\n" for row in lines)
     print(table, *grouped(unexplained), f"Differences without a reason: {len(unexplained)}.", sep="\n")
     if save:
-        versions = ", ".join(f"{name} {version(name)}" for name in ("jax_lossscale", "jax"))
+        # The metadata of an editable installation still contain the version at the time of the installation.
+        ours = run_path(str(ROOT / "jax_lossscale" / "_version.py"))["__version__"]
+        versions = f"jax_lossscale {ours}, jax {version('jax')}"
         rest = f"Versions: {versions}. Differences without a reason: {len(unexplained)}."
         SAVED.write_text(f"{HEAD}\n{rest}\n\n{table}")
 

@@ -91,6 +91,11 @@ def test_links_have_existing_targets(page):
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_index_of_the_guide_links_to_every_page_of_the_guide():
+    links = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "guide" / "index.md").read_text()))
+    assert links == {page.name for page in (DOCS / "guide").glob("*.md")} - {"index.md"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tests_named_on_pages_exist(page):
     """Pages refer to tests as ``tests/file.py::test_name`` in backticks."""

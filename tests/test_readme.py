@@ -31,6 +31,15 @@ def test_python_blocks_run_and_print_the_shown_output(capsys):
     assert "`mul` (README.md, python block 2:4) returns NaN" in str(comparison)
 
 
+def test_second_program_does_not_run_the_step_of_the_first_program(capsys):
+    """With ``record_bad_steps=True``, a jitted step would be compiled again anyway, because the state is different."""
+    namespace = {"__name__": "readme"}
+    first, second = blocks("python")
+    exec(first, namespace)
+    exec(second.replace(", record_bad_steps=True", ""), namespace)
+    assert "Of 10 steps, 0 were applied and 10 were skipped." in capsys.readouterr().out
+
+
 def test_marked_command_blocks_run_the_demo_and_the_tests():
     marked = dict(re.findall(r"^<!-- run by CI: (\w+) -->\n```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
     demo, tests = marked["demo"], marked["tests"]

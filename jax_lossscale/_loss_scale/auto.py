@@ -30,8 +30,8 @@ _LOG2_LEAST_MARGIN = 1
 # Upper limit, in bits, for the sum of the margin and the allowance. The limit applies if gradients overflow even though
 # the scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
-# The base-2 logarithm of the target that is used until the first nonzero gradient. At a scale of 2**40, gradients above
-# 2**-65 do not underflow in float16.
+# The base-2 logarithm of the target that is used until the first nonzero gradient. Until then, the scale rises to 1 bit
+# below this target. At a scale of 2**39, gradients above 2**-64 do not underflow in float16.
 _LOG2_SEARCH_TOP = 40
 
 LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -188,9 +188,11 @@ class AutoLossScale(BoundedLossScale):
       the gradients, and 1 in 20 to 400 steps contains a NaN, 14 to 20 in 1,000 of the other steps are skipped. If the
       values are 12 bits larger, and 1 in 50 to 200 steps contains a NaN, 42 to 51 in 1,000 are skipped. With
       `DynamicLossScale`, or if there are only NaNs, fewer than 1 in 10,000 are skipped.
-    - **Noise.** If the size of values inside the backward pass varies around 8 bits with a standard deviation of up to
-      4 bits, 1 in 1,000 steps is skipped. If it varies around 16 bits, 11 in 1,000 steps are skipped, or 87 in 1,000 if
-      the standard deviation is 6 bits. With `DynamicLossScale`, at most 11 in 1,000 are skipped.
+    - **Noise.** If values inside the backward pass are larger than the gradients by a normally distributed number of
+      bits with a mean of 8 and a standard deviation of 3 to 4, 1 in 1,000 steps is skipped. If the mean is 16 bits, 11
+      in 1,000 steps are skipped, or 87 in 1,000 if the standard deviation is 6 bits. With heavy-tailed noise around 8
+      bits (Student's t-distribution with 2 degrees of freedom), 27 in 1,000 are skipped. With `DynamicLossScale`, at
+      most 11 in 1,000 are skipped.
     - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
       the gradients, 1 in 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 in 1,000 are skipped.
       With `DynamicLossScale`, at most 2 in 1,000 are skipped.

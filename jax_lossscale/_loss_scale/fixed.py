@@ -28,7 +28,7 @@ class FixedLossScale(LossScale):
       loss_scale_value: the scale, a Python, NumPy or JAX scalar of at least 1. A scale that is a power of two avoids
         rounding errors. An array of positive numbers or a tracer is also accepted, so that
         ``jax.vmap(FixedLossScale)(scales)`` creates a batch of loss scales. The lower bound of 1 is not checked for
-        arrays and tracers.
+        tracers, nor for arrays that are not scalars.
       skip_nonfinite: whether to skip steps whose gradients are not finite.
 
     Attributes:

@@ -301,6 +301,24 @@ def test_scale_recovers_from_one_overflow_in_eight_steps():
     assert bits(at_rest(after, 8, True, 2.0**-20.5))[0] == bits(before)[0] - 1
 
 
+@pytest.mark.parametrize("log2_largest", [-20.5, -10.0, 0.3])
+def test_one_nan_lowers_the_scale_by_9_bits_and_then_by_1_bit_for_up_to_768_steps(log2_largest):
+    largest = np.full(800, 2.0**log2_largest, np.float32)
+    settled = run(Auto(), largest, largest)[2]
+    lowered = adjust(settled, False)
+    scales, finite, _ = run(lowered, largest, largest)
+    assert finite.all()
+    bits_below = np.log2(settled() / scales).round().astype(int)
+    assert bits_below[:8].tolist() in ([9, 8, 7, 6, 5, 4, 3, 2], [9, 7, 6, 5, 4, 3, 2, 1])
+    assert set(bits_below[8:769]) <= {0, 1}
+    assert set(bits_below[769:]) == {0}
+
+
+def test_all_zero_gradients_raise_the_scale_to_1_bit_below_the_first_target():
+    zeros = np.zeros(10, np.float32)
+    assert run(Auto(), zeros, zeros)[2]() == 2.0**39
+
+
 def test_scales_between_powers_of_two_count_as_the_next_power():
     for scale, counted in (4.0, 4.0), (np.nextafter(np.float32(4), np.float32(5)), 8.0), (7.0, 8.0):
         before = replace(Auto(), current_loss_scale=jnp.float32(scale))
