@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jax_lossscale._loss_scale import serialize
+from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._optax import LossScaledState, loss_scaled
 
 try:
@@ -43,7 +44,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """
 
     def __init__(
-        self, inner_optimizer: keras.optimizers.Optimizer, loss_scale: Any = "auto", name: str | None = None
+        self, inner_optimizer: keras.optimizers.Optimizer, loss_scale: LossScaleLike = "auto", name: str | None = None
     ) -> None:
         if keras.backend.backend() != "jax":
             raise ValueError(f"`LossScaleOptimizer` requires the JAX backend, got {keras.backend.backend()!r}.")
