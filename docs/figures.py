@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 from matplotlib.figure import Figure
-from rich.progress import Progress
 
 import jax_lossscale as jls
 from jax_lossscale.demo import job
@@ -97,19 +96,16 @@ def main() -> None:
     """Train the network, and draw the figures."""
     models().savefig(FOLDER / "models.png", dpi=DOTS_PER_INCH)
     patches = job.load_patches()
-    with Progress(transient=True) as progress:
-        task = progress.add_task("Training", total=2 * STEPS)
-        grads = jax.grad(job.loss_fn)(trained_params(patches), patches)
-        progress.advance(task, STEPS)
-        dtype, loss_scale = job.arms()["float16_dynamic"]
-        result = job.train(
-            patches,
-            dtype,
-            loss_scale,
-            steps=STEPS,
-            seed=0,
-            advance=lambda steps: progress.advance(task, steps),
-        )
+    grads = jax.grad(job.loss_fn)(trained_params(patches), patches)
+    dtype, loss_scale = job.arms()["float16_dynamic"]
+    result = job.train(
+        patches,
+        dtype,
+        loss_scale,
+        steps=STEPS,
+        seed=0,
+        description="Training",
+    )
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     suggestion = jls.diagnostics.suggest_loss_scale(grads)

@@ -1,7 +1,8 @@
 """Mixed-precision training for JAX and optax, with automatic float16 computation and loss scaling."""
 
-from jax_lossscale import diagnostics, plotting
-from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
+import importlib as _importlib
+import typing as _typing
+
 from jax_lossscale._gradients import (
     AccumulatedGradients,
     accumulate_gradients,
@@ -22,7 +23,6 @@ from jax_lossscale._loss_scale import (
     serialize,
 )
 from jax_lossscale._measure import all_finite
-from jax_lossscale._mixed_precision import MixedPrecision
 from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
@@ -31,9 +31,28 @@ from jax_lossscale._optax import (
     metrics,
     raise_if_stuck,
 )
-from jax_lossscale._scaled_backward import scaled_backward
 from jax_lossscale._tree import cast_floating, select_tree
 from jax_lossscale._version import __version__
+
+if _typing.TYPE_CHECKING:
+    from jax_lossscale import diagnostics, plotting
+    from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
+    from jax_lossscale._mixed_precision import MixedPrecision
+    from jax_lossscale._scaled_backward import scaled_backward
+
+# For each name that is imported when it is first used: the module that contains it. These modules rewrite or read
+# jaxprs, so the loss scales can be imported even if a new version of JAX lacks a function that these modules need.
+_LAZY = {
+    "MixedPrecision": "_mixed_precision",
+    "PrecisionPolicy": "_autocast",
+    "PrecisionRule": "_autocast",
+    "autocast": "_autocast",
+    "diagnostics": "diagnostics",
+    "in_half": "_autocast",
+    "keep_float32": "_autocast",
+    "plotting": "plotting",
+    "scaled_backward": "_scaled_backward",
+}
 
 __all__ = [
     "AccumulatedGradients",
@@ -71,3 +90,17 @@ __all__ = [
     "unscale_gradient",
     "value_and_scaled_grad",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of ``_LAZY``, and store it in this module."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _importlib.import_module(f"{__name__}.{_LAZY[name]}")
+    globals()[name] = module if name == _LAZY[name] else getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, including those that have not been imported yet."""
+    return sorted({*globals(), *__all__})

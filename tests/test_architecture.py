@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ import pytest
 import jax_lossscale as jls
 
 PACKAGE = Path(jls.__file__).parent
+TESTS = Path(__file__).parent
 MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 
 # The keys are layers, and the values are the layers that they may import, including optax. A layer may import only
@@ -173,7 +175,7 @@ def test_import_without_extras_gives_no_warning_and_uses_no_device():
     without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
     # The platform does not exist, so any access to a device fails. The probe checks that it does.
     probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
-    code = without_extras + "import jax, jax_lossscale\n" + probe
+    code = without_extras + "import jax\nfrom jax_lossscale import *\n" + probe
     assert run_python(code, "-W", "error", JAX_PLATFORMS="no_such_platform") == "no device\n"
 
 
@@ -190,6 +192,42 @@ params, state = jax.jit(tx.update_and_apply)(grads, state, params, value=loss)
 print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state)))())
 """
     assert run_python(code, JAX_PLATFORMS="cpu") == "1 256.0\n"
+
+
+def test_import_loads_only_the_core():
+    print_modules = "import jax_lossscale\nprint(*(name for name in sys.modules if name.startswith('jax_lossscale')))"
+    assert len(run_python(print_modules).split()) <= 50
+
+
+def test_names_are_imported_when_they_are_first_used():
+    code = """
+import jax_lossscale as jls
+assert set(jls.__all__) <= set(dir(jls))
+for name in jls.__all__:
+    assert getattr(jls, name) is vars(jls)[name], name
+from jax_lossscale import autocast, diagnostics
+print(jls.autocast is autocast, jls.diagnostics is diagnostics, hasattr(jls, "other"))
+"""
+    assert run_python(code) == "True True False\n"
+
+
+@pytest.mark.ci
+def test_the_core_works_without_the_modules_that_read_jaxprs(tmp_path):
+    """If a helper of JAX that only these modules use is renamed, loss scales and `loss_scaled` still work."""
+    removed = ("_program", "_autocast", "diagnostics", "plotting", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(*removed))
+    shutil.copytree(TESTS, tmp_path / TESTS.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    core = [
+        "test_tree.py",
+        "test_golden.py",
+        "loss_scales/test_dynamic.py",
+        "gradients/test_gradients.py",
+        "wrapper/test_measuring.py",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{path}" for path in core)]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout
 
 
 # --- Documentation of public names ---

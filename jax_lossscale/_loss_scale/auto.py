@@ -70,6 +70,7 @@ class AutoLossScale(BoundedLossScale):
         all zero   always                          peak = peak - 1/768
                    finally                         scale = clip(scale, target - 1, target)
         overflow   scale <= target - 8             margin and allowance do not change
+                   no peak                         margin = max(margin + target - scale + 24, margin)
                    allowance > 7 and margin > 16   margin = 1, allowance = -8
                    scale < target                  margin = min(margin + target - scale + 1, 30 - abs(allowance)),
                                                    allowance = allowance + 1 if 0 <= allowance <= 7
@@ -140,9 +141,8 @@ class AutoLossScale(BoundedLossScale):
     **Details.** The following special cases complete the rule:
 
     - Before the first gradient that is not zero, there is no peak, and the target is 40, or ``ceiling`` if this is
-      less. For an overflow, only the first row and the row "finally" of the table apply. If the first row does not
-      apply, the overflow increases the margin so that the new target is at most ``scale - 24``. Each step in which all
-      gradients are zero decreases the margin by 1/64, until it returns to its initial value.
+      less. Each step in which all gradients are zero decreases the margin by 1/64, until it returns to its initial
+      value.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
@@ -150,52 +150,8 @@ class AutoLossScale(BoundedLossScale):
     - If the gradients are finite, but the largest gradient was not measured, nothing changes. Gradients below the
       smallest normal float32 number count as zero.
 
-    The reasons for the rule are as follows:
-
-    - **Overflow 8 bits or more below the target.** The previous step has usually overflowed as well, or the scale is
-      still the initial scale. The scale decreases, but the overflow is not used to adapt the target.
-    - **Overflow below the target.** After an overflow, the scale is 8 bits below the target and then increases again.
-      If another overflow occurs before the scale reaches the target, the scale of this overflow is too high. The margin
-      therefore grows by the distance to the target plus 1 bit. The allowance grows as well, so that the margin does not
-      decay immediately. The margin is limited to 30 bits minus the allowance, because gradients underflow in float16 at
-      lower scales.
-    - **Overflow at the target.** The cause may be the scale, or a NaN from the data, which occurs at every scale. For
-      this reason, the overflow adds only 1 bit of allowance. It adds 2 bits if more than 5 bits are already free. With
-      only 1 bit, the allowance would decay faster than it grows if a rare kind of batch overflows.
-    - **Repeated overflows.** If the allowance exceeds 7 bits, a test distinguishes between the two causes. The margin
-      grows by 8 bits after each overflow until it exceeds 16 bits. If the scale was the cause, the overflows stop.
-      Otherwise, the next overflow sets the margin to 1, and the allowance becomes negative. The allowance remains
-      negative for about 6,000 steps, during which no other test starts. The overflow that ends the test may occur below
-      the target, because the scale does not reach the target if all gradients underflow.
-    - **A gradient that exceeds the peak by more than 8 bits.** The old peak was wrong. The margin and the allowance are
-      discarded, because they are relative to the peak.
-    - **Gradients that are all zero.** Zero gradients do not show how large other gradients are. Steps with only zero
-      gradients therefore increase the scale only up to 1 bit below the target. An overflow at this scale counts as an
-      overflow below the target.
-
-    The margin is at least 1 bit. If the iterations of a `jax.lax.scan` share weights, the gradients of these weights
-    are summed in float32 and can be larger than all values inside the backward pass. In such models, the scale could be
-    up to 5 bits larger than the target. However, a rule that tries such scales would cause one overflow in a few
-    hundred steps in all other models.
-
-    In the following cases, `DynamicLossScale` skips fewer steps. Use `DynamicLossScale` if the skipped batches matter,
-    although it usually leaves more bits unused. All numbers were measured by ``python -m benchmarks policies``:
-
-    - **Kinds of batches that are rarer than 1 in 200.** If 1 in k batches contains much larger values than the others,
-      about k / 1536 of these batches are skipped: 6% to 7% for k = 100, 12% to 16% for k = 200, and 26% to 34% for
-      k = 400. With `DynamicLossScale`, 4%, 9% and 17% are skipped.
-    - **NaNs from the data together with large values inside the backward pass.** If these values are 6 bits larger than
-      the gradients, and 1 in 20 to 400 steps contains a NaN, 14 to 20 in 1,000 of the other steps are skipped. If the
-      values are 12 bits larger, and 1 in 50 to 200 steps contains a NaN, 42 to 51 in 1,000 are skipped. With
-      `DynamicLossScale`, or if there are only NaNs, fewer than 1 in 10,000 are skipped.
-    - **Noise.** If values inside the backward pass are larger than the gradients by a normally distributed number of
-      bits with a mean of 8 and a standard deviation of 3 to 4, 1 in 1,000 steps is skipped. If the mean is 16 bits, 11
-      in 1,000 steps are skipped, or 87 in 1,000 if the standard deviation is 6 bits. With heavy-tailed noise around 8
-      bits (Student's t-distribution with 2 degrees of freedom), 27 in 1,000 are skipped. With `DynamicLossScale`, at
-      most 11 in 1,000 are skipped.
-    - **Growth.** If values inside the backward pass grow by 2 bits in 1,000 steps until they are 20 bits larger than
-      the gradients, 1 in 1,000 steps is skipped. If they grow until they are 28 bits larger, 42 in 1,000 are skipped.
-      With `DynamicLossScale`, at most 2 in 1,000 are skipped.
+    The page "Choosing a loss scale" (docs/choosing.md) explains the reasons for the rule, and describes the situations
+    in which `DynamicLossScale` skips fewer steps.
 
     References:
       ``LogMax`` in OpenSeq2Seq (Kuchaiev et al., 2018) computes the mean and the standard deviation of the base-2
@@ -287,38 +243,23 @@ class AutoLossScale(BoundedLossScale):
 
     def _after_overflow(self, now: _Bits) -> _Bits:
         s, peak, margin, allowance = now
-        target = self._target(peak, margin, allowance)
-        can_grow, is_used_up = (allowance >= 0) & (allowance <= LOG2_MOVE - 1), allowance > LOG2_MOVE - 1
-
-        # If another overflow occurs while the scale is still increasing toward its target, then the scale at which it
-        # occurs is too high.
+        target, is_used_up = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
+        searched = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
-        below_target = proved, jnp.where(can_grow, allowance + 1, allowance)
-
-        # If an overflow occurs while the scale is at its target, the cause may be the scale or the data. Each overflow
-        # increases the allowance until it reaches its maximum. Each later overflow increases the margin instead, in
-        # order to test a lower scale.
-        growth = jnp.where(margin + allowance > _LOG2_LEAST_MARGIN + LOG2_MOVE / 2, 2.0, 1.0)
-        grown = margin, jnp.minimum(allowance + growth, LOG2_MOVE)
-        tested = margin + LOG2_MOVE, allowance
-        reset = jnp.float32(_LOG2_LEAST_MARGIN), allowance
-        at_target = _where(can_grow, grown, _where(is_used_up, tested, reset))
-
-        # If the overflows continue after the margin has exceeded 16 bits, the scale is not the cause, and the test of
-        # lower scales ends. At that time, the scale may still be below the target, because the scale cannot rise while
-        # all gradients underflow to zero.
-        has_failed = is_used_up & (margin > 2 * LOG2_MOVE)
-        failed = jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)
-        with_peak = _where(has_failed, failed, _where(s < target, below_target, at_target))
-
-        # If the peak (the largest recent gradient) is unknown, the margin is increased so that the new target is 2^24
-        # times lower than the scale that overflowed.
-        without_peak = jnp.maximum(margin + target - (s - 3 * LOG2_MOVE), margin), allowance
-
-        after = _where(peak <= LOG2_NOTHING, without_peak, with_peak)
-        # `has_climbed` is false if the previous step also overflowed, or if the initial scale is far below the target.
-        has_climbed = s > target - LOG2_MOVE
-        margin, allowance = _where(has_climbed, after, (margin, allowance))
+        increased = allowance + jnp.where((allowance >= 0) & ~is_used_up, 1.0, 0.0)
+        # The rows of the table in the class docstring: a condition, the new margin and the new allowance.
+        conditions, margins, allowances = zip(
+            (s <= target - LOG2_MOVE, margin, allowance),
+            (peak <= LOG2_NOTHING, searched, allowance),
+            (is_used_up & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
+            (s < target, proved, increased),
+            (is_used_up, margin + LOG2_MOVE, allowance),
+            (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
+            (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
+            (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),
+            strict=True,
+        )
+        margin, allowance = jnp.select(conditions, margins), jnp.select(conditions, allowances)
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:

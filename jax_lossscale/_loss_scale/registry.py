@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._check import checked_dtype, is_number, shown
 from jax_lossscale._loss_scale.auto import AutoLossScale
 from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
+
+# The values that `get` accepts: a loss scale, a number, "auto", "dynamic", a dictionary from `serialize`, or None.
+LossScaleLike: TypeAlias = LossScale | ArrayLike | str | Mapping[str, Any] | None
 
 # The built-in classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct
 # a saved built-in loss scale.
@@ -25,7 +29,7 @@ _ACCEPTED = (
 )
 
 
-def get(identifier: Any) -> LossScale:
+def get(identifier: LossScaleLike) -> LossScale:
     """Return the loss scale specified by an identifier, such as a number, a string or a dictionary.
 
     To find the loss scale in an existing optimizer state, use `get_loss_scale` instead.

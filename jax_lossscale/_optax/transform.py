@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike
 
 from jax_lossscale._check import check_flag
-from jax_lossscale._loss_scale.registry import made
+from jax_lossscale._loss_scale.registry import LossScaleLike, made
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
 from jax_lossscale._optax.state import LossScaledState
@@ -29,24 +28,42 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     ``update``.
     """
 
-    @functools.cached_property
-    def update_and_apply(self) -> Callable[..., tuple[optax.Params, LossScaledState]]:
-        """A function that computes the updates and applies them to the parameters.
+    def update_and_apply(
+        self,
+        scaled_grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params,
+        *,
+        value: ArrayLike | None = None,
+        skip_if: ArrayLike | None = None,
+        grads_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaledState]:
+        """Compute the updates and apply them to the parameters.
 
-        Call ``update_and_apply(scaled_grads, state, params, **kwargs)`` with the keyword arguments of ``update``. The
-        result ``(params, state)`` is the same as that of ``update`` followed by `optax.apply_updates`, but
-        ``update_and_apply`` is faster.
+        The result is the same as that of ``update`` followed by `optax.apply_updates`, but ``update_and_apply`` is
+        faster.
+
+        Args:
+          scaled_grads: the gradients of the scaled loss, with the structure of ``params``.
+          state: the state.
+          params: the parameters.
+          value: the unscaled loss, a real scalar; see `loss_scaled`.
+          skip_if: ``bool[]``, an additional condition under which the step is skipped.
+          grads_finite: ``bool[]``, whether the gradients are finite on all devices, if this is already known.
+          **extra_args: other arguments, which are passed to the inner optimizer unchanged.
+
+        Returns:
+          ``(params, state)``.
         """
+        options = {"value": value, "skip_if": skip_if, "grads_finite": grads_finite}
+        extra_args |= {name: option for name, option in options.items() if option is not None}
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
-            return wrapper.update_and_apply
-
-        def update_then_apply(scaled_grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-            updates, state = self.update(scaled_grads, state, params, **extra_args)
-            return apply_updates(params, updates), state
-
+            return wrapper.update_and_apply(scaled_grads, state, params, **extra_args)
         # A user can replace `update`, for example with `_replace`, so `update` is not always a method of a `Wrapper`.
-        return update_then_apply
+        updates, state = self.update(scaled_grads, state, params, **extra_args)
+        return apply_updates(params, updates), state
 
     def __repr__(self) -> str:
         wrapper = getattr(self.update, "__self__", None)
@@ -56,7 +73,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "auto",
+    loss_scale: LossScaleLike = "auto",
     *,
     axis_name: AxisName = None,
     skip: Skip = "auto",

@@ -6,10 +6,9 @@ common function that computes the step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import chex
@@ -20,7 +19,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, shown
+from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip, run_or_skip
@@ -89,9 +88,9 @@ class Wrapper:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
         _check_arguments(self.takes_scaled_gradients, "update", "updates", updates, state, inputs, extra_args)
-        with _structures_named("update(updates=...)", updates, params):
-            new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
-            return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
+        _check_is_no_pair("update(updates=...)", updates, params)
+        new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
+        return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
 
     def update_and_apply(
         self,
@@ -115,10 +114,10 @@ class Wrapper:
             self.takes_scaled_gradients, "update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args
         )
         _tree.check_tree(params, "update_and_apply(params=...)")
-        with _structures_named("update_and_apply(scaled_grads=...)", scaled_grads, params):
-            trained = only_with_gradients(params, scaled_grads)
-            new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
-            return combine(new_params, lambda: params), state
+        _check_is_no_pair("update_and_apply(scaled_grads=...)", scaled_grads, params)
+        trained = only_with_gradients(params, scaled_grads)
+        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
+        return combine(new_params, lambda: params), state
 
     def _dispatched(
         self,
@@ -307,43 +306,16 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
             check_bool_scalar(flag, f"{method}({name}=...)")
 
 
-@contextlib.contextmanager
-def _structures_named(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> Iterator[None]:
-    """Raise a clearer error if the ``with`` block fails because gradients and parameters differ in structure.
-
-    Args:
-      name: the name of the argument with the gradients, for the message.
-      scaled_grads: the gradients.
-      params: the parameters, or ``None`` if they were not passed.
-    """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if params is None or _have_one_structure(scaled_grads, params):
-            raise
-        got, expected = shown(jax.tree.structure(scaled_grads)), shown(jax.tree.structure(params))
+def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> None:
+    """Raise a `ValueError` if ``(loss, grads)`` is passed instead of ``grads``, which ``name`` describes."""
+    if params is None or not isinstance(scaled_grads, tuple) or len(scaled_grads) != 2:
+        return
+    structures = {jax.tree.structure(tree) for tree in (scaled_grads[1], params)}
+    if is_number(scaled_grads[0]) and len(structures) == 1:
         raise ValueError(
-            f"`{name}` must have the same structure as `params` ({expected}), got {got}. If you compute "
+            f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
             "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
-        ) from error
-
-
-def _have_one_structure(grads: optax.Updates, params: optax.Params) -> bool:
-    """Return whether each gradient corresponds to one parameter.
-
-    A gradient that is ``None`` can correspond to any subtree of parameters.
-    """
-
-    def is_one(grad: Any, param: Any) -> bool:
-        return grad is None or jax.tree_util.all_leaves([param])
-
-    def matched(params: optax.Params) -> Any:
-        return jax.tree.map(is_one, grads, params, is_leaf=is_none)
-
-    try:
-        return grads is not None and all(jax.tree.leaves(map_copies(matched, params)))
-    except (TypeError, ValueError):
-        return False
+        )
 
 
 def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:

@@ -3,7 +3,7 @@
 The demonstration consists of three modules. Start with `job`.
 
 - `job`: the training.
-- `report`: functions that output the results as a table, as JSON and as a plot.
+- `report`: functions that output the results as a table and as a plot.
 - `command`: the command line, ``python -m jax_lossscale``.
 """
 

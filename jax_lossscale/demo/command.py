@@ -1,11 +1,9 @@
-"""Command-line interface of the demonstration (``python -m jax_lossscale``), with a progress bar."""
+"""Command-line interface of the demonstration (``python -m jax_lossscale``)."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status, 0.
 
     Raises:
-      SystemExit: with code 2, before any training, if an option is invalid or a package is missing; with code 1 if a
-        file cannot be written.
+      SystemExit: with code 2, before any training, if an option is invalid or a package is missing; with code 1 if the
+        plot cannot be written.
     """
     parser = _make_parser()
     try:
@@ -33,12 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot:
             _require(parser, "plot", matplotlib="matplotlib")
         results = run(steps=options.steps, seed=options.seed)
-        text = report.as_json(results, steps=options.steps, seed=options.seed)
-        report.print_table(results, sys.stderr if options.json == "-" else sys.stdout)
-        if options.json == "-":  # "-" means standard output.
-            sys.stdout.write(text)
-        elif options.json:
-            Path(options.json).write_text(text)
+        report.print_table(results)
         if options.plot:
             report.draw(results, options.plot)
     except OSError as error:
@@ -49,22 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(*, steps: int, seed: int) -> dict[str, job.Result]:
     """Perform the five training runs one after another and return their results by name.
 
-    All training runs have the same number of steps and the same initial parameters. A progress bar is shown if stderr
-    is a terminal.
+    All training runs have the same number of steps and the same initial parameters.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    patches, arms = job.load_patches(), job.arms()
-    console = Console(stderr=True)
-    results = {}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(arms) * steps)
-        advance = functools.partial(progress.advance, task)
-        for name, (dtype, loss_scale) in arms.items():
-            progress.update(task, description=name)
-            results[name] = job.train(patches, dtype, loss_scale, steps=steps, seed=seed, advance=advance)
-    return results
+    patches = job.load_patches()
+    return {
+        name: job.train(patches, dtype, loss_scale, steps=steps, seed=seed, description=name)
+        for name, (dtype, loss_scale) in job.arms().items()
+    }
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -85,8 +69,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)
-    json = "write the results to this file as JSON; with -, write them to standard output, and the table to stderr"
-    add("--json", type=_file, metavar="PATH", help=json)
     add(
         "--plot",
         type=_picture,
@@ -102,14 +84,10 @@ def _positive_integer(text: str) -> int:
     return int(text)
 
 
-def _file(text: str) -> str:
+def _picture(text: str) -> str:
     if Path(text).is_dir() or not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"must name a file in a directory that exists, got {text!r}")
-    return text
-
-
-def _picture(text: str) -> str:
-    if Path(_file(text)).suffix.lower() not in (".png", ".svg", ".pdf"):
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text!r}")
     return text
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,8 +39,6 @@ CODE_LEARNING_RATE = 4e-2
 DECODER_LEARNING_RATE = 1e-2
 
 Params = dict[str, Any]
-
-_clock = time.perf_counter  # seconds
 
 
 class Trace(NamedTuple):
@@ -68,12 +64,10 @@ class Result:
 
     Attributes:
       final_loss: the mean squared error after the training, which is always computed in float32.
-      seconds: the wall-clock time of all steps, without the time to start JAX and to compile.
       trace: the metrics of each step.
     """
 
     final_loss: float
-    seconds: float
     trace: Trace
 
     @property
@@ -154,10 +148,8 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
     return optax.transforms.partition(transforms, {"codes": "codes", "decoder": "decoder"})
 
 
-def train(
-    patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, advance: Callable[[int], None]
-) -> Result:
-    """Perform one training run and return its result.
+def train(patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, description: str) -> Result:
+    """Perform one training run and return its result. A progress bar is shown if stderr is a terminal.
 
     Args:
       patches: ``float32[patches, values]``, the patches to learn, from `load_patches`.
@@ -165,8 +157,11 @@ def train(
       loss_scale: any argument that `jls.get` accepts.
       steps: the number of training steps, at least 1.
       seed: the random seed of the initial parameters.
-      advance: a function that is called regularly with the number of steps since its last call.
+      description: the text beside the progress bar.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     tx = jls.loss_scaled(make_optimizer(steps), loss_scale)
 
     def train_step(carry: tuple[Params, Any], patches: jax.Array) -> tuple[tuple[Params, Any], Trace]:
@@ -184,20 +179,15 @@ def train(
     params = init_params(jax.random.key(seed), patches)
     carry = params, tx.init(params)
     lengths = [min(STEPS_PER_CHUNK, steps - done) for done in range(0, steps, STEPS_PER_CHUNK)]
-    compiled = {length: train_chunk.lower(carry, patches, length=length).compile() for length in set(lengths)}
-    jax.block_until_ready((carry, patches))
-
-    start = _clock()
+    console = Console(stderr=True)
     chunks = []
-    for length in lengths:
-        carry, chunk = compiled[length](carry, patches)
+    for length in track(lengths, description, console=console, transient=True, disable=not console.is_terminal):
+        carry, chunk = train_chunk(carry, patches, length=length)
         chunks.append(jax.device_get(chunk))
-        advance(length)
-    seconds = _clock() - start
 
     params, _ = carry
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
-    return Result(float(loss_fn(params, patches)), seconds, trace)
+    return Result(float(loss_fn(params, patches)), trace)
 
 
 def zero_fraction(grads: Any) -> jax.Array:

@@ -1,17 +1,13 @@
-"""Functions that output the results of the demonstration as a table with a conclusion, as JSON, and as a plot."""
+"""Functions that output the results of the demonstration as a table with a conclusion, and as a plot."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import math
-import platform
 from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-import jax_lossscale as jls
 from jax_lossscale.demo.job import Result
 
 # The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines in the plot also differ in
@@ -35,8 +31,8 @@ _SETTINGS = {
 _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skipped steps.
 
 
-def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None:
-    """Print a table with one row per training run and then the conclusion, by default to standard output."""
+def print_table(results: dict[str, Result]) -> None:
+    """Print a table with one row per training run and then the conclusion."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -53,7 +49,7 @@ def print_table(results: dict[str, Result], file: IO[str] | None = None) -> None
             str(result.skipped_steps),
             f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1",
         )
-    console = Console(file=file, highlight=False)
+    console = Console(highlight=False)
     console.print(table)
     setting = "DynamicLossScale(2.0**32, increment_period=50)"
     console.print(f"The initial loss scale of float16_dynamic is deliberately far too high: {setting}.")
@@ -94,18 +90,6 @@ def _beside_float32(name: str, results: dict[str, Result]) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2f}%"
-
-
-def as_json(results: dict[str, Result], *, steps: int, seed: int) -> str:
-    """Return the results and the package versions as strict JSON. A loss that is not finite is written as null."""
-    fields = ("final_loss", "zero_gradient_fraction", "skipped_steps", "final_loss_scale", "seconds")
-    arms = {name: {field: getattr(result, field) for field in fields} for name, result in results.items()}
-    for arm in arms.values():
-        arm["final_loss"] = arm["final_loss"] if math.isfinite(arm["final_loss"]) else None
-    versions = {"python": platform.python_version(), "jax_lossscale": jls.__version__}
-    versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy", "scikit-learn")}
-    content = {"arms": arms, "steps": steps, "seed": seed, "versions": versions}
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of a `DynamicLossScale` to and from the fields that other libraries save.
+"""Conversion of a `DynamicLossScale` to and from the fields of the dynamic loss scales of flax and jmp.
 
 A `UserWarning` reports each setting that the other library does not support, and each difference between the behavior
 of the other library and the behavior of a `DynamicLossScale` with the same configuration.
@@ -7,7 +7,6 @@ of the other library and the behavior of a `DynamicLossScale` with the same conf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,68 +16,58 @@ from jax_lossscale._loss_scale import DynamicLossScale
 from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
 
-# If a library has no floor (minimum) for the scale, the floor is the smallest normal float32 number. If a library has
-# no ceiling (maximum) for the scale, the ceiling is the largest finite float32 number.
 SMALLEST_FLOOR = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
-_STATE = ("current_loss_scale", "num_good_steps")
-_CONFIG = ("increment_period", "multiplier", "backoff_factor", "min_loss_scale", "initial_loss_scale")
-# For each library, the names of the fields in `_STATE + _CONFIG`, in that order. "" means that the library does not
-# have the field.
+# For each library, the names of its fields that correspond to fields of `DynamicLossScale`.
 _NAMES = {
-    "torch": ("scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor", "", ""),
-    "keras": ("dynamic_scale", "step_counter", "dynamic_growth_steps", "", "", "", "initial_scale"),
-    "tensorflow": ("current_loss_scale", "good_steps", "increment_period", "multiplier", "", "", _CONFIG[-1]),
-    "flax": ("scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale", ""),
-    "jmp": ("loss_scale", "counter", "period", "factor", "", "", ""),
+    "flax": {
+        "current_loss_scale": "scale",
+        "num_good_steps": "fin_steps",
+        "increment_period": "growth_interval",
+        "multiplier": "growth_factor",
+        "backoff_factor": "backoff_factor",
+        "min_loss_scale": "minimum_scale",
+    },
+    "jmp": {
+        "current_loss_scale": "loss_scale",
+        "num_good_steps": "counter",
+        "increment_period": "period",
+        "multiplier": "factor",
+    },
 }
-# The names of the libraries, as written in warnings.
-_TITLES = {"torch": "torch", "keras": "Keras", "tensorflow": "TensorFlow", "flax": "flax", "jmp": "jmp"}
-# For each library, the fields that the library sets to a fixed value. (The jmp floor can be set, but jmp soon resets it
-# to 1.)
-_FIXED = {"keras": {"multiplier": 2.0}, "tensorflow": {"min_loss_scale": 1.0}, "jmp": {"min_loss_scale": 1.0}}
+_COUNTS = ("num_good_steps", "increment_period")
 
 
-def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) -> DynamicLossScale:
-    """Return a loss scale with the configuration and state that another library has saved.
+def from_peer(library: str, theirs: dict[str, Any], min_loss_scale: Any, **known: Any) -> DynamicLossScale:
+    """Return a loss scale with the configuration and state of a loss scale of another library.
 
     Args:
       library: the name of the library, a key of ``_NAMES``.
-      floor: the smallest value of the scale; ``None`` if the library does not have a floor.
-      saved: dictionaries with the field names of the library. The keys of ``saved`` are the names of the public
-        function's arguments that contain these dictionaries: either one argument that contains all fields, or
-        ``config`` and ``state``. If ``state`` is ``None``, the loss scale starts in its initial state.
-      **known: arguments of `DynamicLossScale` that are not read from ``saved``.
+      theirs: the fields of the loss scale of the other library.
+      min_loss_scale: the floor (minimum) of the scale.
+      **known: arguments of `DynamicLossScale` that the other library does not have.
     """
-    call, ours = f"from_{library}", dict(known)
-    for argument, values in saved.items():
-        if argument != "state" or values is not None:
-            fields = {"config": _CONFIG, "state": _STATE}.get(argument, _STATE + _CONFIG)
-            ours |= _read(_names(library, fields), values, f"{call}({argument}=...)")
-    has_floor, name = floor is not None, _TITLES[library]
-    floor = _check.positive_normal_number(floor, f"{call}(min_loss_scale=...)") if has_floor else SMALLEST_FLOOR
-    lowest = min(ours[field] for field in ("initial_loss_scale", "current_loss_scale") if field in ours)
-    initial = ours.setdefault("initial_loss_scale", max(lowest, floor))
-    loss_scale = DynamicLossScale(**ours, min_loss_scale=min(floor, initial))
-    if not has_floor:
+    call = f"from_{library}"
+    ours: dict[str, Any] = {}
+    for field, name in _NAMES[library].items():
+        read = _count if field in _COUNTS else number
+        if field != "min_loss_scale":
+            ours[field] = read(theirs[name], f"{call}(...).{name}")
+    name = _NAMES[library].get("min_loss_scale", "min_loss_scale")
+    floor = _check.positive_normal_number(min_loss_scale, f"{call}(...).{name}")
+    scale = ours["current_loss_scale"]
+    loss_scale = DynamicLossScale(max(scale, floor), **ours, min_loss_scale=floor, **known)
+    if scale < floor:
         warn_user(
-            f"`{call}`: {name} has no floor for the scale, so `min_loss_scale` becomes the smallest normal float32 "
-            f"number, 1.2e-38. (In {name}, the scale can decrease to 0.) We recommend "
-            "`min_loss_scale=1.0`, the default of `DynamicLossScale`, so that `raise_if_stuck` can report a run in "
-            "which every step overflows."
+            f"`{call}`: the scale {scale:g} is below the floor {floor:g}. On overflow, {library} would raise the scale "
+            "to the floor, but `DynamicLossScale` never raises the scale on overflow."
         )
-    if lowest < floor:
-        warn_user(
-            f"`{call}`: the scale {lowest:g} is below the floor {floor:g}. On overflow, {name} would "
-            "raise the scale to the floor, but `DynamicLossScale` never raises the scale on overflow."
-        )
-    # Like `DynamicLossScale`, TensorFlow compares its counter of finite steps with `>=`, but all other libraries use
-    # `==`.
-    if library != "tensorflow" and loss_scale.num_good_steps >= loss_scale.increment_period:
+    # `DynamicLossScale` compares its counter of finite steps with `>=`, but flax and jmp use `==`.
+    if loss_scale.num_good_steps >= loss_scale.increment_period:
         warn_user(
             f"`{call}`: the counter {loss_scale.num_good_steps} is already past the period "
-            f"{loss_scale.increment_period}. On the next finite step, the {name} scale would not grow, but "
+            f"{loss_scale.increment_period}. On the next finite step, the {library} scale would not grow, but "
             "the scale of `DynamicLossScale` would."
         )
     return loss_scale
@@ -86,7 +75,7 @@ def from_peer(library: str, floor: Any, saved: Mapping[str, Any], **known: Any) 
 
 def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
     """Return the fields of a loss scale as Python numbers, with the field names of another library."""
-    call = f"to_{library}"
+    call, names = f"to_{library}", _NAMES[library]
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
             f"`{call}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert a batch of "
@@ -98,19 +87,22 @@ def to_peer(library: str, loss_scale: Any) -> dict[str, Any]:
         "current_loss_scale": float(loss_scale()),
         "num_good_steps": int(loss_scale.num_good_steps),
     }
-    names, fixed = _names(library, _STATE + _CONFIG), _FIXED.get(library, {})
-    theirs = {"multiplier": loss_scale.multiplier, "min_loss_scale": SMALLEST_FLOOR, **fixed}
-    theirs |= {"backoff_factor": 1 / theirs["multiplier"], "max_loss_scale": LARGEST_SCALE, "hysteresis": 1}
-    for field, value in theirs.items():
+    # The values that a library uses if it does not support a setting. (The floor of jmp can be set, but jmp soon resets
+    # it to 1.)
+    fixed = {
+        "backoff_factor": 1 / loss_scale.multiplier,
+        "min_loss_scale": 1.0,
+        "max_loss_scale": LARGEST_SCALE,
+        "hysteresis": 1,
+    }
+    for field, value in fixed.items():
         if field not in names and not math.isclose(ours[field], value, rel_tol=1e-6):
-            warn_user(
-                f"`{call}`: {_TITLES[library]} does not support `{field}` = {ours[field]:g}; it uses {value:g} instead."
-            )
+            warn_user(f"`{call}`: {library} does not support `{field}` = {ours[field]:g}; it uses {value:g} instead.")
     return {name: ours[field] for field, name in names.items()}
 
 
 def number(value: Any, name: str) -> float:
-    """Convert a scale or a factor (a Python number, an array, a scalar tensor or a variable) to a Python float."""
+    """Convert a scale or a factor (a Python number or an array) to a Python float."""
     plain = np.asarray(value).tolist()
     if not (_check.is_number(plain) and 0 < plain < math.inf):
         raise ValueError(
@@ -123,24 +115,3 @@ def number(value: Any, name: str) -> float:
 def _count(value: Any, name: str) -> int:
     """Convert an interval or a counter to a Python integer. Floats with integral values are accepted."""
     return _check.count(np.asarray(value).tolist(), name)
-
-
-def _names(library: str, fields: tuple[str, ...]) -> dict[str, str]:
-    """Return the names that a library uses for ``fields``, omitting the fields that the library does not have."""
-    names = dict(zip(_STATE + _CONFIG, _NAMES[library], strict=True))
-    return {field: names[field] for field in fields if names[field]}
-
-
-def _read(names: dict[str, str], saved: Any, argument: str) -> dict[str, Any]:
-    """Read all fields except the floor from a saved dictionary. Raise a `ValueError` if a field is missing."""
-    names.pop("min_loss_scale", None)
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"`{argument}` must be a dictionary with the keys {', '.join(names.values())}, got {saved!r}.")
-    missing = [name for name in names.values() if name not in saved]
-    if missing:
-        raise ValueError(
-            f"`{argument}` lacks the keys {', '.join(missing)}. It has the keys "
-            f"{', '.join(map(str, saved)) or '(none)'}."
-        )
-    readers: dict[str, Callable[[Any, str], float]] = {"increment_period": _count, "num_good_steps": _count}
-    return {ours: readers.get(ours, number)(saved[name], f"{argument}['{name}']") for ours, name in names.items()}

@@ -68,7 +68,7 @@ def from_jmp(loss_scale: Any) -> LossScale:
             "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32 "
             "number, 1.2e-38."
         )
-    return from_peer("jmp", floor, {"loss_scale": vars(loss_scale)})
+    return from_peer("jmp", vars(loss_scale), floor)
 
 
 def to_jmp(loss_scale: LossScale) -> Any:

@@ -1,92 +1,111 @@
-"""Conversion of loss scales to and from the Keras 3 ``LossScaleOptimizer``. Keras does not need to be installed.
-
-In Keras, the loss scale is represented by the configuration and the two variables of a
-``keras.optimizers.LossScaleOptimizer``. The conversion was checked against Keras 3.15.1. The Keras loss scale follows
-the same rule as `DynamicLossScale`, with three differences:
-
-- The Keras loss scale has no floor.
-- The Keras loss scale has no ceiling: the scale can become infinite and then remains infinite.
-- Keras compares its counter of finite steps with ``==`` instead of ``>=``.
-"""
+"""`LossScaleOptimizer`: a Keras optimizer that scales the loss with any loss scale of this library."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-from jax_lossscale._loss_scale import DynamicLossScale, LossScale
-from jax_lossscale.interop._peers import from_peer, to_peer
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_lossscale._loss_scale import serialize
+from jax_lossscale._loss_scale.registry import LossScaleLike
+from jax_lossscale._optax import LossScaledState, loss_scaled
+
+try:
+    import keras
+except ImportError as error:
+    raise ImportError("`jax_lossscale.interop.keras` needs Keras 3. Run `pip install keras`.") from error
 
 
-def __getattr__(name: str) -> Any:
-    """Import the optimizer only when it is used, because the other functions of this module do not need Keras."""
-    if name == "LossScaleOptimizer":
-        from jax_lossscale.interop._keras_optimizer import LossScaleOptimizer
+@keras.saving.register_keras_serializable("jax_lossscale")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """A ``keras.optimizers.LossScaleOptimizer`` with any loss scale of this library, for the JAX backend.
 
-        return LossScaleOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ::
 
+        model.compute_loss_and_updates = jls.autocast(model.compute_loss_and_updates)
+        model.compile(LossScaleOptimizer(keras.optimizers.Adam(3e-4)), loss="mse")
+        model.fit(x, y)
+        jls.metrics(model.optimizer.state)
 
-def from_keras(
-    config: Mapping[str, Any], state: Mapping[str, Any] | None = None, *, min_loss_scale: float | None = None
-) -> DynamicLossScale:
-    """Convert the loss scale of a ``LossScaleOptimizer`` to a `DynamicLossScale`.
+    Keras saves the loss scale and the counters together with the variables of the optimizer.
 
     Args:
-      config: the result of ``LossScaleOptimizer.get_config()``. Only ``initial_scale`` and ``dynamic_growth_steps`` are
-        used.
-      state: ``{"dynamic_scale": optimizer.dynamic_scale, "step_counter": optimizer.step_counter}``, as variables or
-        numbers. If ``state`` is ``None``, the loss scale starts in its initial state.
-      min_loss_scale: the smallest value (floor) of the scale. Keras has no such floor. By default, the floor is the
-        smallest normal float32 number, and a warning is emitted. (The default of `DynamicLossScale` is 1.)
-
-    Returns:
-      A `DynamicLossScale` with the configuration and the state of the Keras loss scale.
+      inner_optimizer: the optimizer that takes the unscaled gradients. A skipped step does not change the variables of
+        ``inner_optimizer``.
+      loss_scale: a loss scale, or any argument of `get`.
+      name: the name of the optimizer.
 
     Raises:
-      ValueError: if an entry is missing or is not a number, if the scale is 0, infinite or NaN, or if ``config`` is a
-        configuration of tf-keras 2, whose loss scale follows the rule of TensorFlow 1.
-
-    Examples:
-      >>> from jax_lossscale.interop.keras import from_keras
-      >>> # A real configuration also contains the inner optimizer, which is ignored.
-      >>> config = {"initial_scale": 32768.0, "dynamic_growth_steps": 2000}
-      >>> loss_scale = from_keras(
-      ...     config, {"dynamic_scale": 65536.0, "step_counter": 7}, min_loss_scale=1.0
-      ... )
-      >>> float(loss_scale()), int(loss_scale.num_good_steps)
-      (65536.0, 7)
+      ValueError: if the Keras backend is not JAX, or if ``loss_scale`` is not a valid argument of `get`.
     """
-    if isinstance(config, Mapping) and "dynamic" in config:
-        raise ValueError(
-            "`from_keras(config=...)` must be a Keras 3 configuration, got a tf-keras 2 configuration. If "
-            "`dynamic` is true, use `DynamicLossScale(initial_scale, dynamic_growth_steps)`, which has the same floor "
-            "of 1; otherwise, use `FixedLossScale(initial_scale)`."
+
+    def __init__(
+        self, inner_optimizer: keras.optimizers.Optimizer, loss_scale: LossScaleLike = "auto", name: str | None = None
+    ) -> None:
+        if keras.backend.backend() != "jax":
+            raise ValueError(f"`LossScaleOptimizer` requires the JAX backend, got {keras.backend.backend()!r}.")
+        super().__init__(inner_optimizer, name=name)
+        self._scaled = loss_scaled(optax.identity(), loss_scale)
+        initial = self._scaled.init(jnp.zeros(()))
+        self._initial = [np.asarray(leaf) for leaf in jax.tree.leaves(initial)]
+        self._structure = jax.tree.structure(initial)
+        self._loss_scale_config = serialize(initial.loss_scale)
+        self._leaves: list[Any] = []
+
+    def build(self, var_list: Sequence[keras.Variable]) -> None:
+        """Create the variables of this optimizer and of the inner optimizer."""
+        self._leaves = [
+            self.add_variable(leaf.shape, lambda shape, dtype, leaf=leaf: jnp.array(leaf), str(leaf.dtype), "none")
+            for leaf in self._initial
+        ]
+        self.inner_optimizer.build(var_list)
+        keras.optimizers.Optimizer.build(self, var_list)  # without the variables of the superclass
+
+    @property
+    def state(self) -> LossScaledState:
+        """The loss scale and the counters. `metrics`, `raise_if_stuck` and `get_loss_scale` accept this object."""
+        leaves = [leaf.value for leaf in self._leaves] or [jnp.array(leaf) for leaf in self._initial]
+        state: LossScaledState = jax.tree.unflatten(self._structure, leaves)
+        return state
+
+    def scale_loss(self, loss: jax.Array) -> jax.Array:
+        """Return the loss times the loss scale."""
+        scaled: jax.Array = self.state.loss_scale.scale(loss)
+        return scaled
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the new trainable variables and the new variables of the optimizer."""
+        inner_variables = list(optimizer_variables)[len(self._variables) :]
+        with keras.StatelessScope(list(zip(self.variables, optimizer_variables, strict=True))) as scope:
+            state = self.state
+            unscaled, new_state = self._scaled.update(list(grads), state)
+            for variable, leaf in zip(self._leaves, jax.tree.leaves(new_state), strict=True):
+                variable.assign(leaf)
+        own_variables = [scope.get_current_value(variable) for variable in self._variables]
+        new_values, inner_variables = jax.lax.cond(
+            new_state.applied_steps > state.applied_steps,
+            lambda: self.inner_optimizer.stateless_apply(inner_variables, unscaled, list(trainable_variables)),
+            lambda: (list(trainable_variables), inner_variables),
         )
-    return from_peer("keras", min_loss_scale, {"config": config, "state": state})
+        return new_values, own_variables + inner_variables
 
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[keras.Variable] | None = None) -> None:
+        """Change the variables in place, outside of `jax.jit`."""
+        if not self.built:
+            self.build(trainable_variables or [])
+        variables = list(trainable_variables or self._trainable_variables)
+        old = [[variable.value for variable in group] for group in (self.variables, variables)]
+        new_values, new_own = self.stateless_apply(old[0], grads, old[1])
+        for variable, value in zip([*variables, *self.variables], [*new_values, *new_own], strict=True):
+            variable.assign(value)
 
-def to_keras(loss_scale: LossScale) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments for a ``LossScaleOptimizer`` and the values of its variables.
-
-    Use the result as follows::
-
-        config, state = to_keras(loss_scale)
-        optimizer = keras.optimizers.LossScaleOptimizer(inner, **config)
-        optimizer.build(variables)
-        optimizer.dynamic_scale.assign(state["dynamic_scale"])
-        optimizer.step_counter.assign(state["step_counter"])
-
-    Args:
-      loss_scale: a `DynamicLossScale`.
-
-    Returns:
-      ``(config, state)``, two dictionaries of Python numbers. Keras always doubles or halves the scale, and supports no
-      floor, ceiling or hysteresis. A warning reports each setting of ``loss_scale`` that Keras does not support.
-
-    Raises:
-      ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
-    """
-    config = to_peer("keras", loss_scale)
-    state = {name: config.pop(name) for name in ("dynamic_scale", "step_counter")}
-    return config, state
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, for Keras to save."""
+        inner_optimizer = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"inner_optimizer": inner_optimizer, "loss_scale": self._loss_scale_config, "name": self.name}

@@ -1,11 +1,9 @@
-"""The command ``python -m jax_lossscale``: results, output files and rejected options."""
+"""The command ``python -m jax_lossscale``: results, the plot and rejected options."""
 
-import json
 import sys
 
 import pytest
 
-import jax_lossscale as jls
 from jax_lossscale.demo import command, main
 
 pytestmark = pytest.mark.ci
@@ -27,21 +25,23 @@ def must_not_train(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """Return the JSON output of a short run that also draws a figure."""
-    folder = tmp_path_factory.mktemp("demo")
-    options = ["--steps", "20", "--seed", "1", "--json", str(folder / "a.json"), "--plot", str(folder / "a.png")]
-    assert main(options) == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "a.png"]
-    return json.loads((folder / "a.json").read_text())
+def results(tmp_path_factory):
+    """Return the results of a short run that also draws a figure."""
+    folder, found = tmp_path_factory.mktemp("demo"), {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(command.report, "print_table", found.update)
+        assert main(["--steps", "20", "--seed", "1", "--plot", str(folder / "a.png")]) == 0
+    assert [path.name for path in folder.iterdir()] == ["a.png"]
+    assert list(found) == ARMS
+    return found
 
 
 # --- Statements of the demo about float16 ---
 
 
-def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(written):
-    loss = {name: arm["final_loss"] for name, arm in written["arms"].items()}
-    zeros = {name: arm["zero_gradient_fraction"] for name, arm in written["arms"].items()}
+def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(results):
+    loss = {name: result.final_loss for name, result in results.items()}
+    zeros = {name: result.zero_gradient_fraction for name, result in results.items()}
     assert loss["float16"] > 1.005 * loss["float32"]
     assert loss["float16_fixed"] == pytest.approx(loss["float32"], rel=2e-3)
     assert loss["float16_auto"] == pytest.approx(loss["float32"], rel=2e-3)
@@ -50,11 +50,10 @@ def test_float16_underflows_and_scaled_float16_follows_float32_in_20_steps(writt
 
 
 @pytest.mark.slow  # The complete demo is slow.
-def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_path, capsys):
-    assert main(["--seed", "1", "--json", str(tmp_path / "results.json")]) == 0
-    arms = json.loads((tmp_path / "results.json").read_text())["arms"]
-    loss = {name: arm["final_loss"] for name, arm in arms.items()}
-    zeros = {name: arm["zero_gradient_fraction"] for name, arm in arms.items()}
+def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(capsys):
+    arms = command.run(steps=command.job.STEPS, seed=1)
+    loss = {name: arm.final_loss for name, arm in arms.items()}
+    zeros = {name: arm.zero_gradient_fraction for name, arm in arms.items()}
 
     assert loss["float16"] >= 1.4 * loss["float32"]
     assert loss["float16_fixed"] == pytest.approx(loss["float32"], rel=0.02)
@@ -62,33 +61,14 @@ def test_float16_fails_by_underflow_and_matches_float32_with_loss_scaling(tmp_pa
     assert loss["float16_auto"] == pytest.approx(loss["float32"], rel=0.01)
     assert zeros["float16"] > 0.5
     assert max(zeros[name] for name in ARMS if name != "float16") < 0.01
-    assert arms["float16_dynamic"]["skipped_steps"] > 0
-    assert [arms[name]["skipped_steps"] for name in ARMS[:3]] == [0, 0, 0]
-    assert [arms[name]["final_loss_scale"] for name in ARMS[:3]] == [1, 1, 2**15]
+    assert arms["float16_dynamic"].skipped_steps > 0
+    assert [arms[name].skipped_steps for name in ARMS[:3]] == [0, 0, 0]
+    assert [arms[name].final_loss_scale for name in ARMS[:3]] == [1, 1, 2**15]
 
+    command.report.print_table(arms)
     output = capsys.readouterr()
     assert all(name in output.out for name in ARMS)
     assert "higher than in float32" in output.out
-
-
-# --- JSON output ---
-
-
-def test_json_has_the_documented_fields(written):
-    assert set(written) == {"arms", "steps", "seed", "versions"}
-    assert (written["steps"], written["seed"]) == (20, 1)
-    assert written["versions"]["jax_lossscale"] == jls.__version__
-    assert all(isinstance(version, str) for version in written["versions"].values())
-    assert list(written["arms"]) == ARMS
-    for arm in written["arms"].values():
-        assert {field: type(value) for field, value in arm.items()} == {
-            "final_loss": float,
-            "zero_gradient_fraction": float,
-            "skipped_steps": int,
-            "final_loss_scale": float,
-            "seconds": float,
-        }
-        assert 0 <= arm["zero_gradient_fraction"] <= 1
 
 
 # --- Rejected options lead to exit code 2, without training and without output files ---
@@ -98,7 +78,7 @@ BAD_OPTIONS = {
     "--steps many": "--steps",
     "--steps 0": "--steps",
     "--seed x": "--seed",
-    "--json missing/results.json": "directory that exists",
+    "--plot missing/picture.png": "directory that exists",
     "--plot folder": "must name a file",
     "--plot picture.txt": ".png",
     "--step 3": "--step",

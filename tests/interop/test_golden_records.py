@@ -1,6 +1,7 @@
-"""Recorded runs of other libraries continue with the same scales after a conversion at step 0 or step 30.
+"""Recorded runs of other libraries continue with the same scales if their state at step 0 or step 30 is copied.
 
-`golden/README.md` describes the source of the records. None of the other libraries is needed.
+`docs/migrating.md` shows the arguments of the equivalent `DynamicLossScale` for each library, and `golden/README.md`
+describes the source of the records. None of the other libraries is needed.
 """
 
 import json
@@ -12,9 +13,6 @@ import jax
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale.interop.keras import from_keras
-from jax_lossscale.interop.tensorflow import from_tensorflow
-from jax_lossscale.interop.torch import from_torch
 
 pytestmark = pytest.mark.ci
 
@@ -27,20 +25,29 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 CALLS = [block for block in BLOCKS if re.search(r"increment_period=(state|config)\[", block)]
 
 
+def state_at(record, step):
+    return {"current_loss_scale": record["scale"][step], "num_good_steps": record["counter"][step]}
+
+
 def torch_at(record, step):
-    config = {key: record["config"][key] for key in ("growth_factor", "backoff_factor", "growth_interval")}
-    return from_torch({"scale": record["scale"][step], "_growth_tracker": record["counter"][step], **config})
-
-
-def keras_at(record, step):
-    return from_keras(
-        record["config"], {"dynamic_scale": record["scale"][step], "step_counter": record["counter"][step]}
+    config = record["config"]
+    return jls.DynamicLossScale(
+        config["init_scale"],
+        increment_period=config["growth_interval"],
+        multiplier=config["growth_factor"],
+        backoff_factor=config["backoff_factor"],
+        min_loss_scale=2.0**-126,
+        **state_at(record, step),
     )
 
 
+def keras_at(record, step):
+    settings = record["config"]["initial_scale"], record["config"]["dynamic_growth_steps"]
+    return jls.DynamicLossScale(*settings, min_loss_scale=2.0**-126, **state_at(record, step))
+
+
 def tensorflow_at(record, step):
-    state = {"current_loss_scale": record["scale"][step], "good_steps": record["counter"][step]}
-    return from_tensorflow(record["config"], state)
+    return jls.DynamicLossScale(**record["config"], **state_at(record, step))
 
 
 def called_on_the_page(number, **names):
@@ -94,8 +101,7 @@ def second_growth(record, cut):
 
 @pytest.mark.parametrize(("file", "case"), CASES)
 @pytest.mark.parametrize("cut", [0, 30])
-@pytest.mark.filterwarnings("ignore:`from_.*`. ")
-def test_converted_loss_scale_continues_the_record(file, case, cut):
+def test_loss_scale_with_the_same_state_continues_the_record(file, case, cut):
     record = RECORDS[file][case]
     loss_scale = FILES[file](record, cut)
     # After two growths in a row, DeepSpeed is one step ahead, as `docs/migrating.md` states.

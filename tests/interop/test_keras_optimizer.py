@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale.interop import keras as interop
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 keras = pytest.importorskip("keras", reason="keras is not installed", exc_type=ImportError)
+interop = pytest.importorskip("jax_lossscale.interop.keras")
 pytestmark = [
     pytest.mark.skipif(keras.backend.backend() != "jax", reason="the backend of Keras is not JAX"),
     pytest.mark.filterwarnings("default"),

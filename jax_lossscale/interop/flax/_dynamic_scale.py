@@ -51,9 +51,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
             f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
             f"`increment_period={interval}`."
         )
-    floor = dynamic_scale.minimum_scale
     # In flax, the ceiling of the scale is always the largest finite float32 number.
-    return from_peer("flax", floor, {"dynamic_scale": fields}, max_loss_scale=LARGEST_SCALE)
+    return from_peer("flax", fields, dynamic_scale.minimum_scale, max_loss_scale=LARGEST_SCALE)
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
