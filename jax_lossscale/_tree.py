@@ -77,8 +77,8 @@ def hash_of_paths(tree: chex.ArrayTree) -> int:
     The hash of a tree is the same in every process, so it can be stored in a checkpoint.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
-    paths = "\n".join(jax.tree_util.keystr(path) for path, _ in with_paths)
-    return zlib.crc32(paths.encode()) % 2**31
+    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
+    return zlib.crc32(repr(paths).encode()) % 2**31
 
 
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:

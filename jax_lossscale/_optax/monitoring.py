@@ -153,7 +153,10 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     elif np.any((skips >= patience) & _had_nonfinite_loss(state)):
         situation = f"the last one because its loss was not finite, which no loss scale can change (it is {scale})"
     elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
-        situation = f"which overflows alone cannot explain (the loss scale is {scale})"
+        situation = (
+            f"which overflows alone cannot explain (the loss scale is {scale}). If several optimizers use the same "
+            "`MixedPrecision` object, create one object for each optimizer"
+        )
     else:
         return
     if not state.loss_scale.checks_gradients:
@@ -165,9 +168,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
         "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
         "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
-        "loss is finite, lower `min_loss_scale`. If several optimizers use the same `MixedPrecision` object, create "
-        "one object for each optimizer. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` reports the "
-        "cause."
+        "loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` "
+        "reports the cause."
     )
 
 

@@ -48,17 +48,19 @@ class BadStep(NamedTuple):
       was_exceeded: ``bool[]``, whether the loss scale and the largest gradient of a single later step were at least
         ``loss_scale`` and ``largest``, and all gradients of this step were finite. If ``largest`` is 0, only the loss
         scales are compared.
-      structure: ``int32[]``, a hash of the paths of all leaves of the gradients. `explain` compares this hash with the
-        hashes of parts of the optimizer state, to find a part with the same structure as the gradients.
+      structure: ``int32[]``, a hash of the paths of all leaves of the gradients; -1 if there was no bad step. `explain`
+        compares this hash with the hashes of parts of the optimizer state, to find a part with the same structure as
+        the gradients.
     """
 
     step: jax.Array  # shape=(), dtype=jnp.int32
     leaf: jax.Array  # shape=(), dtype=jnp.int32
     kind: jax.Array  # shape=(), dtype=jnp.int32
     loss_scale: jax.Array  # shape=(), dtype=jnp.float32
-    largest: jax.Array  # shape=(), dtype=jnp.float32
-    was_exceeded: jax.Array  # shape=(), dtype=jnp.bool_
-    structure: jax.Array  # shape=(), dtype=jnp.int32
+    # Pickles of version 0.6.0 do not contain the following fields, so the fields have default values.
+    largest: jax.Array | np.float32 = np.float32(0)  # shape=(), dtype=jnp.float32
+    was_exceeded: jax.Array | np.bool_ = np.bool_(False)  # shape=(), dtype=jnp.bool_
+    structure: jax.Array | np.int32 = np.int32(-1)  # shape=(), dtype=jnp.int32
 
     @property
     def cause(self) -> str:
@@ -292,7 +294,7 @@ def _with_own_buffers(state: optax.OptState) -> optax.OptState:
 
 
 def _no_bad_step() -> BadStep:
-    nothing = jnp.float32(0), jnp.float32(0), jnp.array(False), jnp.int32(0)
+    nothing = jnp.float32(0), jnp.float32(0), jnp.array(False), jnp.int32(-1)
     return BadStep(jnp.int32(-1), jnp.int32(-1), _kind("none"), *nothing)
 
 

@@ -62,10 +62,20 @@ def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
     assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
 
 
+def test_record_of_version_0_6_can_be_continued():
+    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+    state = recorded(tx, PARAMS, [([1.0, NAN], 1.0, False)])
+    old = state._replace(last_bad_step=jls.BadStep(*state.last_bad_step[:4]))
+    assert "first in leaf 1" in jls.diagnostics.explain(old)
+    for _ in range(2):
+        _, old = jax.jit(tx.update_and_apply)(PARAMS, old, PARAMS)
+    assert old.last_bad_step.was_exceeded.dtype == bool
+
+
 def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():
     for steps in ([], [GOOD]):
         record = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps).last_bad_step
-        numbers = {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0, "largest": 0, "structure": 0}
+        numbers = {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0, "largest": 0, "structure": -1}
         assert record._asdict() == {**numbers, "was_exceeded": False}
         assert record.cause == "none"
     silent = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])

@@ -71,7 +71,8 @@ STUCK = {
     ),
     "1000 NaN losses": (
         lambda: skipping("dynamic", 1000, value=jnp.float32(jnp.nan)),
-        r"which overflows alone cannot explain \(the loss scale is 32768.0\)",
+        r"which overflows alone cannot explain \(the loss scale is 32768.0\). If several optimizers use the same "
+        "`MixedPrecision` object, create one object for each optimizer. Check the gradients",
     ),
     "one member of an ensemble, at the floor": (
         lambda: ensemble(*(skipping(jls.DynamicLossScale(2.0), n) for n in (10, 0))),

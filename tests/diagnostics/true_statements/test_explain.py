@@ -446,6 +446,7 @@ def test_shared_mixed_precision_object_is_a_possible_cause_of_many_skipped_steps
         (optax.adam(0.1), {"kernel": jnp.float32(1.0)}, "['kernel']"),
         (optax.sgd(0.1), PARAMS, "leaf 1"),  # SGD has no moments.
         (optax.adam(0.1), jnp.float32(1.0), "the only leaf"),
+        (optax.sgd(0.1), jnp.float32(1.0), "leaf 0"),
         (optax.adam(0.1), (PARAMS, {"kernel": 2 * jnp.ones(3)}), "[0]['kernel']"),
         # No part of the optimizer state has the structure of the parameters.
         (optax.masked(optax.adam(0.1), {"bias": False, "kernel": True}), PARAMS, "leaf 1"),
