@@ -308,9 +308,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
             return Pair(half, float32, None)
-        # Without the barrier, XLA may measure a half-precision value in a loop before the value is rounded.
-        measured = lax.optimization_barrier(half) if is_half(aval) else half
-        return Pair(half, float32, _measured(measured, float32, self._limits, is_half(aval)))
+        return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
 
 
 @partial(jax.jit, static_argnums=(2, 3))

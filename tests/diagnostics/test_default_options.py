@@ -11,14 +11,20 @@ from jax_lossscale.diagnostics import compare_gradients, find_precision, range_r
 pytestmark = pytest.mark.as_for_users
 
 RANDOM = np.random.default_rng(0)
-X, W = jnp.float32(RANDOM.normal(size=(64, 32))), jnp.float32(4 * RANDOM.normal(size=(32, 128)))
+# bfloat16 can represent the operands of the matmul exactly, but not its result.
+X, W = (jnp.float32(RANDOM.integers(-64, 64, shape) / 32) for shape in ((64, 32), (32, 128)))
 TARGETS = RANDOM.integers(0, 128, size=(64, 1))
 
 
 def cross_entropy(w, x, dtype=jnp.bfloat16):
-    """Return a loss with manual casts. If it is compiled, XLA does not round the logits."""
-    logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS, 1))
+    """Return a loss with manual casts. If it is compiled, XLA does not round the logits in the forward pass."""
+
+    @jax.checkpoint
+    def of_logits(logits):
+        log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, TARGETS, 1))
+
+    return of_logits(x.astype(dtype) @ w.astype(dtype))
 
 
 def in_float32(w, x):
@@ -33,7 +39,7 @@ def error_of(grad):
 def test_compare_gradients_prints_the_error_of_the_compiled_program():
     grad = jax.grad(cross_entropy)
     compiled, rounded = error_of(jax.jit(grad)), error_of(grad)
-    assert compiled < 0.7 * rounded
+    assert compiled < 0.5 * rounded
     report = compare_gradients(cross_entropy, W, X, dtype=jnp.bfloat16)
     np.testing.assert_allclose(report.total.relative_error, compiled, rtol=0.1)
 
@@ -50,11 +56,11 @@ def test_range_report_measures_loops_as_they_are_compiled():
     x, w = (jnp.float32(RANDOM.integers(-64, 64, shape) / 16) for shape in ((8, 32), (32, 8)))
 
     def loss(w):
-        def step(total, _):
+        def step(total, x):
             product = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
             return total + jnp.sum(jnp.sin(4 * product)), None
 
-        return jax.lax.scan(step, jnp.float32(0), None, 2)[0]
+        return jax.lax.scan(step, jnp.float32(0), jnp.stack([x, -x]))[0]
 
     report = range_report(loss, w, dtype=jnp.bfloat16)
     assert max(operation.error for operation in report.operations) < 0.01
