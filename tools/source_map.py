@@ -1,18 +1,18 @@
 """Map from source files to the tests that check them.
 
-`python tests/source_map.py` writes the map to CONTRIBUTING.md. Run it again after a change of the map.
+`python tools/source_map.py` writes the map to CONTRIBUTING.md. Run it again after a change of the map.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- begin: written by `python tests/source_map.py` -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: written by `python tools/source_map.py` -->\n", "<!-- end -->\n"
 
 # The following tests check all public signatures and all error messages.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py", "test_selection.py"]
 
-# The core consists of these files and folders. `tests/mutation.py` changes them and runs these tests in this order.
+# The core consists of these files and folders. `tools/mutation.py` changes them and runs these tests in this order.
 CORE = {
     "_tree.py": ["test_tree.py", "wrapper/test_step_inputs.py"],
     "_check.py": ["loss_scales", "wrapper/test_step_inputs.py"],
@@ -102,8 +102,8 @@ OTHERS = {
     "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_stated_numbers.py"],
     "examples": ["test_examples.py"],
     "notebooks": ["test_notebooks.py"],
-    "tests/source_map.py": ["test_source_map.py"],
-    "tests/suites.py": ["test_suites.py"],
+    "tools/source_map.py": ["test_source_map.py"],
+    "tools/suites.py": ["test_suites.py"],
 }
 MAP = {f"jax_lossscale/{name}": tests for name, tests in CORE.items()} | OTHERS
 
