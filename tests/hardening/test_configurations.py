@@ -22,6 +22,10 @@ CONFIGURATIONS = {
     "leak checks": jax.checking_leaks,
     "disable_jit": jax.disable_jit,
 }
+# With these settings, XLA compiles each operation separately. On processors with float16 arithmetic, the fused
+# operations of the default run skip the rounding of some intermediate float16 results, so the runs differ by a few
+# rounding errors.
+UNFUSED = ("debug_nans", "disable_jit")
 FIRST = ("x64", "strict promotion", "transfer guard")
 # Adam is not used here because it does not support strict promotion.
 TX = jls.loss_scaled(optax.sgd(0.5, momentum=0.5), jls.AutoLossScale(2.0**10))
@@ -76,6 +80,7 @@ def test_run_under_a_strict_setting_equals_the_default_run(setting):
     with CONFIGURATIONS[setting]():
         strict = whole_run(*made)
     chex.assert_trees_all_equal_dtypes(strict, ordinary)
-    chex.assert_trees_all_close(strict, ordinary, rtol=1e-5)
+    rtol = 4 * float(jnp.finfo(jnp.float16).eps) if setting in UNFUSED else 1e-5
+    chex.assert_trees_all_close(strict, ordinary, rtol=rtol)
     assert (strict[1]["applied_steps"], strict[1]["skipped_steps"]) == (4, 1)
     assert [bool(is_finite) for is_finite, _ in strict[2]] == [True, True, True, False, True]
