@@ -2,7 +2,7 @@
 
 All modules except `_compat` and those in `_program` are written for the newest version of JAX. Each fallback for older
 versions has a comment that names the first version that does not need the fallback. When `pyproject.toml` requires this
-version or a newer one, a test fails until the fallback is removed. ``python tests/versions.py`` runs the tests with
+version or a newer one, a test fails until the fallback is removed. ``python tools/versions.py`` runs the tests with
 each minor version of JAX.
 """
 

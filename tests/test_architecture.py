@@ -1,4 +1,4 @@
-"""Imports between modules, side effects of importing the package, and documentation of public names."""
+"""Imports between modules, the size of the package, side effects of its import, and documentation of public names."""
 
 import ast
 import dataclasses
@@ -6,6 +6,7 @@ import doctest
 import graphlib
 import importlib
 import inspect
+import io
 import json
 import os
 import pkgutil
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -131,6 +133,51 @@ def test_loss_scale_modules_do_not_import_each_other(path):
         assert siblings <= POLICY_BASE - {path.stem}
     elif path.stem not in NO_POLICIES:
         assert siblings <= POLICY_BASE
+
+
+# --- Size ---
+
+# Maximum number of lines of code of the package. If a change removes lines, lower the limit. If a new capability needs
+# more lines, increase the limit and name the capability here.
+# Last increase: the limit was introduced with the size of the package at that time.
+MOST_LINES = 10_400
+WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def lines_of_code(source):
+    """Return the number of lines of a file without blank lines, comments and docstrings."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in WITHOUT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+        if has_docstring:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_lines_of_code_are_counted_without_docstrings_and_comments():
+    source = [
+        '"""A module."""',
+        "",
+        "# A comment.",
+        'TEXT = """A string',
+        "",
+        'of three lines."""  # A comment.',
+        "",
+        "def function(",
+        "    x,",
+        "):",
+        '    """A docstring',
+        "    of two lines.",
+        '    """',
+    ]
+    assert lines_of_code("\n".join(source)) == 6
+
+
+def test_package_has_at_most_the_agreed_number_of_lines():
+    assert sum(lines_of_code(path.read_text()) for path in MODULES) <= MOST_LINES
 
 
 # --- Tests in a new interpreter ---

@@ -40,7 +40,7 @@ def test_every_test_of_a_promise_has_a_change_that_breaks_it():
     }
     for file, piece, _ in (broken for breaks in BREAKS.values() for broken in breaks):
         found = (ROOT / "jax_lossscale" / file).read_text().count(piece)
-        assert found == 1, f"{piece!r} occurs {found} times in {file}; update the change in tests/promises.py"
+        assert found == 1, f"{piece!r} occurs {found} times in {file}; update the change in tools/promises.py"
 
 
 CASES = [
@@ -54,7 +54,7 @@ CASES = [
 @pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
 def test_promise_test_fails_if_the_promise_is_broken(test, file, piece, broken, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for folder in "jax_lossscale", "tests", "benchmarks":
+    for folder in "jax_lossscale", "tests", "tools", "benchmarks":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "jax_lossscale" / file

@@ -21,13 +21,13 @@ def test_version_and_date_equal_those_of_the_changelog():
 def test_hosted_ci_runs_the_same_scripts_as_contributors():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "run: bash .ci/run" in workflow
-    assert "run: python tests/versions.py" in workflow
+    assert "run: python tools/versions.py" in workflow
 
 
 def test_extras_and_groups_named_in_texts_and_errors_exist():
     """Extras are written `.[name]` or "extra `name`", and groups are written `--group name` or "group `name`"."""
-    folders = [ROOT / name for name in ("benchmarks", "docs", "examples", "jax_lossscale", "notebooks", "tests")]
-    paths = [path for folder in folders for kind in ("*.py", "*.md") for path in folder.rglob(kind)]
+    names = ("benchmarks", "docs", "examples", "jax_lossscale", "notebooks", "tests", "tools")
+    paths = [path for name in names for kind in ("*.py", "*.md") for path in (ROOT / name).rglob(kind)]
     paths += [ROOT / ".ci" / "run", ROOT / ".github" / "workflows" / "ci.yml", ROOT / "mkdocs.yml"]
     paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]
     text = "\n".join(path.read_text() for path in paths if path != Path(__file__))

@@ -4,7 +4,7 @@ from source_map import MAP, OF_ALL, PAGE, ROOT, is_below, with_table
 
 
 def test_contributing_contains_the_map():
-    """If this test fails, run ``python tests/source_map.py``."""
+    """If this test fails, run ``python tools/source_map.py``."""
     assert PAGE.read_text() == with_table(PAGE.read_text())
 
 

@@ -1,6 +1,6 @@
 """The package only uses names that the installed version of JAX has, and contains no unnecessary fallback.
 
-``python tests/versions.py`` runs this file and the tests of the core with every minor version of JAX.
+``python tools/versions.py`` runs this file and the tests of the core with every minor version of JAX.
 """
 
 import ast

@@ -218,14 +218,6 @@ def test_part_has_unscaled_derivatives_of_every_order_in_every_mode(modes):
     np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), expected(x)))(0.7), rtol=1e-5)
 
 
-@pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
-def test_higher_derivatives_of_a_scaled_gradient_are_scaled_once(modes):
-    actual, expected = jax.grad(lambda x: jls.scale_gradient(jnp.sin(x) ** 3, 8.0)), jax.grad(lambda x: jnp.sin(x) ** 3)
-    for mode in modes:
-        actual, expected = mode(actual), mode(expected)
-    np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), 8 * expected(x)))(0.7), rtol=1e-5)
-
-
 def test_forward_mode_is_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)

@@ -1,6 +1,7 @@
 """Results, warnings and errors of the conversions of loss scales of flax and jmp."""
 
 import dataclasses
+import importlib
 import warnings
 
 import jax
@@ -9,14 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from originals import ours
 
 import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
+pytest.importorskip("flax")
+pytest.importorskip("jmp")
+
 TINY = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
+
+
+def ours(peer):
+    """Return the module of jax_lossscale that converts from and to another library."""
+    return importlib.import_module(f"jax_lossscale.interop.{peer}")
 
 
 def at(loss_scale, scale, num_good_steps):

@@ -1,10 +1,10 @@
 """Run the tests of another project, execute every program under `autocast` as well, and compare the results.
 
-    python tests/suites.py equinox CHECKOUT                      for ten minutes; resumes an interrupted run
-    python tests/suites.py jax CHECKOUT --minutes 60 --seed 1    other tests, in another order
-    python tests/suites.py equinox CHECKOUT --test NODEID        one test, with the traceback of each crash
-    python tests/suites.py --report                              only print the known results
-    python tests/suites.py --save                                also write the table to tests/suites.md
+    python tools/suites.py equinox CHECKOUT                      for ten minutes; resumes an interrupted run
+    python tools/suites.py jax CHECKOUT --minutes 60 --seed 1    other tests, in another order
+    python tools/suites.py equinox CHECKOUT --test NODEID        one test, with the traceback of each crash
+    python tools/suites.py --report                              only print the known results
+    python tools/suites.py --save                                also write the table to tools/suites.md
 
 CHECKOUT is a checkout of the installed version of the project. Its tests run unchanged. A pytest plugin
 (`suites_shim.py`) replaces `jax.jit`, `jax.grad` and similar functions. Programs are identified by their jaxpr, and
@@ -21,7 +21,7 @@ plugin performs three checks:
 
 A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well.
 
-``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tests/suites_explained.json` explains
+``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tools/suites_explained.json` explains
 differences. The keys in this file are regular expressions, and the values are reasons.
 """
 
@@ -40,12 +40,12 @@ from pathlib import Path
 from runpy import run_path
 
 ROOT = Path(__file__).parent.parent
-EXPLAINED = ROOT / "tests" / "suites_explained.json"
-SAVED = ROOT / "tests" / "suites.md"
+EXPLAINED = ROOT / "tools" / "suites_explained.json"
+SAVED = ROOT / "tools" / "suites.md"
 HEAD = """# Test suites of other projects under autocast
 
-`python tests/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
-`--save`, it writes this page. The docstring of `tests/suites.py` describes the checks. The columns "values" and
+`python tools/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
+`--save`, it writes this page. The docstring of `tools/suites.py` describes the checks. The columns "values" and
 "gradients" count the programs whose values or gradients were compared with those of the original program, once with
 the plan executed in float32 and once in float16.
 """
@@ -90,7 +90,7 @@ def main():
     parser.add_argument("--test", help="run only this test, and print the traceback of each crash")
     parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of the known results")
     parser.add_argument("--report", action="store_true", help="only print the known results")
-    parser.add_argument("--save", action="store_true", help="also write the table to tests/suites.md")
+    parser.add_argument("--save", action="store_true", help="also write the table to tools/suites.md")
     given = parser.parse_args()
     given.results.mkdir(exist_ok=True)
     if given.test or (not given.report and given.project):
@@ -149,7 +149,7 @@ def pytest_of(given, tests, path, seconds, returns_exact=True, verbose=False):
     environment = {
         **os.environ,
         "SUITES": json.dumps(about),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *own]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools"), *own]),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(given.results.resolve() / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -2,9 +2,9 @@
 
 ::
 
-    python tests/versions.py                        # all versions: half an hour on two cores
-    python tests/versions.py --only 0.7 --only 0.9  # some versions
-    python tests/versions.py --only oldest --quick  # the quick check of CI, in addition to `.ci/run`
+    python tools/versions.py                        # all versions: half an hour on two cores
+    python tools/versions.py --only 0.7 --only 0.9  # some versions
+    python tools/versions.py --only oldest --quick  # the quick check of CI, in addition to `.ci/run`
 
 ``oldest`` installs exactly the lower bounds of all dependencies. For each minor version, the latest patch release is
 installed with the newest compatible versions of optax, chex and numpy. Each version has its own virtual environment.

@@ -1,8 +1,4 @@
-"""The behavior of other libraries that the second table of `docs/differences.md` describes.
-
-`tests/test_peers.py` tests the first table. Other tests check the behavior of jax_lossscale. Tests of libraries that
-are not installed are skipped.
-"""
+"""The behavior of other libraries that the second table of `docs/differences.md` describes."""
 
 import importlib
 import math
@@ -13,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from originals import PEERS, needs
 
-pytestmark = pytest.mark.ci
+from peers.originals import PEERS, needs
 
 
 @pytest.fixture

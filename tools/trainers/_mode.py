@@ -1,4 +1,4 @@
-"""The three modes in which `tests/frameworks/trainers.py` runs each program."""
+"""The three modes in which `tools/trainers.py` runs each program."""
 
 import importlib.metadata
 import json

@@ -2,7 +2,7 @@
 
 `docs/guide/rl.md` shows the results. Run this file in an environment with `google-tunix`::
 
-    python tests/frameworks/sampler_and_trainer.py
+    python tools/sampler_and_trainer.py
 
 A small Llama 3 of tunix is trained in float32. The trainer then computes the log probabilities of the tokens in the
 loss function, together with the gradients. The sampler computes them in one pass over the sequence (prefill), or token

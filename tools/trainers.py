@@ -2,10 +2,10 @@
 
 ::
 
-    python tests/frameworks/trainers.py                     # all projects
-    python tests/frameworks/trainers.py --only keras_fit    # one of them
-    python tests/frameworks/trainers.py --folder ../envs    # keep the virtual environments for the next run
-    python tests/frameworks/trainers.py --source t5x=../t5x # use a local checkout of a project
+    python tools/trainers.py                     # all projects
+    python tools/trainers.py --only keras_fit    # one of them
+    python tools/trainers.py --folder ../envs    # keep the virtual environments for the next run
+    python tools/trainers.py --source t5x=../t5x # use a local checkout of a project
 
 Each project has its own virtual environment. The programs in the folder `trainers` train a tiny model on synthetic data
 with the unmodified trainer of the project. Each program runs three times: in float32, in float16 with the two lines of
@@ -36,7 +36,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(__file__).parent / "trainers"
 MODES = ["float32", "float16", "autocast"]
 COLUMNS = ["program", "version", "where the two lines go", "float32", "float16", "autocast", "skipped", "scale"]

@@ -1,15 +1,15 @@
 """Mutation testing of the core: change one expression at a time, and check whether a test fails.
 
-    python tests/mutation.py                      all files of the core; resumes an interrupted run
-    python tests/mutation.py _tree.py --jobs 4    one file or folder, four mutants in parallel
-    python tests/mutation.py --report             only print the known results
-    python tests/mutation.py --save               also write the table to tests/mutation.md
+    python tools/mutation.py                      all files of the core; resumes an interrupted run
+    python tools/mutation.py _tree.py --jobs 4    one file or folder, four mutants in parallel
+    python tools/mutation.py --report             only print the known results
+    python tools/mutation.py --save               also write the table to tools/mutation.md
 
 A mutant is a copy of the package with one changed expression, such as a comparison, an operator, a number, the branches
 of a selection, or a removed check. The tests of its folder (`CORE` in `source_map.py`) that execute the changed line
 run until one fails. Tests that detected other mutants of the same file or folder run first, followed by test files that
 are quick or that detected many mutants. If no test fails, or none within `PATIENCE`, the mutant survives. In this case,
-either a test is missing, or the change has no effect, and `tests/mutation_explained.json` contains the reason. At the
+either a test is missing, or the change has no effect, and `tools/mutation_explained.json` contains the reason. At the
 end, the program prints a table and the surviving mutants without a reason.
 
 ``.mutation/lines.json`` contains the lines that each test executes. They are recorded once, with the unchanged package.
@@ -48,11 +48,11 @@ from source_map import CORE, OF_ALL
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / ".mutation" / "results.json"
 LINES = ROOT / ".mutation" / "lines.json"
-EXPLAINED = ROOT / "tests" / "mutation_explained.json"
-SAVED = ROOT / "tests" / "mutation.md"
+EXPLAINED = ROOT / "tools" / "mutation_explained.json"
+SAVED = ROOT / "tools" / "mutation.md"
 HEAD = """# Mutation testing of the core
 
-Each mutant is a copy of the package with one changed expression. `python tests/mutation.py --save` creates the mutants,
+Each mutant is a copy of the package with one changed expression. `python tools/mutation.py --save` creates the mutants,
 runs the tests on each of them, and writes this page. The columns count mutants:
 
 - killed: a test failed.
@@ -184,7 +184,7 @@ class Workplace:
     def __init__(self):
         self.root = Path(tempfile.mkdtemp(prefix="mutation-"))
         leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", ".hypothesis")
-        for name in ("jax_lossscale", "tests", "docs"):
+        for name in ("jax_lossscale", "tests", "tools", "docs"):
             shutil.copytree(ROOT / name, self.root / name, ignore=leave_out)
         shutil.copy(ROOT / "pyproject.toml", self.root)
         # Invalidation uses hashes, because two mutants may have the same size and modification time.
@@ -440,7 +440,7 @@ def main():
     parser.add_argument("names", nargs="*", help="files or folders below jax_lossscale")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--report", action="store_true", help="only print the known results")
-    parser.add_argument("--save", action="store_true", help="also write the table to tests/mutation.md")
+    parser.add_argument("--save", action="store_true", help="also write the table to tools/mutation.md")
     parser.add_argument("--afresh", action="store_true", help="ignore all known results")
     given = parser.parse_args()
     files = files_of(given.names)

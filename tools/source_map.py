@@ -1,18 +1,18 @@
 """Map from source files to the tests that check them.
 
-`python tests/source_map.py` writes the map to CONTRIBUTING.md. Run it again after a change of the map.
+`python tools/source_map.py` writes the map to CONTRIBUTING.md. Run it again after a change of the map.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "CONTRIBUTING.md"
-BEGIN, END = "<!-- begin: written by `python tests/source_map.py` -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: written by `python tools/source_map.py` -->\n", "<!-- end -->\n"
 
 # The following tests check all public signatures and all error messages.
 OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py", "test_selection.py"]
 
-# The core consists of these files and folders. `tests/mutation.py` changes them and runs these tests in this order.
+# The core consists of these files and folders. `tools/mutation.py` changes them and runs these tests in this order.
 CORE = {
     "_tree.py": ["test_tree.py", "wrapper/test_step_inputs.py"],
     "_check.py": ["loss_scales", "wrapper/test_step_inputs.py"],
@@ -92,7 +92,7 @@ OTHERS = {
     "jax_lossscale/_warn.py": ["gradients/test_gradients.py"],
     "jax_lossscale/_version.py": ["test_release.py"],
     "jax_lossscale/diagnostics": ["diagnostics"],
-    "jax_lossscale/interop": ["interop", "frameworks", "test_golden.py", "test_peers.py", "test_peer_faults.py"],
+    "jax_lossscale/interop": ["interop", "frameworks", "test_golden.py"],
     "jax_lossscale/plotting": ["plotting"],
     "jax_lossscale/demo": ["demo"],
     "jax_lossscale/__main__.py": ["demo"],
@@ -102,8 +102,8 @@ OTHERS = {
     "docs": ["test_docs.py", "test_numerics.py", "test_site.py", "test_stated_numbers.py"],
     "examples": ["test_examples.py"],
     "notebooks": ["test_notebooks.py"],
-    "tests/source_map.py": ["test_source_map.py"],
-    "tests/suites.py": ["test_suites.py"],
+    "tools/source_map.py": ["test_source_map.py"],
+    "tools/suites.py": ["test_suites.py"],
 }
 MAP = {f"jax_lossscale/{name}": tests for name, tests in CORE.items()} | OTHERS
 

@@ -1,7 +1,7 @@
 """Run the tests of the core under strict settings of JAX.
 
-    python tests/configurations.py            all settings, one after another
-    python tests/configurations.py x64 ...    some settings
+    python tools/configurations.py            all settings, one after another
+    python tools/configurations.py x64 ...    some settings
 
 The program prints the number of passed tests for each setting, and exits with status 1 if a test fails. Tests that a
 setting forbids are excluded in two ways. `CONFIGURATIONS` lists some of them by name, with the reason. Other tests
@@ -78,7 +78,7 @@ def run(name):
     completed = subprocess.run(
         command + (["-k", deselect] if deselect else []),
         cwd=ROOT,
-        env={**os.environ, variable: value, "PYTHONPATH": str(ROOT / "tests")},
+        env={**os.environ, variable: value, "PYTHONPATH": str(ROOT / "tools")},
         capture_output=True,
         text=True,
         check=False,
