@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants
+from jax_lossscale._autocast.constants import Constants, FindInterval
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
@@ -25,11 +25,10 @@ from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._autocast.use_analysis import (
     added_up_in_float32,
-    adds_a_bias,
     carried_residual_stream,
     going_into_matmuls,
     residual_stream,
-    with_float32_cotangents,
+    sums_with_a_bias,
 )
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
@@ -181,7 +180,7 @@ class Planner:
         if node_plan.kind not in FOLLOWING:
             return [node_plan.is_half and not node_plan.has_float32_result] * len(node.outputs)
         are_half = [
-            (not isinstance(atom, Literal) and atom in values.half)
+            _is_half(atom, values.half)
             or not is_float32(variable.aval)
             or (variable.aval.shape == () and self.rule.fits(atom, values.constants))
             for atom, variable in zip(node.inputs, node.eqn.invars, strict=True)
@@ -190,50 +189,59 @@ class Planner:
         return are_half if is_operandwise else [all(are_half)] * len(node.outputs)
 
     def _plan_call(self, node: Node, within: tuple[Any, ...], values: _Values) -> CallPlan:
-        """Return the `CallPlan` of a node that contains jaxprs."""
-        eqn, name = node.eqn, node.eqn.primitive.name
-        inner = subjaxprs(eqn)
-        carries = {operand for _, operand in inner.carried}
-        is_scan_in_half = name == "scan" and self.policy.half_residual_stream
-        stream = carried_residual_stream(eqn) if is_scan_in_half else set()
-        takes_any_dtype = name in (*OF_ANY_DTYPE, *WITH_A_RULE)
-        half_inputs = [
-            operand in stream
-            or ((takes_any_dtype or operand in inner.sliced) and not isinstance(atom, Literal) and atom in values.half)
-            for operand, atom in enumerate(node.inputs)
-        ]
-        half_outputs = [name in OF_ANY_DTYPE and result in values.half_outputs for result in node.outputs]
-        for result, operand in inner.carried:
-            half_outputs[result] = operand in stream
+        """Return the `CallPlan` of a node that contains jaxprs.
+
+        First, the precision of the operands is determined from the values that are stored in half precision. Then, the
+        jaxprs are planned, given the precision of their arguments. Finally, the precision of the results is determined
+        from the plans.
+        """
+        eqn = node.eqn
+        has_stream = eqn.primitive.name == "scan" and self.policy.half_residual_stream
+        stream = carried_residual_stream(eqn) if has_stream else set()
+        operands = _operands_in_half(node, stream, values)
+        results_of_stream = _results_of_stream(node, stream, values)
         # A constant that is the initial value of a loop's carry is the value of the carry only in the first iteration.
+        carries = {operand for _, operand in subjaxprs(eqn).carried}
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
         unrounded = of_values(values.unrounded, node.outputs)
+        plans = self._plan_subjaxprs(node, within, operands, results_of_stream, known, unrounded)
+        of_any_dtype = _results_of_any_dtype(eqn)
+        results = [
+            is_in_stream or (n in of_any_dtype and all(gives_half_result(plan, n) for plan in plans))
+            for n, is_in_stream in enumerate(results_of_stream)
+        ]
+        return CallPlan(tuple(plans), tuple(operands), tuple(results), tuple(known), tuple(unrounded))
+
+    def _plan_subjaxprs(
+        self,
+        node: Node,
+        within: tuple[Any, ...],
+        operands: Sequence[bool],
+        results_of_stream: Sequence[bool],
+        known: Sequence[FindInterval | None],
+        unrounded: Sequence[Reasons],
+    ) -> list[Plan]:
+        """Return the plan of each jaxpr in a node, given the properties of the operands and results of the node."""
+        jaxprs = subjaxprs(node.eqn).jaxprs
         contexts = [
             Context(
-                within=(*within, *node.within, eqn),
-                half_inputs=[half_inputs[n] for n in subjaxpr.operands],
-                half_outputs=[half_outputs[n] for n in subjaxpr.results],
+                within=(*within, *node.within, node.eqn),
+                half_inputs=[operands[n] for n in subjaxpr.operands],
+                half_outputs=[results_of_stream[n] for n in subjaxpr.results],
                 unrounded=of_subjaxpr,
                 known=[known[n] for n in subjaxpr.operands],
             )
             for subjaxpr, of_subjaxpr in zip(
-                inner.jaxprs, self._feeding.results_of_subjaxprs(eqn, unrounded), strict=True
+                jaxprs, self._feeding.results_of_subjaxprs(node.eqn, unrounded), strict=True
             )
         ]
 
-        def plan_subjaxprs() -> list[Plan]:
-            return [self.plan(each.closed, context) for each, context in zip(inner.jaxprs, contexts, strict=True)]
+        def plans() -> list[Plan]:
+            return [self.plan(subjaxpr.closed, context) for subjaxpr, context in zip(jaxprs, contexts, strict=True)]
 
         # Planning differentiates equations, which requires the mesh axes of a `jax.shard_map` to be bound.
-        plans = custom_rules.call_in_shard_map(plan_subjaxprs, eqn) if name == "shard_map" else plan_subjaxprs()
-        # Apart from residual streams, only two kinds of results may differ in dtype from the declaration in the jaxpr:
-        # all results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
-        first = 0 if name in OF_ANY_DTYPE else len(inner.carried) if name == "scan" else len(node.outputs)
-        results = [
-            half_outputs[n] or (n >= first and all(gives_half_result(plan, n) for plan in plans))
-            for n in range(len(node.outputs))
-        ]
-        return CallPlan(tuple(plans), tuple(half_inputs), tuple(results), tuple(known), tuple(unrounded))
+        is_shard_map = node.eqn.primitive.name == "shard_map"
+        return custom_rules.call_in_shard_map(plans, node.eqn) if is_shard_map else plans()
 
     def _group(
         self,
@@ -256,30 +264,34 @@ class Planner:
             stream = {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
             half |= {value for value in stream if constants.of(value) is None}
+        groups = [
+            segment._replace(upcast=frozenset(added_up_in_float32(_nodes_of(segment, graph, node_plans), half)))
+            for segment in groups
+        ]
+        with_bias = sums_with_a_bias(graph, node_plans, groups, half)
+        groups = [segment._replace(rounds_cotangent=with_bias.intersection(segment.nodes)) for segment in groups]
+        if self._recomputes(within):
+            groups = self._with_saved_values(groups, graph, node_plans, half)
+        return groups, half
+
+    def _with_saved_values(
+        self, groups: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
+    ) -> list[Segment]:
+        """Return the segments with the values that each segment saves.
+
+        The attribute ``saved`` is set only for segments whose nodes may be recomputed and that contain a node other
+        than matmuls and data movement.
+        """
         price_saved = float(self.policy.recompute)
         min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
-        broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
-        nodes_of = [[(graph.nodes[n], node_plans[n]) for n in segment.nodes] for segment in groups]
-        groups = [
-            segment._replace(upcast=frozenset(added_up_in_float32(nodes, half)))
-            for segment, nodes in zip(groups, nodes_of, strict=True)
-        ]
-        in_float32 = with_float32_cotangents(graph, node_plans, groups, half)
         found = []
-        for segment, nodes in zip(groups, nodes_of, strict=True):
-            # A cotangent that is already in half precision needs no rounding, and a barrier would prevent fusion.
-            biased = {
-                n
-                for n in segment.nodes
-                if adds_a_bias(graph, graph.nodes[n], half - segment.upcast, broadcasts)
-                and not in_float32.isdisjoint(graph.nodes[n].outputs)
-            }
-            segment = segment._replace(rounds_cotangent=frozenset(biased))
+        for segment in groups:
+            nodes = _nodes_of(segment, graph, node_plans)
             computes = any(plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, plan in nodes)
-            if self._recomputes(within) and computes and not nodes[0][1].is_alone:
+            if computes and not any(plan.is_alone for _, plan in nodes):
                 segment = segment._replace(saved=min_cut.saved(segment, nodes))
             found.append(segment)
-        return found, half
+        return found
 
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
         """Return whether segments inside the equations ``within`` are recomputed.
@@ -287,6 +299,53 @@ class Planner:
         A `while` loop has no backward pass, so the segments in it are never recomputed.
         """
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
+
+
+def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> list[bool]:
+    """Return, for each operand of a node that contains jaxprs, whether it is passed in half precision.
+
+    An operand is passed in half precision if it is stored in half precision and the primitive accepts it. Loops accept
+    half precision only for the operands that a scan slices, and for a residual stream in half precision.
+
+    Args:
+      node: the node.
+      stream: the operands that are part of a residual stream in half precision.
+      values: the values of the graph.
+    """
+    accepts_all = node.eqn.primitive.name in (*OF_ANY_DTYPE, *WITH_A_RULE)
+    sliced = subjaxprs(node.eqn).sliced
+    return [
+        operand in stream or ((accepts_all or operand in sliced) and _is_half(atom, values.half))
+        for operand, atom in enumerate(node.inputs)
+    ]
+
+
+def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> list[bool]:
+    """Return, for each result of a node that contains jaxprs, whether it is part of a half-precision residual stream.
+
+    ``stream`` contains the operands that are part of the residual stream.
+    """
+    is_of_any_dtype = node.eqn.primitive.name in OF_ANY_DTYPE
+    found = [is_of_any_dtype and result in values.half_outputs for result in node.outputs]
+    for result, operand in subjaxprs(node.eqn).carried:
+        found[result] = operand in stream
+    return found
+
+
+def _results_of_any_dtype(eqn: Any) -> range:
+    """Return the positions of the results that may be in half precision although the jaxpr declares float32.
+
+    These are all results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
+    """
+    number = len(eqn.outvars)
+    if eqn.primitive.name in OF_ANY_DTYPE:
+        return range(number)
+    return range(len(subjaxprs(eqn).carried), number) if eqn.primitive.name == "scan" else range(0)
+
+
+def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) -> list[tuple[Node, NodePlan]]:
+    """Return the nodes of a segment and their plans."""
+    return [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
 
 
 def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
@@ -332,8 +391,12 @@ def _with_functions_by_result(
 
 def gives_half_result(plan: Plan, position: int) -> bool:
     """Return whether a result of a graph is stored in half precision."""
-    atom = plan.graph.outputs[position]
-    return not isinstance(atom, Literal) and atom in plan.half
+    return _is_half(plan.graph.outputs[position], plan.half)
+
+
+def _is_half(atom: ValueId | Literal, half: Set[ValueId]) -> bool:
+    """Return whether an operand or a result is a value, not a literal, that is stored in half precision."""
+    return not isinstance(atom, Literal) and atom in half
 
 
 def _is_arithmetic(eqn: Any, plans: Sequence[Plan]) -> bool:

@@ -128,7 +128,46 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
     return added_up
 
 
-def with_float32_cotangents(
+def sums_with_a_bias(
+    graph: Graph, node_plans: Sequence[NodePlan], segments: Sequence[Segment], half: Set[ValueId]
+) -> frozenset[int]:
+    """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
+
+    The cotangent of such a sum is used twice: it is summed for the gradient of the bias, and rounded for the value in
+    half precision to which the bias is added. A cotangent that is already in half precision needs no rounding, and the
+    optimization barrier of the rounding would prevent fusion.
+    """
+    broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
+    in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)
+    return frozenset(
+        position
+        for segment in segments
+        for position in segment.nodes
+        if _adds_a_bias(graph, graph.nodes[position], half - segment.upcast, broadcasts)
+        and not in_float32.isdisjoint(graph.nodes[position].outputs)
+    )
+
+
+def _adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
+    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to a half-precision value.
+
+    Args:
+      graph: the graph.
+      node: the node.
+      half: the values in half precision.
+      broadcasts: the results of broadcasts.
+    """
+    if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
+        return False
+    size = size_of(graph.types[node.outputs[0]])
+    return any(
+        operand in broadcasts or size_of(graph.types[operand]) < size
+        for operand in value_ids(node.inputs)
+        if operand not in half
+    )
+
+
+def _with_float32_cotangents(
     graph: Graph, node_plans: Sequence[NodePlan], segments: Sequence[Segment], half: Set[ValueId]
 ) -> set[ValueId]:
     """Return the values whose cotangents are computed in float32.
@@ -215,25 +254,3 @@ class _Additions(Propagation[bool | None]):
                 return [any(each) if each else None for each in known]
             self.is_used = True
         return [None] * len(eqn.outvars)
-
-
-def adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to a half-precision value.
-
-    The cotangent of the sum is used twice: it is summed for the gradient of the bias, and rounded for the value in half
-    precision.
-
-    Args:
-      graph: the graph.
-      node: the node.
-      half: the values in half precision.
-      broadcasts: the results of broadcasts.
-    """
-    if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
-        return False
-    size = size_of(graph.types[node.outputs[0]])
-    return any(
-        operand in broadcasts or size_of(graph.types[operand]) < size
-        for operand in value_ids(node.inputs)
-        if operand not in half
-    )

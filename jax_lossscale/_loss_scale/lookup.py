@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any, TypeVar
 
 import chex
@@ -92,8 +91,6 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
         for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
         if isinstance(node, kind)
     ]
-    if not nodes and _holds_state_of_loss_scale(tree):
-        raise ValueError(f"`{name}` {READ_WITHOUT_INTEROP}")
     if not nodes:
         raise not_a_state(tree, name)
     chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
@@ -116,16 +113,12 @@ def not_a_state(argument: Any, name: str) -> ValueError:
         got, fix = "the optimizer itself", "Pass `tx.init(params)`, or the state after the last step."
     elif isinstance(argument, LossScale):
         got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state instead."
-    elif _holds_nnx_state(argument):
-        got = "an `nnx.State`, which does not contain the classes of its objects"
+    elif _is_from_checkpoint(argument):
+        got = "a dictionary, as stored in a checkpoint"
         fix = (
-            "If the state contains a whole `nnx.Optimizer`, merge it with `nnx.merge(graphdef, state)`, and pass the "
-            "optimizer or its `opt_state`. If you passed the `opt_state` of an optimizer, that optimizer was not "
-            "wrapped with `loss_scaled`."
+            "Restore the checkpoint with a target: `tx.init(params)`. To restore it with flax, first import "
+            "`jax_lossscale.interop.flax`."
         )
-    elif _is_plain_copy(argument):
-        got = "a plain dictionary, as stored in a checkpoint"
-        fix = "Restore the checkpoint with a target: `tx.init(params)`."
     expected = "the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
     return ValueError(f"`{name}` must be or contain {expected}; got {got}. {fix}".rstrip())
 
@@ -144,29 +137,13 @@ def unwrapped(tree: _Tree) -> _Tree:
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped)
 
 
-def _holds_state_of_loss_scale(tree: chex.ArrayTree) -> bool:
-    """Return whether a pytree contains a state whose ``loss_scale`` field is a dictionary instead of a loss scale."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+def _is_from_checkpoint(tree: chex.ArrayTree) -> bool:
+    """Return whether a pytree contains a state (or a copy of one) whose ``loss_scale`` is a dictionary."""
     return any(
-        getattr(above, "name", None) == "loss_scale" and isinstance(key, jax.tree_util.DictKey)
-        for path in paths
+        getattr(above, "name", getattr(above, "key", None)) == "loss_scale" and isinstance(key, jax.tree_util.DictKey)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
         for above, key in itertools.pairwise(path)
     )
-
-
-def _holds_nnx_state(tree: chex.ArrayTree) -> bool:
-    """Return whether a pytree is or contains an ``nnx.State``, as returned by ``nnx.split``."""
-    nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an `nnx.State`
-    if nnx is None:
-        return False
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.State))
-    return any(isinstance(leaf, nnx.State) for leaf in leaves)
-
-
-def _is_plain_copy(tree: chex.ArrayTree) -> bool:
-    """Return whether a pytree contains a dictionary with the fields of a `LossScaledState`."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return any(key == jax.tree_util.DictKey("consecutive_skips") for path in paths for key in path)
 
 
 def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
@@ -49,8 +48,7 @@ def get(identifier: LossScaleLike) -> LossScale:
       The loss scale.
 
     Raises:
-      ValueError: if ``identifier`` has any other value, including a bool, or if it is a `LossScale` whose class is not
-        registered as a pytree.
+      ValueError: if ``identifier`` has any other value, including a bool.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -69,7 +67,7 @@ def get(identifier: LossScaleLike) -> LossScale:
 def made(identifier: Any, name: str) -> LossScale:
     """Return `get(identifier)`. ``name`` is the name of the argument to use in error messages."""
     if isinstance(identifier, LossScale):
-        return _checked_pytree(identifier)
+        return identifier
     if identifier is None:
         return NoOpLossScale()
     if isinstance(identifier, str) and identifier == "dynamic":
@@ -147,17 +145,6 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")
 
 
-def _checked_pytree(loss_scale: LossScale) -> LossScale:
-    kind = type(loss_scale).__name__
-    if jax.tree_util.all_leaves([loss_scale]):
-        raise ValueError(
-            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of an "
-            "optimizer state. Add the decorator `@jax.tree_util.register_dataclass` above its "
-            "`@dataclasses.dataclass(frozen=True)`."
-        )
-    return loss_scale
-
-
 def _from_dict(class_name: Any, config: Any) -> LossScale:
     kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
@@ -165,7 +152,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
             f"Could not construct a loss scale of the unknown class {class_name!r}. The known classes are "
             f"{', '.join(sorted(kinds))}."
         )
-    return _checked_pytree(kinds[class_name].from_config(config))
+    return kinds[class_name].from_config(config)
 
 
 def _kinds() -> dict[str, type[LossScale]]:

@@ -55,18 +55,7 @@ def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array
       False
     """
     _tree.check_tree(tree, "all_finite(tree=...)")
-    leaves = _tree.inexact_leaves(tree)
-    try:
-        return _all_finite(leaves, axis_name)
-    except ValueError as error:
-        number = len({_tree.device_of(leaf) for leaf in leaves} - {None})
-        if number < 2:
-            raise
-        raise ValueError(
-            f"`all_finite(tree=...)` has leaves on {number} devices or meshes, which a single program cannot process. "
-            "Call `all_finite` separately for the leaves on each device or mesh, and use `jax.device_put` to combine "
-            "the results on one device."
-        ) from error
+    return _all_finite(_tree.inexact_leaves(tree), axis_name)
 
 
 def finite_and_largest(

@@ -52,7 +52,7 @@ class Traced:
                 filled[position] = value
             (args, kwargs), objects = with_leaves(filled)
             before = nnx_objects.contents(objects)
-            result = _called(fun, args, kwargs)
+            result = fun(*args, **kwargs)
             changed = nnx_objects.changes(objects, before)
             self._changed = list(changed)
             self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
@@ -90,20 +90,6 @@ class Traced:
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
-
-
-def _called(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function and raise a `ValueError` if the function changes an nnx object that it closes over."""
-    try:
-        return fun(*args, **kwargs)
-    except Exception as error:
-        # `TraceContextError` is defined in flax, which may not be installed.
-        if type(error).__name__ != "TraceContextError":
-            raise
-        raise ValueError(
-            f"The function changes an nnx module or variable that is not one of its arguments ({error}). "
-            "Make the module an argument of the function instead of closing over it."
-        ) from error
 
 
 def _is_array(leaf: Any) -> bool:

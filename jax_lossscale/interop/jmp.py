@@ -14,9 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale, NoOpLossScale
 from jax_lossscale._warn import warn_user
-from jax_lossscale.interop._peers import SMALLEST_FLOOR, from_peer, number, to_peer
+from jax_lossscale.interop._peers import LARGEST_SCALE, one_dynamic, warn_about_settings
 
 try:
     import jmp
@@ -51,24 +51,23 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if isinstance(loss_scale, jmp.NoOpLossScale):
         return NoOpLossScale()
     if isinstance(loss_scale, jmp.StaticLossScale):
-        return FixedLossScale.from_config(
-            {"loss_scale_value": number(loss_scale.loss_scale, "from_jmp(...).loss_scale")}
-        )
+        return FixedLossScale(loss_scale.loss_scale)
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a jmp loss scale, got {loss_scale!r}.")
-    floor = float(loss_scale.min_loss_scale)
+    floor = max(float(loss_scale.min_loss_scale), float(jnp.finfo(jnp.float32).tiny))
     if floor != 1:
         warn_user(
             f"`from_jmp`: the returned `DynamicLossScale` keeps the floor {floor:g}. (jmp loses this floor at the "
             "first `jax.jit`, and then uses a floor of 1.)"
         )
-    if floor == 0:
-        floor = SMALLEST_FLOOR
-        warn_user(
-            "`from_jmp`: `DynamicLossScale` does not support a floor of 0; its floor is the smallest normal float32 "
-            "number, 1.2e-38."
-        )
-    return from_peer("jmp", vars(loss_scale), floor)
+    return DynamicLossScale(
+        max(loss_scale.loss_scale, floor),
+        loss_scale.period,
+        loss_scale.factor,
+        min_loss_scale=floor,
+        current_loss_scale=loss_scale.loss_scale,
+        num_good_steps=loss_scale.counter,
+    )
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
@@ -91,11 +90,15 @@ def to_jmp(loss_scale: LossScale) -> Any:
         if loss_scale.skip_nonfinite:
             warn_user("`to_jmp`: jmp does not support `skip_nonfinite=True`; skip non-finite steps in your own code.")
         return jmp.StaticLossScale(jnp.float32(loss_scale.get_config()["loss_scale_value"]))
-    fields = to_peer("jmp", loss_scale)
+    dynamic = one_dynamic("jmp", loss_scale)
+    backoff_factor = 1 / dynamic.multiplier
+    warn_about_settings(
+        "jmp", dynamic, backoff_factor=backoff_factor, min_loss_scale=1, max_loss_scale=LARGEST_SCALE, hysteresis=1
+    )
     return jmp.DynamicLossScale(
-        jnp.float32(fields["loss_scale"]),
-        jnp.int32(fields["counter"]),
-        fields["period"],
-        fields["factor"],
-        jnp.float32(loss_scale.get_config()["min_loss_scale"]),
+        jnp.float32(dynamic()),
+        jnp.int32(dynamic.num_good_steps),
+        dynamic.increment_period,
+        dynamic.multiplier,
+        jnp.float32(dynamic.min_loss_scale),
     )

@@ -252,14 +252,7 @@ def custom_vmap(c):
     return lambda x: function(x, c)
 
 
-def linear_call(c):
-    def transpose(c, g):
-        return g @ c.T + g @ EYE
-
-    return lambda x: jax.custom_derivatives.linear_call(lambda c, x: x @ c + x @ EYE, transpose, c, x)
-
-
-RULES = [custom_vjp, custom_vjp_with_a_residual_of_constants, custom_jvp, linear_call]
+RULES = [custom_vjp, custom_vjp_with_a_residual_of_constants, custom_jvp]
 DERIVATIVES = {
     **{rule.__name__: (rule, jax.value_and_grad) for rule in RULES},
     "custom_vmap": (custom_vmap, lambda function: lambda x: jax.vmap(function)(x[None])),

@@ -199,12 +199,8 @@ def with_its_statistics(model):
 INVALID_COPIES = {
     "itself": (lambda model: model, "got the model itself"),
     "its state": (nnx.state, "got <class .*State"),
-    "a copy with the same variables": (copy.copy, "got a copy that shares its variables"),
-    "a copy with the same statistics": (with_its_statistics, "got a copy that shares its variables"),
-    "a copy of other sizes": (
-        lambda _: Line(3),
-        r"got a model whose seen is float32\[3\] instead of float32\[2\]",
-    ),
+    "a copy with the same variables": (copy.copy, "got .* a copy that shares its variables"),
+    "a copy with the same statistics": (with_its_statistics, "got .* a copy that shares its variables"),
     "a flag": (lambda _: True, "got <class 'bool'>"),
 }
 

@@ -19,7 +19,6 @@ import matplotlib
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -382,16 +381,11 @@ TAKE_A_STATE = {
     "update_and_apply(state=...)": lambda state: TX.update_and_apply(PARAMS, state, PARAMS),
 }
 RESTORED = {"applied_steps": 0, "consecutive_skips": 0, "inner_state": [], "loss_scale": {"current_loss_scale": 8.0}}
-NNX_STATE = nnx.split(nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param))[1]
 NOT_A_STATE = {
     "the optimizer": (TX, "the optimizer itself. Pass `tx.init(params)`, or the state after the last step."),
     "another optimizer": (optax.sgd(0.1), "the optimizer itself. Pass `tx.init(params)`, or the state"),
-    "an untargeted restore": ([RESTORED], "a plain dictionary, as stored in a checkpoint. Restore the checkpoint"),
+    "an untargeted restore": ([RESTORED], "a dictionary, as stored in a checkpoint. Restore the checkpoint"),
     "the parameters": ({"kernel": PARAMS}, "PyTreeDef({'kernel': *})."),
-    "an nnx.State": (
-        NNX_STATE,
-        "an `nnx.State`, which does not contain the classes of its objects. If the state contains a whole ",
-    ),
     "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state instead."),
 }
 

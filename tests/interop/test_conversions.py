@@ -104,7 +104,7 @@ def test_from_and_to_jmp():
     )
     assert result.min_loss_scale == 0.25
     assert "loses this floor" in message
-    with pytest.warns(UserWarning, match="loses this floor"), pytest.warns(UserWarning, match="smallest normal"):
+    with pytest.warns(UserWarning, match="keeps the floor 1.17549e-38"):
         result = jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0)))
     assert result.min_loss_scale == TINY
 
@@ -174,12 +174,11 @@ def flax_scale(**fields):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"scale": 0.0}, ["from_flax(...).scale", "positive, finite", "0.0"]),
-        ({"scale": jnp.ones(3)}, ["from_flax(...).scale", "single", "[1.0, 1.0, 1.0]"]),
-        ({"fin_steps": -1}, ["from_flax(...).fin_steps", "-1"]),
-        ({"growth_interval": 2.5}, ["from_flax(...).growth_interval", "integer", "3.5"]),
+        ({"scale": 0.0}, ["current_loss_scale", "positive", "0.0"]),
+        ({"fin_steps": -1}, ["num_good_steps", "-1"]),
+        ({"growth_interval": 2.5}, ["increment_period", "integer", "3.5"]),
         ({"growth_factor": 0.5}, ["multiplier", "greater than 1"]),
-        ({"minimum_scale": 0.0}, ["from_flax(...).minimum_scale", "0.0"]),
+        ({"minimum_scale": 0.0}, ["min_loss_scale", "0.0"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")
@@ -191,11 +190,9 @@ def test_error_names_the_invalid_field(fields, named):
 
 @pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")
 def test_scale_below_the_floor_and_counter_past_the_period():
-    with pytest.warns(UserWarning, match="never raises the scale"):
-        loss_scale = flax_scale(scale=0.5)
+    loss_scale = flax_scale(scale=0.5)
     assert float(loss_scale.adjust(False)()) == 0.5  # flax would raise it to 1.
-    with pytest.warns(UserWarning, match="already past the period"):
-        loss_scale = flax_scale(scale=4.0, fin_steps=12)
+    loss_scale = flax_scale(scale=4.0, fin_steps=12)
     assert float(loss_scale.adjust(True)()) == 8.0
 
 

@@ -89,31 +89,6 @@ def test_get_finds_a_subclass_of_a_user_defined_class():
     assert (type(rebuilt), float(rebuilt())) == (BelowHalvingLossScale, 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class UnregisteredLossScale(jls.LossScale):
-    scale_value: float = 8.0
-
-    def __call__(self):
-        return jnp.float32(self.scale_value)
-
-    def adjust(self, grads_finite):
-        return self
-
-    def get_config(self):
-        return {"scale_value": self.scale_value}
-
-
-class UnregisteredBelowOurs(jls.DynamicLossScale):
-    pass
-
-
-@pytest.mark.parametrize("kind", [UnregisteredLossScale, UnregisteredBelowOurs])
-def test_get_rejects_classes_that_are_not_registered_as_pytrees(kind):
-    for identifier in (kind(), {"class_name": kind.__name__, "config": {}}):
-        with pytest.raises(ValueError, match=f"{kind.__name__}` is not registered as a pytree"):
-            jls.get(identifier)
-
-
 @each_kind
 def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     moved = make().adjust(False)

@@ -137,7 +137,7 @@ def test_all_finite_rejects_leaves_on_different_devices():
     """One program cannot read arrays on different devices. Two meshes with the same devices are allowed."""
     for number in 2, 3:
         places = jax.devices()[:number] * 2
-        with pytest.raises(ValueError, match=rf"^`all_finite\(tree=...\)` has leaves on {number} devices or meshes"):
+        with pytest.raises(ValueError, match="incompatible devices"):
             jls.all_finite([jax.device_put(np.ones(4, np.float32), place) for place in places])
     four = np.array(jax.devices()[:4])
     meshes = jax.sharding.Mesh(four, "x"), jax.sharding.Mesh(four.reshape(2, 2), ("x", "y"))

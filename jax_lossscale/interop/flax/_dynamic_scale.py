@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
 
 from jax_lossscale._loss_scale import DynamicLossScale, LossScale
+from jax_lossscale._loss_scale.dynamic import applied_backoff_factor
 from jax_lossscale._warn import warn_user
-from jax_lossscale.interop._peers import LARGEST_SCALE, from_peer, to_peer
+from jax_lossscale.interop._peers import LARGEST_SCALE, one_dynamic, warn_about_settings
 
 
 def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
@@ -42,17 +43,24 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    fields = vars(dynamic_scale)
+    interval = dynamic_scale.growth_interval
     if _steps_late():
-        interval = dynamic_scale.growth_interval
-        fields = {**fields, "growth_interval": interval + 1}
         warn_user(
             f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
             f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
             f"`increment_period={interval}`."
         )
-    # In flax, the ceiling of the scale is always the largest finite float32 number.
-    return from_peer("flax", fields, dynamic_scale.minimum_scale, max_loss_scale=LARGEST_SCALE)
+    scale, floor = dynamic_scale.scale, dynamic_scale.minimum_scale
+    return DynamicLossScale(
+        max(scale, floor),
+        interval + _steps_late(),
+        dynamic_scale.growth_factor,
+        backoff_factor=dynamic_scale.backoff_factor,
+        min_loss_scale=floor,
+        max_loss_scale=LARGEST_SCALE,  # in flax, the ceiling of the scale cannot be configured
+        current_loss_scale=scale,
+        num_good_steps=dynamic_scale.fin_steps,
+    )
 
 
 def to_flax(loss_scale: LossScale) -> DynamicScale:
@@ -70,10 +78,16 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
     """
-    fields = to_peer("flax", loss_scale)
-    fields["growth_interval"] -= _steps_late()
-    arrays = {"scale": jnp.float32(fields["scale"]), "fin_steps": jnp.int32(fields["fin_steps"])}
-    return DynamicScale(**{**fields, **arrays})
+    dynamic = one_dynamic("flax", loss_scale)
+    warn_about_settings("flax", dynamic, max_loss_scale=LARGEST_SCALE, hysteresis=1)
+    return DynamicScale(
+        growth_factor=dynamic.multiplier,
+        backoff_factor=applied_backoff_factor(dynamic),
+        growth_interval=dynamic.increment_period - _steps_late(),
+        fin_steps=jnp.int32(dynamic.num_good_steps),
+        scale=jnp.float32(dynamic()),
+        minimum_scale=dynamic.min_loss_scale,
+    )
 
 
 @functools.cache

@@ -208,15 +208,14 @@ class Optimizer(nnx.Optimizer):
         """Raise a `ValueError` unless ``copy`` has the same type as ``model`` and does not share variables with it."""
         if type(copy) is not type(model):
             what = repr(type(copy))
-        elif copy is model:
-            what = "the model itself"
+        elif copy is model or {*map(id, self._all_else(copy).values())} & {*map(id, self._all_else(model).values())}:
+            what = "the model itself, or a copy that shares its variables and therefore changes with it"
         else:
-            what = _difference(self._all_else(copy), self._all_else(model))
-        if what:
-            raise ValueError(
-                "`Optimizer.update(restore_from=...)` must be a copy of the model, made with `nnx.clone(model)` before "
-                f"the forward pass, got {what}."
-            )
+            return
+        raise ValueError(
+            "`Optimizer.update(restore_from=...)` must be a copy of the model, made with `nnx.clone(model)` before "
+            f"the forward pass, got {what}."
+        )
 
     def _all_else(self, model: Any) -> dict[Any, Any]:
         """Return a dictionary from paths to the variables of a model that this optimizer does not train."""
@@ -229,21 +228,6 @@ class Optimizer(nnx.Optimizer):
         If the installed version of flax (such as 0.12.0) does not have a graph mode, return no argument.
         """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
-
-
-def _difference(old: dict[Any, Any], new: dict[Any, Any]) -> str:
-    """Describe why the variables ``new`` cannot be restored from ``old``, or return "" if they can be restored."""
-    if {id(variable) for variable in old.values()} & {id(variable) for variable in new.values()}:
-        return "a copy that shares its variables with the model, and therefore changes with it"
-    for path in old.keys() & new.keys():
-        was, is_now = (jax.tree.map(_type_of, _arrays(variables[path])) for variables in (old, new))
-        if was != is_now:
-            return f"a model whose {'.'.join(map(str, path))} is {was} instead of {is_now}"
-    return ""
-
-
-def _type_of(array: jax.Array) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
