@@ -27,12 +27,6 @@ def new_cache_context() -> Any:
     return contextlib.nullcontext  # needed before jax 0.7.2
 
 
-def new_ref(value: Any) -> Any:
-    """Return a mutable reference (`jax.Ref`) to an array with the given value."""
-    # Versions of jax before 0.7.2 do not have `jax.new_ref`. With these versions, `MixedPrecision` raises an error.
-    return jax.new_ref(value)
-
-
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the array marked as varying over the given mesh axes, for use inside `jax.shard_map`."""
     if hasattr(jax.lax, "pcast"):

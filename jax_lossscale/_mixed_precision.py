@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ClassVar, Never, NoReturn, TypeVar
@@ -30,7 +29,8 @@ from jax_lossscale._autocast.transform import autocast, checked_half_precision, 
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.warn import is_frozen, warn_if_half
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
-from jax_lossscale._loss_scale.lookup import find_one, unwrapped
+from jax_lossscale._loss_scale.lookup import find_loss_scale
+from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
 from jax_lossscale._optax.state import LossScaledState
@@ -112,45 +112,15 @@ class MixedPrecision:
       >>> jls.metrics(opt_state)["skipped_steps"]
       Array(0, dtype=int32)
 
-    **Details.** The loss scale is in the state of the optimizer. Each update also writes the scale of the next step to
-    a reference, which ``mp.loss`` reads.
-
-    - **Restart.** If the state is replaced, for example by a checkpoint, the gradients of the next step are still
-      computed at the previous scale. After a restart, this is the initial scale. The update of this step does not
-      change a lower scale because of an overflow, or a higher scale because of finite gradients. The following steps
-      use the scale of the new state. The gradients are unscaled, so the first step depends on the scale only if the
-      gradients overflow or are rounded to zero.
-    - **Both lines.** A warning is emitted if ``mp.optimizer.update`` is called before any function returned by
-      ``mp.loss``, or if such a function is differentiated before ``mp.optimizer.init`` is called.
-    - **One object per optimizer.** Use a separate `MixedPrecision` for each optimizer. ``mp.optimizer.init`` can be
-      called several times, but only one of its states can be trained, because ``mp.loss`` uses the loss scale of the
-      last update.
-    - **Evaluation.** ``mp.loss(fun)`` can be called outside of a training step, on the same devices. While a step runs
-      in one thread, do not call ``mp.loss(fun)`` in another thread, because the step replaces the reference. Use
-      `autocast` in the other thread. Also use `autocast` to export a function for inference, because `jax.export` does
-      not support references.
-    - **Other transformations.** After an overflow, the transformations around ``mp.optimizer`` receive non-finite
-      gradients. `optax.MultiSteps` never recovers from them, and `optax.clip` replaces infinities with finite numbers,
-      so that the overflow is not noticed. Pass such transformations as part of ``optimizer``, for example
-      ``jls.MixedPrecision(optax.MultiSteps(optax.adamw(3e-4), 4))``. If a trainer discards the new optimizer state
-      after an overflow, it also discards the lower loss scale, so turn this setting off.
-    - **Float32 parameters.** Use float32 parameters. `autocast` casts them to float16 where possible. It does not
-      change operations on bfloat16 values. The gradients of float16 parameters are float16 arrays, so small unscaled
-      gradients are rounded to zero. ``mp.optimizer.init`` warns about float16 parameters. If ``dtype`` is float16, it
-      also warns if all parameters are bfloat16.
-    - **Compilation.** The results of a function that uses references are always committed to a device. If the arguments
-      of the training step are not committed, JAX compiles the step in the first and in the second call. To avoid this,
-      call ``params, opt_state = jax.device_put((params, opt_state), device)`` before the first step.
-    - **Devices.** The reference is created in the first call of ``mp.loss(fun)``, on the devices of `jax.set_mesh`, of
-      ``mesh``, of the parameters in ``mp.optimizer.init``, or of the arguments. A traced argument determines only the
-      number of devices, so these must be all devices. The reference cannot be moved, so use one object on one device or
-      one mesh only. If JAX raises the error "Received incompatible devices for jitted computation", pass ``mesh``.
+    The page "Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md) describes restarts,
+    several optimizers, wrappers of the optimizer, evaluation and compilation. The page "Many devices: multi-GPU, TPU"
+    (docs/guide/devices.md) describes when ``mesh`` is needed.
     """
 
     def __init__(
         self,
         optimizer: optax.GradientTransformation,
-        loss_scale: Any = "auto",
+        loss_scale: LossScaleLike = "auto",
         *,
         dtype: DTypeLike = jnp.float16,
         policy: PrecisionPolicy | None = None,
@@ -213,12 +183,7 @@ class MixedPrecision:
         if not self._shared.initial.skip_nonfinite:
             return result
 
-        @jax.custom_jvp
-        def identity(leaf: jax.Array) -> jax.Array:
-            return leaf
-
-        @identity.defjvp
-        def differentiate(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def warn(tangent: jax.Array, *_: jax.Array) -> jax.Array:
             if not self._shared.is_initialized:
                 warn_user(
                     "A function returned by `MixedPrecision.loss` is differentiated, but `MixedPrecision.optimizer` "
@@ -227,8 +192,10 @@ class MixedPrecision:
                     "become NaN. If the state of `mp.optimizer` was restored without `mp.optimizer.init`, ignore this "
                     "warning."
                 )
-            return primals[0], tangents[0]
+            return tangent
 
+        identity = jax.custom_jvp(lambda leaf: leaf)
+        identity.defjvps(warn)
         return _tree.map_inexact(lambda leaves: list(map(identity, leaves)), result)
 
     def step(self, train_step: _Function, path: str | None = None) -> _Function:
@@ -259,8 +226,7 @@ class MixedPrecision:
 
         @wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
-            found: LossScale = find_one((args, kwargs), LossScale, name, path)  # type: ignore[type-abstract]
-            with self._shared.set_to(unwrapped(found)):
+            with self._shared.set_to(find_loss_scale((args, kwargs), name, path)):
                 return train_step(*args, **kwargs)
 
         return step  # type: ignore[return-value]
@@ -282,10 +248,10 @@ class MixedPrecision:
 
 
 class _Value:
-    """A loss scale that needs no reference.
+    """A loss scale that is known while the step is traced, so it needs no reference.
 
-    It is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned by
-    `MixedPrecision.step`. This function returns the next loss scale as part of the state, so nothing is written.
+    The loss scale is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned
+    by `MixedPrecision.step`, which returns the next loss scale as part of the optimizer state.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -302,21 +268,21 @@ class _Value:
 
     def gradient_scale(self, of_state: LossScale) -> None:
         """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
-        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
+        if jax.tree.structure(of_state) != jax.tree.structure(self._loss_scale):
             raise ValueError(
                 f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
                 f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
             )
 
     def write(self, loss_scale: LossScale) -> None:
-        """Do nothing."""
+        """Do nothing, because the state of the optimizer contains the next loss scale."""
 
 
 class _Reference:
-    """A reference (`jax.Ref`) to the scale."""
+    """A reference (`jax.Ref`) to the scale, which each update overwrites with the scale of the next step."""
 
     def __init__(self, scale: jax.Array) -> None:
-        self._ref = _compat.new_ref(scale)
+        self._ref = jax.new_ref(scale)
         self.num_devices = len(scale.sharding.device_set)
 
     def read(self) -> LossScale:
@@ -328,8 +294,7 @@ class _Reference:
     def gradient_scale(self, of_state: LossScale) -> jax.Array:
         """Return the scale at which the gradients of the current update were computed."""
         del of_state
-        scale: jax.Array = self._ref[...]
-        return scale
+        return self.read()()
 
     def write(self, loss_scale: LossScale) -> None:
         """Store the scale of the next step."""
@@ -353,33 +318,38 @@ def _raise_error(axis_size: int, in_batched: Any, scale: jax.Array) -> NoReturn:
 
 
 class _SharedLossScale:
-    """The loss scale shared by the loss function and the optimizer of a `MixedPrecision`.
+    """The loss scale that the loss function and the optimizer of a `MixedPrecision` share.
+
+    The method `source` returns the object that contains the current loss scale:
+
+    - a `_Value`, if the loss scale contains no arrays, or inside a function returned by `MixedPrecision.step`;
+    - otherwise, the only `_Reference`, which is created when it is needed for the first time.
 
     Attributes:
+      initial: the loss scale of the first step.
       is_read: whether a function returned by `MixedPrecision.loss` was called or traced.
       is_initialized: whether ``init`` of the optimizer was called or traced.
     """
 
     def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
         self.initial = initial
-        self._of_step: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("of_step", default=None)
-        self._reference: _Reference | None = None
-        self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
         self.is_read = False
         self.is_initialized = False
+        constant = None if jax.tree.leaves(initial) else _Value(initial)
+        self._value: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("value", default=constant)
+        self._reference: _Reference | None = None
+        self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
 
     def source(self, method: str, arguments: Any) -> _Value | _Reference:
-        """Return the source of the loss scale.
+        """Return the object that contains the current loss scale.
 
         Args:
           method: the calling method of `MixedPrecision`, for error messages.
           arguments: the arguments of the method, whose mesh is used for the reference.
         """
-        of_step = self._of_step.get()
-        if of_step is not None:
-            return of_step
-        if not jax.tree.leaves(self.initial):
-            return _Value(self.initial)
+        value = self._value.get()
+        if value is not None:
+            return value
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes:
             raise ValueError(
@@ -396,8 +366,20 @@ class _SharedLossScale:
             )
         return self._reference
 
+    @contextlib.contextmanager
+    def set_to(self, loss_scale: LossScale) -> Iterator[None]:
+        """Inside the ``with`` block, let `source` return ``loss_scale``."""
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
+        token = self._value.set(_Value(loss_scale))
+        try:
+            # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
+            with _in_step(object() if is_traced else self):
+                yield
+        finally:
+            self._value.reset(token)
+
     def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, choose these devices for the reference (`jax.Ref`).
+        """If the parameters are committed to devices, choose these devices for the reference.
 
         The CPU is ignored if there is an accelerator, because parameters that were created on the CPU are usually moved
         to the accelerator before the first step.
@@ -405,25 +387,13 @@ class _SharedLossScale:
         if isinstance(self._placement, Mesh):
             return
         arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and is_concrete_array(leaf)]
-        shardings = [array.sharding for array in arrays if array.committed]
-        meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-        if meshes and meshes[0].size > 1:
-            self._placement = meshes[0]
-        elif shardings and len(shardings[0].device_set) == 1:
-            device: Any = next(iter(shardings[0].device_set))
+        committed = [array for array in arrays if array.committed]
+        mesh = _mesh_of(committed)
+        if mesh is not None:
+            self._placement = mesh
+        elif committed and len(committed[0].devices()) == 1:
+            (device,) = committed[0].devices()
             self._placement = device if device.platform == jax.default_backend() else None
-
-    @contextlib.contextmanager
-    def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Inside the ``with`` block, use ``loss_scale`` and ignore the scale that is stored in the reference."""
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
-        token = self._of_step.set(_Value(loss_scale))
-        try:
-            # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
-            with _in_step(object() if is_traced else self):
-                yield
-        finally:
-            self._of_step.reset(token)
 
     def _new_reference(self, mesh: Any, is_context: bool) -> _Reference:
         """Create the reference outside of all transformations.
@@ -437,29 +407,20 @@ class _SharedLossScale:
         with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
             scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()
-            if not is_context:
-                scale = jax.device_put(scale, self._sharding(mesh))
-            return _Reference(scale)
+            return _Reference(scale if is_context else jax.device_put(scale, self._sharding(mesh)))
 
     def _sharding(self, mesh: Any) -> Any:
         """Return the sharding or the device of the reference, or ``None`` for the default device."""
         known = self._placement
-        if mesh is None:
-            return NamedSharding(known, PartitionSpec()) if isinstance(known, Mesh) else known
-        if not isinstance(mesh, Mesh):  # Traced arrays have an abstract mesh without devices.
-            if isinstance(known, Mesh) and known.size == mesh.size:
-                mesh = known
-            elif mesh.size == jax.device_count():
-                mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
-            else:
+        if mesh is None or (isinstance(known, Mesh) and known.size == mesh.size):
+            mesh = known
+        elif not isinstance(mesh, Mesh):  # Traced arrays have an abstract mesh without devices.
+            if mesh.size != jax.device_count():
                 raise ValueError(
                     f"`MixedPrecision` cannot determine the {mesh.size} devices of the training step. {_PASS_MESH}"
                 )
-        return NamedSharding(mesh, PartitionSpec())
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise a `TypeError`, because a copy would not share the loss scale."""
-        raise TypeError("The optimizer of a `MixedPrecision` cannot be pickled, because the two share a loss scale.")
+            mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
+        return NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else mesh
 
 
 def _mesh_of(arguments: Any) -> Any:
@@ -484,8 +445,6 @@ class _UnscaledWrapper(Wrapper):
 
     def init(self, params: optax.Params) -> LossScaledState:
         """Return the state before the first step and create the shared loss scale on the devices of the parameters."""
-        if self.initial_loss_scale.skip_nonfinite:
-            _warn_if_in_multi_steps()
         if self.dtype == jnp.float16:
             _warn_if_all_bfloat16(params)
         self.shared.is_initialized = True
@@ -495,8 +454,7 @@ class _UnscaledWrapper(Wrapper):
     def _step(
         self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
     ) -> Any:
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
-        if is_traced and not self.shared.is_read:
+        if not self.shared.is_read:
             warn_user(
                 "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been called "
                 "so far. Pass `mp.loss(loss_fn)` from the same `MixedPrecision` object to the trainer. Otherwise, the "
@@ -526,21 +484,3 @@ def _warn_if_all_bfloat16(params: optax.Params) -> None:
             "cast them with `params = jls.cast_floating(params, jnp.float32)`. To train in bfloat16, use "
             "`MixedPrecision(optimizer, None, dtype=jnp.bfloat16)`."
         )
-
-
-def _warn_if_in_multi_steps() -> None:
-    """Warn if a method of `optax.MultiSteps` is on the call stack.
-
-    The stack is searched because `optax.MultiSteps` calls ``init`` without any argument that identifies the caller.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), optax.MultiSteps):
-            warn_user(
-                "`MixedPrecision.optimizer` is inside `optax.MultiSteps`, which never recovers from an overflow: it "
-                "multiplies the accumulated gradients by zero, and infinity times zero is NaN. Turn off the gradient "
-                "accumulation of the trainer, and use `mp = MixedPrecision(optax.MultiSteps(optimizer, ...))`, so that "
-                "`optax.MultiSteps` is inside `mp.optimizer`."
-            )
-            return
-        frame = frame.f_back

@@ -54,7 +54,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
       >>> jls.get_loss_scale(states, "critic")()
       Array(1024., dtype=float32)
     """
-    return _found(opt_state, "get_loss_scale(opt_state=...)", path)
+    return find_loss_scale(opt_state, "get_loss_scale(opt_state=...)", path)
 
 
 def as_loss_scale(argument: Any, name: str) -> LossScale:
@@ -66,11 +66,14 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
     """
     if isinstance(argument, LossScale) or is_serialized(argument) or jax.tree_util.all_leaves([argument]):
         return made(argument, name)
-    return made(None, name) if argument is None else _found(argument, name)
+    return made(None, name) if argument is None else find_loss_scale(argument, name)
 
 
-def _found(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
-    """Return the only loss scale in a pytree, after `unwrapped` has converted its leaves to arrays."""
+def find_loss_scale(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
+    """Return the only loss scale in a pytree, after `unwrapped` has converted its leaves to arrays.
+
+    The arguments are those of `find_one`.
+    """
     return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 
 

@@ -92,7 +92,7 @@ def decide(
       are_scaled: whether the gradients are scaled. Otherwise, they have already been divided by the scale.
       gradient_scale: the scale at which the gradients were computed, or ``None`` if it is the scale in the state.
     """
-    checks = _combine_over_devices(_check(grads, loss_scale, inputs, are_scaled), axis_name)
+    checks = _check(grads, loss_scale, inputs, axis_name, are_scaled)
     next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
     must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
     should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
@@ -101,27 +101,24 @@ def decide(
     )
 
 
-def _check(grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, are_scaled: bool) -> StepChecks:
-    """Return the results of a step's checks on the current device."""
-    allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
-    if not loss_scale.checks_gradients:
-        return StepChecks(None, None, allowed, None)
-    grads_finite = largest = value_finite = None
-    if inputs.grads_finite is None or loss_scale.needs_largest:
-        grads_finite, largest = finite_and_largest(grads, loss_scale() if are_scaled else None)
-    if inputs.grads_finite is not None:
-        grads_finite = jnp.asarray(inputs.grads_finite)
-    if inputs.value is not None and _tree.is_inexact(inputs.value):
-        value_finite = jnp.isfinite(inputs.value)
-    return StepChecks(grads_finite, value_finite, allowed, largest if loss_scale.needs_largest else None)
-
-
-def _combine_over_devices(checks: StepChecks, axis_name: AxisName) -> StepChecks:
+def _check(
+    grads: chex.ArrayTree, loss_scale: LossScale, inputs: StepInputs, axis_name: AxisName, are_scaled: bool
+) -> StepChecks:
     """Return the results of a step's checks, combined over all devices along ``axis_name``.
 
     A combined check passes if it passes on every device. The combined ``largest`` is the maximum over all devices.
     """
-    grads_finite, value_finite, allowed, largest = checks
+    allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
+    grads_finite = largest = value_finite = None
+    if loss_scale.checks_gradients:
+        if inputs.grads_finite is None or loss_scale.needs_largest:
+            grads_finite, largest = finite_and_largest(grads, loss_scale() if are_scaled else None)
+        if inputs.grads_finite is not None:
+            grads_finite = jnp.asarray(inputs.grads_finite)
+        if inputs.value is not None and _tree.is_inexact(inputs.value):
+            value_finite = jnp.isfinite(inputs.value)
+    if not loss_scale.needs_largest:
+        largest = None
     known, structure = jax.tree.flatten((grads_finite, value_finite, allowed))
     if known and axis_name:
         known, largest = agree(known, largest, axis_name)

@@ -32,6 +32,12 @@ HOW_TO_SCALE = (
     '"Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 
+WRONG_USE_OF_OPTIMIZERS = (
+    "If several optimizers use the same `MixedPrecision` object, create one object for each optimizer. If the "
+    "optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
+    "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead."
+)
+
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """Return the metrics of loss scaling that are useful in a training log.
@@ -64,7 +70,7 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       >>> {name: value.item() for name, value in jls.metrics(state).items()}["loss_scale"]
       256.0
     """
-    state = own_numbers(opt_state, "metrics(opt_state=...)")
+    state = _own_numbers(opt_state, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     measured = {} if state.largest is None else {"largest": state.largest}
     return {
@@ -133,8 +139,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     patience = count(
         patience, "raise_if_stuck(patience=...)", 1, "`patience` is the number of consecutive skipped steps."
     )
-    state = own_numbers(opt_state, "raise_if_stuck(opt_state=...)")
-    check_is_concrete(state, "raise_if_stuck(opt_state=...)")
+    state = concrete_state(opt_state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
@@ -168,8 +173,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
         "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
         "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
-        "loss is finite, lower `min_loss_scale`. With `record_bad_steps=True`, `jls.diagnostics.explain(opt_state)` "
-        "reports the cause."
+        f"loss is finite, lower `min_loss_scale`. {WRONG_USE_OF_OPTIMIZERS} With `record_bad_steps=True`, "
+        "`jls.diagnostics.explain(opt_state)` reports the cause."
     )
 
 
@@ -207,7 +212,19 @@ def _never_had_gradients(state: LossScaledState) -> np.ndarray:
     return np.asarray(is_zero & are_many & (np.asarray(state.skipped_steps) == 0))
 
 
-def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
+def concrete_state(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
+    """Return the only `LossScaledState` in an optimizer state, as `_own_numbers` does.
+
+    Raises:
+      ValueError: if there is not exactly one `LossScaledState`, or if it is traced. The message contains ``name``.
+    """
+    state = _own_numbers(opt_state, name)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
+        raise ValueError(f"`{name}` got traced values, which are not known yet. Call this function outside `jax.jit`.")
+    return state
+
+
+def _own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
     """Return the only `LossScaledState` in an optimizer state, after converting wrapped numbers (see `unwrapped`).
 
     Wrapped numbers in the attribute ``inner_state`` are not converted to arrays.
@@ -221,12 +238,6 @@ def own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
     """
     state = find_one(opt_state, LossScaledState, name)
     return unwrapped(state._replace(inner_state=None))._replace(inner_state=state.inner_state)
-
-
-def check_is_concrete(state: LossScaledState, name: str) -> None:
-    """Raise a `ValueError` that names the argument if the state is traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state.loss_scale, state.consecutive_skips))):
-        raise ValueError(f"`{name}` got traced values, which are not known yet. Call this function outside `jax.jit`.")
 
 
 def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:

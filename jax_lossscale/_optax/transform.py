@@ -15,6 +15,7 @@ from jax_lossscale._check import check_flag
 from jax_lossscale._loss_scale.registry import LossScaleLike, made
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
+from jax_lossscale._optax.decision import StepInputs
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 
@@ -56,13 +57,13 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         Returns:
           ``(params, state)``.
         """
-        options = {"value": value, "skip_if": skip_if, "grads_finite": grads_finite}
-        extra_args |= {name: option for name, option in options.items() if option is not None}
+        inputs = StepInputs(value, skip_if, grads_finite)
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
-            return wrapper.update_and_apply(scaled_grads, state, params, **extra_args)
+            return wrapper.update_and_apply(scaled_grads, state, params, inputs, extra_args)
         # A user can replace `update`, for example with `_replace`, so `update` is not always a method of a `Wrapper`.
-        updates, state = self.update(scaled_grads, state, params, **extra_args)
+        given = {name: argument for name, argument in inputs._asdict().items() if argument is not None}
+        updates, state = self.update(scaled_grads, state, params, **given, **extra_args)
         return apply_updates(params, updates), state
 
     def __repr__(self) -> str:

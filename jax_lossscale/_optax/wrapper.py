@@ -87,8 +87,7 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments(self.takes_scaled_gradients, "update", "updates", updates, state, inputs, extra_args)
-        _check_is_no_pair("update(updates=...)", updates, params)
+        self._check_arguments(("update", "updates"), updates, state, params, inputs, extra_args)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
         return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
 
@@ -97,27 +96,66 @@ class Wrapper:
         scaled_grads: optax.Updates,
         state: LossScaledState,
         params: optax.Params,
-        *,
-        value: ArrayLike | None = None,
-        skip_if: ArrayLike | None = None,
-        grads_finite: ArrayLike | None = None,
-        **extra_args: Any,
+        inputs: StepInputs,
+        extra_args: dict[str, Any],
     ) -> tuple[optax.Params, LossScaledState]:
-        """Return the updated parameters and the new state; see `loss_scaled`."""
+        """Return the updated parameters and the new state; see `LossScaledTransformation.update_and_apply`."""
         if params is None:
             raise ValueError(
                 "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
                 "parameters, use `update`."
             )
-        inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments(
-            self.takes_scaled_gradients, "update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args
-        )
+        names = "update_and_apply", "scaled_grads"
+        self._check_arguments(names, scaled_grads, state, params, inputs, extra_args)
         _tree.check_tree(params, "update_and_apply(params=...)")
-        _check_is_no_pair("update_and_apply(scaled_grads=...)", scaled_grads, params)
         trained = only_with_gradients(params, scaled_grads)
         new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
         return combine(new_params, lambda: params), state
+
+    def _check_arguments(
+        self,
+        names: tuple[str, str],
+        grads: optax.Updates,
+        state: Any,
+        params: optax.Params | None,
+        inputs: StepInputs,
+        extra_args: dict[str, Any],
+    ) -> None:
+        """Raise a `ValueError` if an argument is not valid.
+
+        ``names`` contains two names for error messages: the called method and its argument that contains ``grads``.
+        """
+        method, argument = names
+        check_state(state, method, f"{argument}, state, params")
+        if inputs.value is not None and not is_number(inputs.value):
+            got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
+            raise ValueError(
+                f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
+                "function returns `(loss, aux)`, pass only `loss`."
+            )
+        for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
+            if flag is not None:
+                check_bool_scalar(flag, f"{method}({name}=...)")
+        _tree.check_tree(grads, f"{method}({argument}=...)")
+        # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
+        for name in extra_args:
+            hint = did_you_mean(name, StepInputs._fields)
+            if hint:
+                raise ValueError(f"`{method}` has no argument `{name}`.{hint}")
+        # The inner optimizer would ignore `restore_from`, so this argument is rejected.
+        if "restore_from" in extra_args:
+            raise ValueError(
+                f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
+                "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
+            )
+        if state.loss_scale.checks_gradients:
+            _check_not_masked(grads, f"{method}({argument}=...)", self.takes_scaled_gradients)
+        is_pair = params is not None and isinstance(grads, tuple) and len(grads) == 2 and is_number(grads[0])
+        if is_pair and jax.tree.structure(grads[1]) == jax.tree.structure(params):
+            raise ValueError(
+                f"`{method}({argument}=...)` must be the gradients, got a pair of a number and the gradients. If you "
+                "compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
+            )
 
     def _dispatched(
         self,
@@ -264,72 +302,15 @@ def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
         )
 
 
-def _check_arguments(
-    are_scaled: bool,
-    method: str,
-    grads_name: str,
-    scaled_grads: optax.Updates,
-    state: Any,
-    inputs: StepInputs,
-    extra_args: dict[str, Any],
-) -> None:
-    """Raise a `ValueError` that names the method and the argument if any argument is not valid."""
-    check_state(state, method, f"{grads_name}, state, params")
-    _check_inputs(inputs, method)
-    name = f"{method}({grads_name}=...)"
-    _tree.check_tree(scaled_grads, name)
-    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
-    for argument in extra_args:
-        hint = did_you_mean(argument, StepInputs._fields)
-        if hint:
-            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # The inner optimizer would ignore `restore_from`, so this argument is rejected.
-    if "restore_from" in extra_args:
-        raise ValueError(
-            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
-            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
-        )
-    if state.loss_scale.checks_gradients:
-        _check_not_masked(scaled_grads, name, are_scaled)
-
-
-def _check_inputs(inputs: StepInputs, method: str) -> None:
-    """Raise a `ValueError` that names the method and the argument if an optional argument has the wrong type."""
-    if inputs.value is not None and not is_number(inputs.value):
-        got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
-        raise ValueError(
-            f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
-            "function returns `(loss, aux)`, pass only `loss`."
-        )
-    for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
-        if flag is not None:
-            check_bool_scalar(flag, f"{method}({name}=...)")
-
-
-def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> None:
-    """Raise a `ValueError` if ``(loss, grads)`` is passed instead of ``grads``, which ``name`` describes."""
-    if params is None or not isinstance(scaled_grads, tuple) or len(scaled_grads) != 2:
-        return
-    structures = {jax.tree.structure(tree) for tree in (scaled_grads[1], params)}
-    if is_number(scaled_grads[0]) and len(structures) == 1:
-        raise ValueError(
-            f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
-            "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
-        )
-
-
 def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
     if not _holds(tree, optax.MaskedNode):
         return
-    if are_scaled:
-        wrapper, reason = "loss_scaled", "Gradients outside the mask would remain scaled."
-    else:
-        wrapper, reason = "MixedPrecision", "An overflow of gradients outside the mask would not be noticed."
+    wrapper = "loss_scaled" if are_scaled else "MixedPrecision"
     raise ValueError(
         f"`{name}` contains an `optax.MaskedNode`, so `{wrapper}` is inside `optax.masked` or `optax.partition`. "
-        f"{reason} Wrap the complete optimizer instead, as in `{wrapper}(optax.masked(inner, mask))` or "
-        f"`{wrapper}(optax.partition(...))`."
+        f"Gradients outside the mask would not be unscaled or checked. Wrap the complete optimizer instead, as in "
+        f"`{wrapper}(optax.masked(inner, mask))` or `{wrapper}(optax.partition(...))`."
     )
 
 
