@@ -48,10 +48,6 @@ _AS_GOOD = 1.5
 _LOG2_HEADROOM = 3
 # Long vectors are padded with zeros and divided into rows of this length before their elements are added.
 _ROW = 4096
-# Leaves with more elements than this are reduced to a few numbers in the program that computes the gradients, so that
-# their half-precision gradients are not all in memory at once. The reductions of smaller leaves are separate programs,
-# which are compiled only once for all leaves of the same shape.
-_LARGE_LEAF = 2**16
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
@@ -132,22 +128,16 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       scale: the loss scale of ``leaves``.
     """
     known = {path: _measure_exact(exact[path]) for path in leaves}
-    measured = [
-        with_errors(known[path], _measure_errors(leaf, exact[path], known[path].largest, jnp.float32(scale)))
-        for path, leaf in leaves.items()
-    ]
+    measured = [_measure_errors(leaf, exact[path], known[path], jnp.float32(scale)) for path, leaf in leaves.items()]
     return list(jax.device_get(measured))
-
-
-def with_errors(measured: Measurement, errors: Sequence[Any]) -> Measurement:
-    """Return the measurements of a leaf, completed with the results of `_measure_errors`."""
-    squares, squared_errors, lost, nonfinite = errors
-    return measured._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
 
 
 @jax.jit
 def _measure_exact(exact: ArrayLike) -> Measurement:
-    """Return the measurements that depend only on the float32 gradient, except for ``squares``."""
+    """Return the measurements that depend only on the float32 gradient, except for ``squares``.
+
+    The other fields are zero.
+    """
     (reference,) = _tree.widen([_in_rows(exact)])
     sizes = jnp.abs(reference)
     bits, is_nonzero = magnitudes(sizes), sizes > 0
@@ -161,23 +151,21 @@ def _measure_exact(exact: ArrayLike) -> Measurement:
 
 
 @jax.jit
-def _measure_errors(leaf: ArrayLike, exact: ArrayLike, largest: ArrayLike, scale: ArrayLike) -> tuple[jax.Array, ...]:
-    """Return the fields ``squares``, ``squared_errors``, ``lost`` and ``nonfinite`` of a `Measurement`.
+def _measure_errors(leaf: ArrayLike, exact: ArrayLike, known: Measurement, scale: ArrayLike) -> Measurement:
+    """Return all measurements of a leaf, given the result of `_measure_exact`.
 
     All numbers are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
     gradient is zero, its relative error is exactly 1.
     """
     (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
-    squares = (jnp.square(jnp.abs(each) / _unit(largest)) for each in (reference, unscaled - reference))
+    # The gradients are divided by this number so that their squares do not overflow or underflow.
+    unit = jnp.where((known.largest > 0) & jnp.isfinite(known.largest), known.largest, 1)
+    terms = (jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference))
     flags = (jnp.abs(reference) > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    *sums, lost, nonfinite = reduced(sums=[*squares, *flags])
-    return *sums, lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
-
-
-def _unit(largest: Any) -> jax.Array:
-    """Return the number by which gradients are divided so that their squares do not overflow or underflow."""
-    return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares, squared_errors, lost, nonfinite = reduced(sums=[*terms, *flags])
+    lost, nonfinite = lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
+    return known._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -383,34 +371,28 @@ def errors_by_scale(
         return None
     known = dict(zip(exact, rounding, strict=True))
     scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
-    large = {path: (leaf, known[path].largest) for path, leaf in exact.items() if np.size(leaf) > _LARGE_LEAF}
 
     @jax.jit
-    def evaluated(scale: Any, large: Any, inputs: Sequence[Any]) -> Any:
-        """Return the value, the gradients of small leaves, and the errors of large leaves."""
+    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any], known: dict[str, Any]) -> Any:
+        """Return the value of the function and the measurements of the gradients at a loss scale.
+
+        Each gradient is reduced to a few numbers in the program that computes it, so the half-precision gradients are
+        not all in memory at once.
+        """
         outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
         value, leaves = value_and_leaves(program.filled(outputs)[0], has_aux)
-        errors = {}
-        for path, of_exact in large.items():
-            leaf = leaves.pop(path)
-            # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
-            leaf = jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
-            errors[path] = _measure_errors(leaf, *of_exact, scale)
-        return value, leaves, errors
-
-    def measured_at(scale: jax.Array) -> tuple[float, list[Measurement]]:
-        """Return the value of the function and the measurements of each leaf at a loss scale."""
-        value, leaves, errors = evaluated(scale, large, program.inputs[1:])
-        for path, leaf in leaves.items():
-            errors[path] = _measure_errors(leaf, exact[path], known[path].largest, scale)
-        value, errors = jax.device_get((value, errors))
-        return float(value), [with_errors(each, errors[path]) for path, each in known.items()]
+        # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
+        leaves = {
+            path: jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
+            for path, leaf in leaves.items()
+        }
+        return value, [_measure_errors(leaves[path], exact[path], known[path], scale) for path in exact]
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
     value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
     for scale in progress(scales):
         try:
-            value, measurements = measured_at(jnp.float32(scale))
+            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact, known))
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
@@ -421,7 +403,7 @@ def errors_by_scale(
         measured.append(measurements)
         compared(len(measured), len(scales), scale)
     leaves, total = reports_of(exact, measured, rounding)
-    losses = value, program.jaxpr.out_avals[0].dtype, float(reference_value)
+    losses = float(value), program.jaxpr.out_avals[0].dtype, float(reference_value)
     return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)
 
 
