@@ -46,8 +46,6 @@ class Location(NamedTuple):
         same line; "" if this library added the equation.
       functions: the names of the functions outside of JAX that were running, starting with the innermost function.
       is_backward: whether the equation belongs to the backward pass.
-      instructions: the bytecode positions of all frames up to and including the innermost frame of user code. Two
-        equations have the same bytecode positions only if the same user code was executed for both.
       parameter: the tree path of the argument leaf that the equation uses; "" if the path was not determined.
     """
 
@@ -57,7 +55,6 @@ class Location(NamedTuple):
     column: str
     functions: tuple[str, ...]
     is_backward: bool
-    instructions: tuple[int, ...] = ()
     parameter: str = ""
 
 
@@ -78,7 +75,6 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
         column=column,
         functions=(*(frame.function_name for frame in frames), *outer.functions),
         is_backward="transpose(" in stack and _RECOMPUTED not in stack,
-        instructions=_instructions(eqn.source_info.traceback),
     )
 
 
@@ -138,13 +134,6 @@ def _frames(eqn: Any) -> list[Any]:
         lambda frame: frame.function_name != "trace_to_jaxpr_dynamic", traceback.frames if traceback else []
     )
     return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
-
-
-def _instructions(traceback: Any) -> tuple[int, ...]:
-    """Return the bytecode positions of the stack frames up to and including the innermost frame of user code."""
-    codes, positions = traceback.raw_frames() if traceback else ([], [])
-    number = next((n for n, code in enumerate(codes, 1) if _is_of_user(code.co_filename)), len(codes))
-    return tuple(positions[:number])
 
 
 def _readable(file_name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from jax_lossscale._program.jaxpr import is_half
-from jax_lossscale._program.primitives import CONVERSIONS, MATMULS, SUMS, SUMS_OF_MANY
+from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
@@ -77,52 +77,24 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
     for origin in origins:
         site, of_origin = flow.sites[origin], measured[origin]
         is_in_range = not of_origin.overflow and of_origin.zero <= MANY_ZEROS
-        is_amplified = of_origin.amplification >= ACCUMULATED and not _adds_up_in_half(site)
+        adds_up_in_half = is_half(site.aval) and site.operation in SUMS_OF_MANY
+        is_amplified = of_origin.amplification >= ACCUMULATED and not adds_up_in_half
         if is_in_range and is_amplified and not site.location.is_backward:
-            operands = _ends(flow, [origin], lambda node: node not in measured or not is_half(flow.sites[node].aval))
+            in_float32 = _followed(
+                flow, flow.sources[origin], lambda node: node not in measured or not is_half(flow.sites[node].aval)
+            )
+            operands = {operand for node in (origin, *in_float32) for operand in flow.sources[node]} - in_float32
             found.update({node: origin for node in operands if measured[node].error > 0})
     return found
 
 
-def attention_scores(flow: Dataflow) -> set[int]:
-    """Return the matmuls of two different activations whose results are the operands of a softmax or logsumexp.
-
-    An exponential belongs to a softmax or logsumexp if the largest element is subtracted from its operand. In contrast,
-    the matmul in a Gaussian kernel is not an attention score.
-    """
-    sites = flow.sites
-
-    def is_converted(node: int) -> bool:
-        return node not in sites or sites[node].operation in CONVERSIONS
-
-    exponentials = [node for node, site in sites.items() if site.operation == "exp"]
-    differences = [node for node in _ends(flow, exponentials, is_converted) if sites[node].operation == "sub"]
-    # The largest element is selected from the operand, so both operands of the subtraction come from the same result.
-    shifted = [node for node in differences if len(_ends(flow, [node], is_converted)) == 1]
-    matmuls = _ends(flow, shifted, lambda node: node not in sites or sites[node].operation not in MATMULS)
-    return {node for node in matmuls if not (sites[node].takes_parameter or sites[node].is_gram)}
-
-
-def _ends(flow: Dataflow, nodes: Collection[int], is_passed: Callable[[int], bool]) -> set[int]:
-    """Search backward from the given nodes and return the first node on each path that does not satisfy a condition."""
-    passed = _followed(flow, [operand for node in nodes for operand in flow.sources[node]], is_passed)
-    return {operand for node in (*nodes, *passed) for operand in flow.sources[node]} - passed
-
-
-def _adds_up_in_half(site: Site) -> bool:
-    """Return whether an operation computes a sum of many numbers in half precision."""
-    return is_half(site.aval) and site.operation in SUMS_OF_MANY
-
-
-_FLOAT32_RESULT = (
-    "make the matmul return float32 (with `jls.keep_float32` under `autocast`, or with `preferred_element_type` in "
-    "code with manual casts)."
-)
 # For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
 # applies.
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
-    "dot_general": f"Make the operands smaller, or {_FLOAT32_RESULT}",
+    "dot_general": "Make the operands smaller (for attention scores, divide the queries by the square root of their "
+    "dimension before the matmul), or make the matmul return float32 (with `jls.keep_float32` under `autocast`, or "
+    "with `preferred_element_type` in code with manual casts).",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
     "reduce_sum": "Compute the sum and the subsequent division in float32: use `jnp.mean`, or divide the result of "
     "`jnp.sum(x, dtype=jnp.float32)`.",
@@ -130,9 +102,6 @@ _FORWARD_OVERFLOWS = {
     "div": "Divide in float32, or bound the divisor from below.",
     "mul": "Multiply in float32, or make one of the factors smaller.",
 }
-_OVERFLOW_OF_SCORES = (
-    f"Divide the queries by the square root of their dimension before the matmul, or {_FLOAT32_RESULT}"
-)
 
 
 def suggestion_for(
@@ -142,10 +111,11 @@ def suggestion_for(
     is_harmful: bool,
     is_origin: bool,
     is_autocast: bool,
-    is_score: bool = False,
     amplified_by: Site | None = None,
 ) -> str:
     """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
+
+    The suggestion is the first sentence in the list whose condition is true.
 
     Args:
       site: the result of the operation.
@@ -153,76 +123,84 @@ def suggestion_for(
       is_harmful: whether an error of the result propagates to the value or a gradient, according to `blame`.
       is_origin: whether the error begins in this operation, according to `blame`.
       is_autocast: whether the function is under `autocast`, which adds the casts.
-      is_score: whether the operation computes attention scores, according to `attention_scores`.
       amplified_by: the operation that amplifies the rounding error of this operation, according to
         `sources_of_rounding`.
     """
-    is_backward, operation = site.location.is_backward, site.derivative_of
-    if measured.nan and not measured.overflow and site.operation == "div":
-        return (
+    operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
+    is_backward, overflows = site.location.is_backward, measured.overflow > 0
+    is_nan = measured.nan > 0 and not overflows
+    vanishes = is_harmful and measured.zero > MANY_ZEROS
+    underflows = vanishes or (is_origin and measured.zero + measured.subnormal > 0)
+    may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK
+    factor = float(f"{measured.amplification:.0e}")
+    cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
+    accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
+    in_float32 = "this operation and its operands in float32" if is_in_half else "the operands in float32 as well"
+    amplifier = (
+        f"`{amplified_by.operation}`{at(amplified_by.location.layer, amplified_by.location.source)}"
+        if amplified_by
+        else ""
+    )
+    suggestions = [
+        (
+            is_nan and operation == "div",
             "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or infinity by "
-            "infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its norm."
-        )
-    if measured.nan and not measured.overflow:
-        return (
+            "infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "
+            "norm.",
+        ),
+        (
+            is_nan,
             "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm "
-            "of zero, and for 0 * inf hidden by a `jnp.where`."
-        )
-    if measured.overflow and operation:
-        return (
-            f"The derivative of `{operation}` is computed in the forward pass, so no loss scale helps. Compute "
-            f"`{operation}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to keep "
-            "its operand away from zero."
-        )
-    if measured.overflow and is_backward:
-        return (
+            "of zero, and for 0 * inf hidden by a `jnp.where`.",
+        ),
+        (
+            overflows and derivative != "",
+            f"The derivative of `{derivative}` is computed in the forward pass, so no loss scale helps. Compute "
+            f"`{derivative}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to "
+            "keep its operand away from zero.",
+        ),
+        (
+            overflows and is_backward,
             "Use a smaller loss scale. If other gradients then underflow, give this part of the model a separate loss "
-            "scale."
-        )
-    if measured.overflow and is_autocast and site.operation == "convert_element_type":
-        return (
+            "scale.",
+        ),
+        (
+            overflows and is_autocast and operation == "convert_element_type",
             "`autocast` casts this value, an operand of a matmul on the same line. Keep the matmul in float32 with "
-            "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32."
-        )
-    if measured.overflow and measured.largest >= _MASK and site.operation in _MAY_MASK:
-        return (
+            "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32.",
+        ),
+        (
+            overflows and may_be_mask,
             "If this is the fill value of a mask, use `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. If the "
             "mask is added to the scores, use a smaller magnitude, such as -1e4, so that the sum does not overflow. "
-            "Alternatively, compute the softmax in float32."
-        )
-    if measured.overflow and is_score:
-        return _OVERFLOW_OF_SCORES
-    if measured.overflow:
-        return _FORWARD_OVERFLOWS.get(site.operation, f"Compute `{site.operation}` in float32.")
-    vanishes = is_harmful and measured.zero > MANY_ZEROS
-    if is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0)):
-        return (
+            "Alternatively, compute the softmax in float32.",
+        ),
+        (overflows, _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32.")),
+        (
+            underflows and is_backward,
             "Use a larger loss scale. If other gradients then overflow, give this branch a separate loss scale: Apply "
-            "`jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its parameters and inputs."
-        )
-    if vanishes:
-        return (
+            "`jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its parameters and inputs.",
+        ),
+        (
+            vanishes,
             "A loss scale does not affect the forward pass. Compute this operation in float32, or make its operands "
-            "larger."
-        )
-    if not is_origin and amplified_by is not None:
-        where = at(amplified_by.location.layer, amplified_by.location.source, amplified_by.instance)
-        suggestion = (
-            f"`{amplified_by.operation}`{where} amplifies the rounding error of this operation. Compute both in float32"
-        )
-        return f"{suggestion}, this operation with `jls.keep_float32`." if is_autocast else f"{suggestion}."
-    if not is_origin:
-        return ""
-    parts = float(f"{measured.amplification:.0e}")
-    if not is_half(site.aval) and site.operation in SUMS | MATMULS and parts > 1:
-        return (
-            f"The terms of this sum cancel. The result is about {parts:,.0f} times smaller than the terms, so their "
-            "rounding errors are amplified by this factor. Compute the terms in float32 as well."
-        )
-    if _adds_up_in_half(site) or (is_half(site.aval) and measured.amplification < ACCUMULATED):
-        return (
+            "larger.",
+        ),
+        (
+            amplified_by is not None and not is_origin,
+            f"{amplifier} amplifies the rounding error of this operation. Compute both in float32"
+            + (", this operation with `jls.keep_float32`." if is_autocast else "."),
+        ),
+        (
+            cancels,
+            f"The terms of this sum cancel. The result is about {factor:,.0f} times smaller than the terms, so their "
+            "rounding errors are amplified by this factor. Compute the terms in float32 as well.",
+        ),
+        (
+            is_origin and accumulates,
             "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the sum. Compute "
-            "the sum in float32."
-        )
-    where = "this operation and its operands in float32" if is_half(site.aval) else "the operands in float32 as well"
-    return f"This operation amplifies the rounding errors of its operands. Compute {where}."
+            "the sum in float32.",
+        ),
+        (is_origin, f"This operation amplifies the rounding errors of its operands. Compute {in_float32}."),
+    ]
+    return next((sentence for applies, sentence in suggestions if applies), "")

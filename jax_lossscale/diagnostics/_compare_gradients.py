@@ -13,19 +13,15 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
-from jax_lossscale.diagnostics._gradient_errors import (
-    MOST_ROWS,
-    LeafGradientError,
-    errors_by_scale,
-    order_of,
-    printed_error,
-)
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Progress, Report, percent_of_error, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+
+_MOST_ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -117,7 +113,7 @@ class GradientComparison(Report[LeafGradientError]):
     def _rows(self) -> list[list[str]]:
         shown_leaves = [leaf for leaf in self if not leaf.is_zero or all(leaf.nonfinite)]
         zero = len(self) - len(shown_leaves)
-        leaves = [self.total, *shown_leaves[:MOST_ROWS]]
+        leaves = [self.total, *shown_leaves[:_MOST_ROWS]]
         shown = self._shown(leaves)
 
         def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
@@ -131,7 +127,7 @@ class GradientComparison(Report[LeafGradientError]):
         for leaf in leaves[1:]:
             name = (leaf.path or "the only leaf") + (" *" if leaf.is_rounding else "")
             rows.append(row(name, str(list(leaf.shape)), leaf))
-        rest = [f"... {len(shown_leaves) - MOST_ROWS} more"] * (len(shown_leaves) > MOST_ROWS)
+        rest = [f"... {len(shown_leaves) - _MOST_ROWS} more"] * (len(shown_leaves) > _MOST_ROWS)
         rest += [f"{zero} {'leaf' if zero == 1 else 'leaves'} with zero gradients in float32"] * (zero > 0)
         return [*rows, *([name, *[""] * (3 + len(shown))] for name in rest)]
 
@@ -141,7 +137,7 @@ class GradientComparison(Report[LeafGradientError]):
         If consecutive loss scales have identical cells in the table, only the first and the last of them are printed.
         """
         numbers = range(len(self.loss_scales))
-        cells = [[printed_error(leaf, n) for leaf in leaves] for n in numbers]
+        cells = [[(leaf.nonfinite[n] > 0, f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
         ends = {0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]}
         return sorted(ends)
 
@@ -172,7 +168,7 @@ def compare_gradients(
       dtype: the half-precision dtype that ``fun`` uses.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
         ``2**-8`` and ``2**24`` are compared, as are additional powers of two if the gradients are very large or very
-        small. A power of two is skipped if the errors at a smaller and at a larger power of two are equal or below 1%.
+        small.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
       progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in
@@ -218,10 +214,7 @@ def compare_gradients(
       with the default options of XLA, like the program of the user. XLA may therefore omit the rounding of an
       intermediate result.
 
-      By default, the float32 gradients are computed twice, and the half-precision gradients at most 15 times. Widely
-      spaced loss scales are compared first. Additional loss scales are compared only between those at which the errors
-      differ and exceed 1%. For most large models, 4 to 10 loss scales are sufficient. If the gradients have fewer than
-      4096 nonzero elements, a loss scale is skipped only if every gradient overflows or is zero there.
+      By default, the float32 gradients are computed twice, and the half-precision gradients 10 to 15 times.
 
       The parameters and gradients need at most three times the memory of the parameters, in addition to the memory of
       the activations. The half-precision gradient of each large leaf is reduced to a few numbers as soon as it is
@@ -236,8 +229,7 @@ def compare_gradients(
     with Progress("compare_gradients", False if callable(progress) else progress) as shown:
 
         def compared(done: int, most: int, scale: float) -> None:
-            number = f"{done} of {'at most ' * (scales is None)}{most}"
-            shown("compare_gradients", f"compared {number} loss scales ({power_of_two(scale)})")
+            shown("compare_gradients", f"compared {done} of {most} loss scales ({power_of_two(scale)})")
 
         call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
         gradients = trace_gradients(call, dtype, has_reference=reference is not None)
@@ -254,7 +246,9 @@ def compare_gradients(
         ranges = functools.cache(lambda scale: ranges_at(gradients, scale, shown))
         finding = Finder(gradients, errors, ranges).found()
         at = finding.at
-        leaves = sorted(errors.leaves, key=lambda leaf: order_of(leaf, at))
+        leaves = sorted(
+            errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm)
+        )
         return GradientComparison(
             verdict=finding.verdict,
             cause=finding.cause,

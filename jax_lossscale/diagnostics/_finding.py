@@ -307,7 +307,7 @@ class Finder:
         operation = locations[0]
         of = operation.derivative_of
         name = f"the derivative of `{of}`" if of else f"`{operation.operation}`"
-        it = name + at(operation.layer, operation.source, operation.instance)
+        it = name + at(operation.layer, operation.source)
         if math.isnan(operation.largest):
             what = f"{it} returns NaN"
         elif operation.overflow:

@@ -6,9 +6,9 @@ computes the error of the leaf.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._measure import all_finite
 from jax_lossscale._program.jaxpr import Traced, is_half
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
@@ -47,16 +48,6 @@ _AS_GOOD = 1.5
 _LOG2_HEADROOM = 3
 # Long vectors are padded with zeros and divided into rows of this length before their elements are added.
 _ROW = 4096
-# Leaves with more elements than this are reduced to a few numbers in the program that computes the gradients, so that
-# their half-precision gradients are not all in memory at once. The reductions of smaller leaves are separate programs,
-# which are compiled only once for all leaves of the same shape.
-_LARGE_LEAF = 2**16
-# If the gradients have fewer nonzero elements than this number, two loss scales can have the same errors by chance.
-_FEW_ELEMENTS = 2**12
-# Loss scales between two loss scales with errors below this limit are not compared, because all of them are suitable.
-_SMALL_ERROR = 0.01
-# The table of `GradientComparison` shows at most this many leaves.
-MOST_ROWS = 12
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
@@ -104,16 +95,6 @@ class LeafGradientError:
         return self.rounding > _MOSTLY_ROUNDING and math.isfinite(self.norm)
 
 
-def order_of(leaf: LeafGradientError, n: int) -> tuple[bool, float, float]:
-    """Return the sort key of a leaf in the table: the largest errors at the loss scale with index ``n`` come first."""
-    return leaf.is_rounding, -min(leaf.relative_error[n], 1e30), -leaf.norm
-
-
-def printed_error(leaf: LeafGradientError, n: int) -> tuple[bool, str]:
-    """Return whether a gradient overflows at the loss scale with index ``n``, and its error rounded to one digit."""
-    return bool(leaf.nonfinite[n]), f"{leaf.relative_error[n]:.0e}"
-
-
 class Measurement(NamedTuple):
     """The measurements of the gradient of one leaf at one loss scale.
 
@@ -147,22 +128,16 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       scale: the loss scale of ``leaves``.
     """
     known = {path: _measure_exact(exact[path]) for path in leaves}
-    measured = [
-        with_errors(known[path], _measure_errors(leaf, exact[path], known[path].largest, jnp.float32(scale)))
-        for path, leaf in leaves.items()
-    ]
+    measured = [_measure_errors(leaf, exact[path], known[path], jnp.float32(scale)) for path, leaf in leaves.items()]
     return list(jax.device_get(measured))
-
-
-def with_errors(measured: Measurement, errors: Sequence[Any]) -> Measurement:
-    """Return the measurements of a leaf, completed with the results of `_measure_errors`."""
-    squares, squared_errors, lost, nonfinite = errors
-    return measured._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
 
 
 @jax.jit
 def _measure_exact(exact: ArrayLike) -> Measurement:
-    """Return the measurements that depend only on the float32 gradient, except for ``squares``."""
+    """Return the measurements that depend only on the float32 gradient, except for ``squares``.
+
+    The other fields are zero.
+    """
     (reference,) = _tree.widen([_in_rows(exact)])
     sizes = jnp.abs(reference)
     bits, is_nonzero = magnitudes(sizes), sizes > 0
@@ -176,23 +151,21 @@ def _measure_exact(exact: ArrayLike) -> Measurement:
 
 
 @jax.jit
-def _measure_errors(leaf: ArrayLike, exact: ArrayLike, largest: ArrayLike, scale: ArrayLike) -> tuple[jax.Array, ...]:
-    """Return the fields ``squares``, ``squared_errors``, ``lost`` and ``nonfinite`` of a `Measurement`.
+def _measure_errors(leaf: ArrayLike, exact: ArrayLike, known: Measurement, scale: ArrayLike) -> Measurement:
+    """Return all measurements of a leaf, given the result of `_measure_exact`.
 
     All numbers are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
     gradient is zero, its relative error is exactly 1.
     """
     (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
-    squares = (jnp.square(jnp.abs(each) / _unit(largest)) for each in (reference, unscaled - reference))
+    # The gradients are divided by this number so that their squares do not overflow or underflow.
+    unit = jnp.where((known.largest > 0) & jnp.isfinite(known.largest), known.largest, 1)
+    terms = (jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference))
     flags = (jnp.abs(reference) > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    *sums, lost, nonfinite = reduced(sums=[*squares, *flags])
-    return *sums, lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
-
-
-def _unit(largest: Any) -> jax.Array:
-    """Return the number by which gradients are divided so that their squares do not overflow or underflow."""
-    return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares, squared_errors, lost, nonfinite = reduced(sums=[*terms, *flags])
+    lost, nonfinite = lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
+    return known._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -363,11 +336,15 @@ class GradientErrors(NamedTuple):
             for n in finite
             if len(self.inaccurate_leaves(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
         ]
-        return max([scale for scale in good if scale <= self.largest_start()] or [good[0]])
+        return _largest_with_headroom(good, scales[finite[-1]])
 
-    def largest_start(self) -> float:
-        """Return the largest initial loss scale with enough headroom, or 0 if no loss scale has finite gradients."""
-        return max((self.scales[n] for n in self.finite()), default=0.0) * 2.0**-_LOG2_HEADROOM
+
+def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> float:
+    """Return the largest of several loss scales that is far enough below the largest loss scale with finite gradients.
+
+    If there is no such scale, return the first one.
+    """
+    return max([scale for scale in scales if scale <= largest_finite * 2.0**-_LOG2_HEADROOM] or [scales[0]])
 
 
 def errors_by_scale(
@@ -376,7 +353,6 @@ def errors_by_scale(
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
     compared: Callable[[int, int, float], None] = lambda *_: None,
-    for_table: bool = True,
 ) -> GradientErrors | None:
     """Compute the errors of the gradients at several loss scales. Return ``None`` if there are no gradients.
 
@@ -384,71 +360,79 @@ def errors_by_scale(
       gradients: the traced gradients of the function.
       float32_program: the program of the float32 reference, without a loss scale. By default, the reference is the
         program of ``gradients``, evaluated in float32.
-      scales: the loss scales to compare. By default, the candidates are chosen according to the largest gradient, and
-        `_compare_where_errors_change` skips some of them.
-      progress: a function that wraps the sequence of candidate loss scales, for example in a progress bar.
-      compared: a function that is called after each comparison, with the number of comparisons so far, their maximum
-        number, and the loss scale.
-      for_table: whether the errors of individual leaves are printed. If False, only as many loss scales are compared as
-        are needed to determine the recommended loss scale.
+      scales: the loss scales to compare. By default, they are chosen according to the largest gradient.
+      progress: a function that wraps the sequence of loss scales, for example in a progress bar.
+      compared: a function that is called after each comparison, with the number of comparisons so far, the number of
+        loss scales, and the loss scale.
     """
-    call, program = gradients.call, gradients.program
+    program, has_aux = gradients.program, gradients.call.has_aux
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     if not exact:
         return None
     known = dict(zip(exact, rounding, strict=True))
-    candidates = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
-    large = {path: (leaf, known[path].largest) for path, leaf in exact.items() if np.size(leaf) > _LARGE_LEAF}
+    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
 
-    def evaluated(scale: Any, large: Any, inputs: Sequence[Any]) -> Any:
-        """Return the value, the gradients of small leaves, and the errors of large leaves."""
+    @jax.jit
+    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any], known: dict[str, Any]) -> Any:
+        """Return the value of the function and the measurements of the gradients at a loss scale.
+
+        Each gradient is reduced to a few numbers in the program that computes it, so the half-precision gradients are
+        not all in memory at once.
+        """
         outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
-        value, leaves = value_and_leaves(program.filled(outputs)[0], call.has_aux)
-        errors = {}
-        for path, of_exact in large.items():
-            leaf = leaves.pop(path)
-            # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
-            leaf = jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
-            errors[path] = _measure_errors(leaf, *of_exact, scale)
-        return value, leaves, errors
+        value, leaves = value_and_leaves(program.filled(outputs)[0], has_aux)
+        # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
+        leaves = {
+            path: jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
+            for path, leaf in leaves.items()
+        }
+        return value, [_measure_errors(leaves[path], exact[path], known[path], scale) for path in exact]
 
-    compiled = jax.jit(evaluated)
-    # The value of the function does not depend on the loss scale. If the program fails at every loss scale, the value
-    # is NaN.
-    values, measured, run_time_errors = {-1: math.nan}, dict[int, list[Measurement]](), dict[int, str]()
-
-    def compare(n: int) -> None:
-        """Measure the gradients at the candidate with index ``n``."""
-        scale = jnp.float32(candidates[n])
+    # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
+    value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
+    for scale in progress(scales):
         try:
-            values[n], leaves, errors = compiled(scale, large, program.inputs[1:])
-            for path, leaf in leaves.items():
-                errors[path] = _measure_errors(leaf, exact[path], known[path].largest, scale)
-            values[n], errors = jax.device_get((values[n], errors))
-            measured[n] = [with_errors(each, errors[path]) for path, each in known.items()]
+            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact, known))
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
             if not is_raised_in_callback(error):
                 raise
-            run_time_errors[n] = first_sentence(error)
-            measured[n] = [overflown(known[path], leaf) for path, leaf in exact.items()]
-        compared(len(measured), len(candidates), candidates[n])
+            run_time_errors[scale] = first_sentence(error)
+            measurements = [overflown(known[path], leaf) for path, leaf in exact.items()]
+        measured.append(measurements)
+        compared(len(measured), len(scales), scale)
+    leaves, total = reports_of(exact, measured, rounding)
+    losses = float(value), program.jaxpr.out_avals[0].dtype, float(reference_value)
+    return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)
 
-    def errors_at(numbers: Sequence[int]) -> GradientErrors:
-        """Return the errors at the candidates with these indices."""
-        leaves, total = reports_of(exact, [measured[n] for n in numbers], rounding)
-        loss_dtype = program.jaxpr.out_avals[0].dtype
-        losses = float(values[max(n for n in values if n in {-1, *numbers})]), loss_dtype, float(reference_value)
-        raised = {candidates[n]: run_time_errors[n] for n in numbers if n in run_time_errors}
-        compared_scales = [candidates[n] for n in numbers]
-        return GradientErrors(gradients.dtype, leaves, total, compared_scales, *losses, opaque_operations, raised)
 
-    if scales is not None:
-        for scale in progress(candidates):
-            compare(candidates.index(scale))
-        return errors_at(sorted(measured))
-    return errors_at(_compare_where_errors_change(candidates, compare, measured, errors_at, progress, for_table))
+def initial_scale(gradients: TracedGradients) -> float:
+    """Return the largest default loss scale that is far enough below the loss scales at which the gradients overflow.
+
+    The largest loss scale with finite gradients is determined by bisection. If the gradients are not finite at any loss
+    scale, the smallest default loss scale is returned. If there are no gradients, 1 is returned.
+    """
+    program, evaluator = gradients.program, Evaluator(jnp.dtype(jnp.float32))
+    inputs = program.inputs[1:]
+    in_float32 = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
+    exact = jax.tree.leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0][1])
+    if not exact:
+        return 1.0
+    largest = np.max([float(_measure_exact(leaf).largest) for leaf in exact])
+    scales = _useful_scales(float(largest), gradients.dtype)
+    are_finite = jax.jit(lambda *inputs: all_finite(program.filled(jaxpr_as_fun(program.jaxpr)(*inputs))[0][1]))
+
+    def overflow(scale: float) -> bool:
+        try:
+            return not are_finite(jnp.float32(scale), *inputs)
+        except (RuntimeError, ValueError) as error:
+            if not is_raised_in_callback(error):
+                raise
+            return True
+
+    finite = scales[: bisect.bisect_left(scales, True, key=overflow)] or scales[:1]
+    return _largest_with_headroom(finite, finite[-1])
 
 
 def _reference(
@@ -517,82 +501,6 @@ def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
         exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
-
-
-def _compare_where_errors_change(
-    candidates: Sequence[float],
-    compare: Callable[[int], None],
-    measured: Mapping[int, Any],
-    errors_at: Callable[[Sequence[int]], GradientErrors],
-    progress: Callable[[Sequence[float]], Iterable[float]],
-    for_table: bool,
-) -> list[int]:
-    """Compare the gradients at widely spaced loss scales, and at more scales in each interval where the errors change.
-
-    The smallest candidate, the largest candidate and a loss scale of 1 are always compared. A candidate between two
-    compared loss scales is skipped if `_is_same` is true for these two loss scales. The exception is the candidate that
-    could be recommended as the initial loss scale, which is never skipped.
-
-    Return the indices of the compared loss scales.
-    """
-    order = _coarse_to_fine(len(candidates), candidates.index(1.0))
-
-    def visit(n: int) -> None:
-        low = max((m for m in measured if m <= n), default=None)
-        high = min((m for m in measured if m >= n), default=None)
-        if low is None or high is None or n == candidates.index(1.0):
-            is_needed = n not in measured
-        else:
-            is_needed = n not in (low, high) and not _is_same(errors_at([low, high]), for_table)
-        if is_needed:
-            compare(n)
-
-    for scale in progress([candidates[n] for n in order]):
-        visit(candidates.index(scale))
-    while True:
-        errors = errors_at(sorted(measured))
-        roomy = max((n for n, scale in enumerate(candidates) if scale <= errors.largest_start()), default=0)
-        low = max((m for m in measured if m <= roomy), default=roomy)
-        if roomy in measured or errors.start() != candidates[low]:
-            return sorted(measured)
-        compare(roomy)
-        for n in order:
-            visit(n)
-
-
-def _is_same(errors: GradientErrors, for_table: bool) -> bool:
-    """Return whether the errors at two loss scales are equal or small.
-
-    In this case, the gradients are not compared at the loss scales in between.
-
-    Args:
-      errors: the errors at the two loss scales.
-      for_table: whether the errors of individual leaves are printed.
-    """
-    pair = (0, 1)
-    leaves, inaccurate = errors.leaves, [[leaf.path for leaf in errors.inaccurate_leaves(n)] for n in pair]
-    has_raised = [scale in errors.run_time_errors for scale in errors.scales]
-    is_right = [errors.total.relative_error[n] <= LARGE_ERROR for n in pair]
-    is_finite = [[leaf.nonfinite[n] == 0 for leaf in leaves] for n in pair]
-    if any(first != second for first, second in (inaccurate, has_raised, is_right, is_finite)):
-        return False
-    # If every gradient overflows or is zero at both loss scales, this also holds at all loss scales in between.
-    is_saturated = all(leaf.is_zero or leaf.nonfinite[0] > 0 or leaf.lost[1] == 1 for leaf in leaves)
-    if errors.total.nonzero < _FEW_ELEMENTS and not is_saturated:
-        return False
-    worst = [sorted(leaves, key=lambda leaf: order_of(leaf, n))[:MOST_ROWS] for n in pair if for_table]
-    shown = [errors.total, *itertools.chain(*worst)]
-    return all(
-        printed_error(leaf, 0) == printed_error(leaf, 1) or max(leaf.relative_error) <= _SMALL_ERROR for leaf in shown
-    )
-
-
-def _coarse_to_fine(count: int, middle: int) -> list[int]:
-    """Return the integers from 0 to ``count - 1``, ordered so that ``middle`` and widely spaced integers come first."""
-    order = list(dict.fromkeys([0, count - 1, middle]))
-    while len(order) < count:
-        order += [(low + high) // 2 for low, high in itertools.pairwise(sorted(order)) if high - low > 1]
-    return order
 
 
 def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:

@@ -92,7 +92,7 @@ def with_probes(
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
         def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
-            location = location_within(eqn, within)._replace(stack="", column="", is_backward=False, instructions=())
+            location = location_within(eqn, within)._replace(stack="", column="", is_backward=False)
             site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
             found.setdefault(site, set()).add(eqn)
             number = list(found).index(site)

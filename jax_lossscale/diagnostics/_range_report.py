@@ -14,20 +14,14 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import check_flag, is_number
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program.jaxpr import is_half
-from jax_lossscale.diagnostics._blame import (
-    MANY_ZEROS,
-    attention_scores,
-    blame,
-    sources_of_rounding,
-    suggestion_for,
-)
-from jax_lossscale.diagnostics._gradient_errors import errors_by_scale, noted_error_of_loss
+from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, sources_of_rounding, suggestion_for
+from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
-from jax_lossscale.diagnostics._sites import Ancestry, Dataflow, Parameter, Site, sites_with_instances
+from jax_lossscale.diagnostics._sites import Dataflow, Site
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
@@ -68,9 +62,6 @@ class OperationRange:
       amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
       changes_result: whether the error propagates to the value or a gradient through a chain of inaccurate results. For
         example, the rounding error of a large angle propagates through its cosine.
-      instance: a label for this execution of the line if the line is executed more than once; otherwise "". The label
-        is the path of the most recently used parameter, such as ``model.blocks[2].kernel``. If the path does not
-        distinguish all executions of the forward pass, the label includes a number, such as ``run 2 of 5``.
     """
 
     operation: str
@@ -91,7 +82,6 @@ class OperationRange:
     input_error: float = 0.0
     amplification: float = 0.0
     changes_result: bool = False
-    instance: str = ""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -201,9 +191,7 @@ class RangeReport(Report[OperationRange]):
         if not self.bad:
             return []
         suggestions, shown = self._suggestions(), self.bad[:_MOST_ROWS]
-        rows = [_HEADINGS, *([*_cells(o), f"[{suggestions.index(o.suggestion) + 1}]"] for o in shown)]
-        n = _HEADINGS.index("instance")
-        return rows if any(o.instance for o in shown) else [row[:n] + row[n + 1 :] for row in rows]
+        return [_HEADINGS, *([*_cells(o), f"[{suggestions.index(o.suggestion) + 1}]"] for o in shown)]
 
     def _notes(self) -> list[str]:
         notes = [f"{constant}, even in the float32 reference." for constant in self.lost_constants]
@@ -218,7 +206,7 @@ class RangeReport(Report[OperationRange]):
         return list(dict.fromkeys(operation.suggestion for operation in self.bad[:_MOST_ROWS]))
 
 
-_HEADINGS = ["operation", "layer", "line", "pass", "instance", "shape", "largest", "out of range by"]
+_HEADINGS = ["operation", "layer", "line", "pass", "shape", "largest", "out of range by"]
 _HEADINGS += ["overflow", "zero", "subnormal", "input error", "error", "suggestion"]
 
 
@@ -227,7 +215,7 @@ def _cells(operation: OperationRange) -> list[str]:
     of, log2_off = operation.derivative_of, operation.log2_overflow - operation.log2_underflow
     name = f"{operation.operation} (derivative of {of})" if of else operation.operation
     direction = "backward" if operation.is_backward else "forward"
-    where = name, operation.layer, operation.source, direction, operation.instance, str(list(operation.shape))
+    where = name, operation.layer, operation.source, direction, str(list(operation.shape))
     shares = operation.overflow, operation.zero, operation.subnormal, operation.input_error, operation.error
     return [*where, f"{operation.largest:.2g}", f"2^{log2_off}" if log2_off else "", *map(_share, shares)]
 
@@ -255,8 +243,8 @@ def range_report(
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
-        the initial scale that `compare_gradients` would recommend. Computing it requires 2 float32 gradients and 3 to
-        15 half-precision gradients.
+        the largest power of two that leaves enough headroom before the gradients overflow, which `compare_gradients`
+        usually recommends as well. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
       progress: whether to print a line to standard error after every 10% of the program. By default, the lines are
         printed in terminals and notebooks, starting after five seconds.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
@@ -295,7 +283,7 @@ def range_report(
     are compiled as a whole, which takes several seconds each. The operations inside `jax.shard_map` and kernels are not
     measured, but the results of the `jax.shard_map` or kernel are.
 
-    Each operation is executed twice, for one loss scale. In addition, all gradients are computed up to 17 times if
+    Each operation is executed twice, for one loss scale. In addition, all gradients are computed up to 5 times if
     ``loss_scale`` is not passed. The evaluation needs at most about four times the memory of one gradient evaluation,
     including the parameters and activations.
     """
@@ -306,17 +294,14 @@ def range_report(
     with Progress("range_report", progress) as shown:
         gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
         if scale is None:
-            errors = errors_by_scale(gradients, for_table=False)
-            scale = errors.start() if errors else 1.0
+            scale = initial_scale(gradients)
         return ranges_at(gradients, scale, shown)
 
 
 def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress) -> RangeReport:
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
-    entering = {name: Parameter(-1, name, is_bare=True) for name in gradients.parameter_names}
-    ends = flow.outputs(program.jaxpr, [Ancestry(parameter=entering.get(name)) for name in gradients.input_names])
-    value, grads = program.result([end.nodes for end in ends])
+    (value, grads), _ = program.filled(flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs]))
     evaluator = ShadowEvaluator(dtype, len(flow.sites), progress)
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
@@ -326,20 +311,17 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress)
     harmful, origins = blame(flow, measured, results)
     if not harmful:  # if there are no large errors, report smaller errors of the loss
         harmful, origins = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
-    sites = sites_with_instances(flow, dict(zip(gradients.parameter_names, jax.tree.leaves(grads), strict=True)))
-    site_of = dict(zip(measured, sites, strict=True))
-    amplified, scores = sources_of_rounding(flow, measured, origins), attention_scores(flow)
+    amplified = sources_of_rounding(flow, measured, origins)
     operations = []
     for node, statistics in measured.items():
-        site = site_of[node]
+        site = flow.sites[node]
         suggestion = suggestion_for(
             site,
             statistics,
             is_harmful=node in harmful,
             is_origin=node in origins,
             is_autocast=gradients.is_autocast,
-            is_score=node in scores,
-            amplified_by=site_of.get(amplified.get(node, -1)),
+            amplified_by=flow.sites.get(amplified.get(node, -1)),
         )
         operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
         if is_half(site.aval) or operation.suggestion:
@@ -413,6 +395,5 @@ def _operation_range(
         log2_underflow=log2_underflow,
         suggestion=suggestion,
         changes_result=is_harmful or measured.nan > 0,
-        instance=site.instance,
         **numbers,
     )

@@ -160,11 +160,9 @@ def off(error: float) -> str:
     return f"off by {percent(error)}" if error < 1 else "off by more than 100%"
 
 
-def at(layer: str, source: str, instance: str = "") -> str:
-    """Describe a location in words that can follow a name, such as " in block1 (model.py:12; run 2 of 5)"."""
-    return (
-        f"{f' in {layer}' if layer else ''} ({'; '.join(filter(None, [source or 'no line of your code', instance]))})"
-    )
+def at(layer: str, source: str) -> str:
+    """Describe a location in words that can follow a name, such as " in block1 (model.py:12)"."""
+    return f"{f' in {layer}' if layer else ''} ({source or 'no line of your code'})"
 
 
 def end_of(dtype: str) -> str:

@@ -6,8 +6,7 @@ operation, the location, and the measured results from which the result is compu
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jax_lossscale._program.primitives import (
     STEEP_AT_ZERO,
     SUMS_OF_MANY,
     is_matmul,
-    moved_operands,
 )
 from jax_lossscale._program.propagation import Propagation
 
@@ -34,22 +32,6 @@ _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", 
 _DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
 
 
-class Parameter(NamedTuple):
-    """The parameter that was most recently used in the computation of a value.
-
-    Attributes:
-      time: the number of measured results that precede the use of the parameter.
-      name: the name of the parameter.
-      is_bare: whether the value contains only the numbers of the parameter, possibly rearranged or cast.
-      is_backward: whether the value belongs to the backward pass.
-    """
-
-    time: int
-    name: str
-    is_bare: bool = False
-    is_backward: bool = False
-
-
 class Site(NamedTuple):
     """The static information about a measured result.
 
@@ -58,44 +40,20 @@ class Site(NamedTuple):
       location: the location of the operation.
       aval: the type of the result.
       derivative_of: the operation whose derivative this operation computes, if it is part of the forward pass.
-      parameter: the parameter that was most recently used in the computation of the result.
-      takes_parameter: whether an operand is a parameter, possibly rearranged or cast.
-      is_gram: whether the operation is a matmul of a matrix and its transpose, possibly cast.
-      instance: a label that distinguishes the site from similar sites in the same layer and on the same line.
     """
 
     operation: str
     location: Location
     aval: Any
     derivative_of: str
-    parameter: Parameter | None
-    takes_parameter: bool = False
-    is_gram: bool = False
-    instance: str = ""
 
 
-class Ancestry(NamedTuple):
-    """The origin of a value.
-
-    Attributes:
-      nodes: the measured results from which the value is computed by operations that are not measured.
-      operation: the name of the operation that computed the value, ignoring data movement.
-      column: the source location of this operation, including the column.
-      steep: the operation whose derivative the value is, or "".
-      parameter: the parameter that was most recently used in the computation of the value.
-    """
-
-    nodes: frozenset[int] = frozenset()
-    operation: str = ""
-    column: str = ""
-    steep: str = ""
-    parameter: Parameter | None = None
-
-
-class Dataflow(Propagation[Ancestry]):
+class Dataflow(Propagation[frozenset[int]]):
     """The graph of the measured results of a jaxpr.
 
-    Each node of the graph is a measured result or the carry of a loop and is represented by an integer.
+    Each node of the graph is a measured result or the carry of a loop and is represented by an integer. The information
+    that is propagated about a value is the set of nodes from which the value is computed by operations that are not
+    measured.
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.
@@ -111,77 +69,41 @@ class Dataflow(Propagation[Ancestry]):
         self._divisions: set[str] = set()
         self._is_autocast = is_autocast  # `autocast` adds casts to the operands of matmuls
 
-    def value_of(self, constant: Any, aval: Any) -> Ancestry:
-        return Ancestry()
+    def value_of(self, constant: Any, aval: Any) -> frozenset[int]:
+        return frozenset()
 
-    def joined(self, values: Sequence[Ancestry]) -> Ancestry:
-        return values[0]._replace(nodes=frozenset[int]().union(*(value.nodes for value in values)))
+    def joined(self, values: Sequence[frozenset[int]]) -> frozenset[int]:
+        return frozenset[int]().union(*values)
 
-    def carried(self, start: Ancestry) -> Ancestry:
-        return Ancestry(frozenset({self._node(start.nodes)}), parameter=start.parameter)
+    def carried(self, start: frozenset[int]) -> frozenset[int]:
+        return frozenset({self._node(start)})
 
-    def carried_on(self, within: Ancestry, at_end: Ancestry) -> None:
-        (node,) = within.nodes
-        self.sources[node] |= at_end.nodes
-        self.ends_of_carries[node] = at_end.nodes
+    def carried_on(self, within: frozenset[int], at_end: frozenset[int]) -> None:
+        (node,) = within
+        self.sources[node] |= at_end
+        self.ends_of_carries[node] = at_end
 
-    def operation(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> Sequence[Ancestry]:
-        """Add a site to the graph for each measured result of an equation and return the ancestry of all results."""
-        name = eqn.primitive.name
-        nodes = frozenset[int]().union(*(operand.nodes for operand in operands))
+    def operation(self, eqn: Any, location: Location, operands: Sequence[frozenset[int]]) -> Sequence[frozenset[int]]:
+        """Add a site to the graph for each measured result of an equation and return the nodes of all results."""
+        name, nodes = eqn.primitive.name, self.joined(operands)
         self._locate_casts(nodes, location, is_matmul(eqn))
         if name == "div":
             self._divisions.add(location.column)
-        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operands)
-        parameter = self._entered(eqn, location, [operand.parameter for operand in operands if operand.parameter])
-        computed_here = Ancestry(nodes, name, location.column, derivative_of, parameter)
-        # An `integer_pow` in the derivative of a division is reported as a division.
-        is_of_division = derivative_of == "div" and name == "integer_pow"
-        operation = "div" if is_of_division else _operation(name, operands)
-        kind = self._takes_parameter(name, nodes, operands), self._is_gram(eqn, nodes)
-        moved = moved_operands(eqn) or [range(len(operands) * (name in _UNMEASURED))] * len(eqn.outvars)
+        sources = [self.sites[node] for node in sorted(nodes) if node in self.sites]
+        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, sources)
+        if derivative_of == "div" and name == "integer_pow":
+            name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
+        elif name == "convert_element_type" and sources and sources[0].operation in SUMS_OF_MANY | MATMULS:
+            name = sources[0].operation  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
-        for variable, taken in zip(eqn.outvars, moved, strict=True):
+        for variable in eqn.outvars:
             if is_measured(eqn, variable):
                 node = self._node(nodes)
-                self.sites[node] = Site(operation, location, variable.aval, derivative_of, parameter, *kind)
-                results.append(computed_here._replace(nodes=frozenset({node})))
+                self.sites[node] = Site(name, location, variable.aval, derivative_of)
+                results.append(frozenset({node}))
             else:
-                # Data movement does not change the origin of a value. If the operands have several origins, the first
-                # known origin is used.
-                origins = sorted((operands[n] for n in taken), key=lambda origin: not origin.operation)
-                origin = origins[0] if origins else computed_here
-                results.append(origin._replace(nodes=nodes, parameter=parameter))
+                results.append(nodes)
         return results
-
-    def _takes_parameter(self, name: str, nodes: frozenset[int], operands: Sequence[Ancestry]) -> bool:
-        """Return whether an operand is a parameter, or is cast from the result of an operation on a parameter."""
-        if any(operand.parameter is not None and operand.parameter.is_bare for operand in operands):
-            return True
-        is_cast = name == "convert_element_type"
-        return is_cast and any(self.sites[node].takes_parameter for node in nodes & self.sites.keys())
-
-    def _is_gram(self, eqn: Any, nodes: frozenset[int]) -> bool:
-        """Return whether an equation is, or casts, a matmul whose operands are all elements of the same result."""
-        sources = [self.sites[node] for node in nodes & self.sites.keys()]
-        if eqn.primitive.name == "convert_element_type":
-            return any(source.is_gram for source in sources)
-        is_single = is_matmul(eqn) and len(nodes) == 1
-        return is_single and {variable.aval.size for variable in eqn.invars} == {each.aval.size for each in sources}
-
-    def _entered(self, eqn: Any, location: Location, known: Sequence[Parameter]) -> Parameter | None:
-        """Return the `Parameter` of the results of an equation, given the `Parameter` objects of its operands."""
-        bare = [parameter for parameter in known if parameter.is_bare]
-        if bare and moved_operands(eqn) is None:
-            entered: Parameter | None = Parameter(len(self.sites), bare[-1].name)
-        else:
-            # If an operation combines a cotangent with a value of the forward pass, the value belongs to the layer of
-            # the operation, whereas the cotangent comes from a later layer. Therefore, the parameter that was used to
-            # compute the value takes precedence over the parameter that was used to compute the cotangent.
-            entered = max(known, key=lambda parameter: (not parameter.is_backward, parameter.time), default=None)
-        return (
-            entered._replace(is_backward=True) if entered and location.is_backward and not entered.is_bare else entered
-        )
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
         """Assign the location of an operation to casts added by `autocast` and to operands without a location."""
@@ -191,26 +113,30 @@ class Dataflow(Propagation[Ancestry]):
                 continue
             is_added = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
             if is_added or not site.location.source:
-                own = {name: getattr(site.location, name) for name in ("is_backward", "instructions")}
-                self.sites[node] = site._replace(location=location._replace(**own))
+                self.sites[node] = site._replace(location=location._replace(is_backward=site.location.is_backward))
 
     def _node(self, sources: frozenset[int]) -> int:
         self.sources.append(sources)
         return len(self.sources) - 1
 
-    def _derivative_of(self, eqn: Any, location: Location, operands: Sequence[Ancestry]) -> str:
+    def _derivative_of(self, eqn: Any, location: Location, sources: Sequence[Site]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
 
         The operation and its derivative must come from the same expression in the source code.
+
+        Args:
+          eqn: the equation.
+          location: the location of the equation.
+          sources: the measured results from which the operands of the equation are computed.
         """
         name = eqn.primitive.name
         if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:
             return ""
         if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
-        for operand in operands:
-            if operand.column == location.column and (operand.steep or operand.operation in _STEEP):
-                return operand.steep or operand.operation
+        for source in sources:
+            if source.location.column == location.column and (source.derivative_of or source.operation in _STEEP):
+                return source.derivative_of or source.operation
         return ""
 
 
@@ -221,74 +147,3 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     return is_float and name not in _UNMEASURED
-
-
-def _operation(name: str, operands: Sequence[Ancestry]) -> str:
-    """Return the name of the primitive. For a cast of a sum or matmul, return the name of the sum or matmul."""
-    if name == "convert_element_type" and operands[0].operation in SUMS_OF_MANY | MATMULS:
-        return operands[0].operation
-    return name
-
-
-def sites_with_instances(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> list[Site]:
-    """Return the sites of a dataflow, with an ``instance`` label for each line that is executed more than once.
-
-    Similar sites are labeled with the name of a parameter:
-
-    - If an operation in the backward pass contributes to only one gradient and does not use a parameter itself, the
-      label is the parameter of this gradient.
-    - Otherwise, the label is the most recently used parameter. In the backward pass, the most recently used parameter
-      is the parameter of the forward-pass operation that is being differentiated.
-
-    If several sites in the forward pass still have the same label, a number is appended to each label.
-
-    Args:
-      flow: the dataflow of the jaxpr that computes the value and the gradients.
-      gradients: for each name of a parameter, the nodes that represent its gradient.
-    """
-    only = _contributions_to_one_gradient(flow, gradients)
-    parameters = []
-    for time, (node, site) in enumerate(flow.sites.items()):
-        entered = site.parameter
-        is_entering = entered is not None and entered.time == time
-        of_gradient = only.get(node) if site.location.is_backward and not is_entering else ""
-        parameters.append(of_gradient or (entered.name if entered else ""))
-    sites = list(flow.sites.values())
-    for alike in _groups(sites):
-        if len({parameters[n] for n in alike}) > 1:
-            for n in alike:
-                sites[n] = _with(sites[n], parameters[n])
-    for alike in _groups(sites):
-        runs = [n for n in alike if not sites[n].location.is_backward]
-        if len(runs) > 1:
-            for run, n in enumerate(runs, 1):
-                sites[n] = _with(sites[n], f"run {run} of {len(runs)}")
-    return sites
-
-
-def _contributions_to_one_gradient(flow: Dataflow, gradients: Mapping[str, Collection[int]]) -> dict[int, str | None]:
-    """For each node, return the name of the only gradient to which it contributes, or None if there are several."""
-    whose: dict[int, str | None] = {}
-    ahead: list[tuple[int, str | None]] = [(node, name) for name, nodes in gradients.items() for node in nodes]
-    while ahead:
-        node, name = ahead.pop()
-        name = name if whose.get(node, name) == name else None
-        if node not in whose or whose[node] != name:
-            whose[node] = name
-            ahead += [(each, name) for each in flow.sources[node]]
-    return whose
-
-
-def _groups(sites: Sequence[Site]) -> list[list[int]]:
-    """Group the sites by operation, dtype, location and label, and return the indices of each group."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for n, site in enumerate(sites):
-        at = site.location
-        kind = site.operation, site.aval.dtype, site.derivative_of, at.layer, at.source, at.instructions, site.instance
-        groups[kind].append(n)
-    return list(groups.values())
-
-
-def _with(site: Site, which: str) -> Site:
-    """Append a label to the ``instance`` of a site."""
-    return site._replace(instance=", ".join(filter(None, [site.instance, which])))

@@ -59,12 +59,6 @@ class TracedGradients:
         return [names[position] for position in self.program.positions]
 
     @functools.cached_property
-    def parameter_names(self) -> list[str]:
-        """The names of the differentiated inputs, in the order of the gradients."""
-        named = self.call.named_leaves()
-        return [name for position in self.call.positions for name, _ in named[position]]
-
-    @functools.cached_property
     def half_parameters(self) -> dict[str, list[str]]:
         """The names of the half-precision parameters, by the name of their dtype."""
         named = self.call.named_leaves()
