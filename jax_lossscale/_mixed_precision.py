@@ -188,9 +188,8 @@ class MixedPrecision:
                 warn_user(
                     "A function returned by `MixedPrecision.loss` is differentiated, but `MixedPrecision.optimizer` "
                     "has not been initialized. Pass `mp.optimizer` from the same `MixedPrecision` object to the "
-                    "trainer. A plain optimizer does not skip steps whose gradients overflow, so all parameters can "
-                    "become NaN. If the state of `mp.optimizer` was restored without `mp.optimizer.init`, ignore this "
-                    "warning."
+                    "trainer, because a plain optimizer does not skip steps whose gradients overflow. If the state of "
+                    "`mp.optimizer` was restored without `mp.optimizer.init`, ignore this warning."
                 )
             return tangent
 
