@@ -267,7 +267,7 @@ class _Value:
 
     def gradient_scale(self, of_state: LossScale) -> None:
         """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
-        if jax.tree.structure(of_state) != jax.tree.structure(self._loss_scale):
+        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
             raise ValueError(
                 f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
                 f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
