@@ -409,7 +409,11 @@ class _SharedLossScale:
             return _Reference(scale if is_context else jax.device_put(scale, self._sharding(mesh)))
 
     def _sharding(self, mesh: Any) -> Any:
-        """Return the sharding or the device of the reference, or ``None`` for the default device."""
+        """Return the sharding or the device of the reference, or ``None`` for the default device.
+
+        The arguments determine only the number of devices if they are traced. The devices are then those of the
+        argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.
+        """
         known = self._placement
         if mesh is None or (isinstance(known, Mesh) and known.size == mesh.size):
             mesh = known

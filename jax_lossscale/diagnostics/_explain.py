@@ -190,12 +190,12 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "`jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
     text: list[str] = []
-    cause = _about_all_steps(state, params, text)
+    cause = _write_sentences(state, params, text)
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
 
 
-def _about_all_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
+def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
     """Add all sentences of the report to ``text``, and return the attribute ``cause`` of the report.
 
     The functions below add the sentences about a part of the run. Most of these functions return the name of the cause
