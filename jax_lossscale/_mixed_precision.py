@@ -188,9 +188,8 @@ class MixedPrecision:
                 warn_user(
                     "A function returned by `MixedPrecision.loss` is differentiated, but `MixedPrecision.optimizer` "
                     "has not been initialized. Pass `mp.optimizer` from the same `MixedPrecision` object to the "
-                    "trainer. A plain optimizer does not skip steps whose gradients overflow, so all parameters can "
-                    "become NaN. If the state of `mp.optimizer` was restored without `mp.optimizer.init`, ignore this "
-                    "warning."
+                    "trainer, because a plain optimizer does not skip steps whose gradients overflow. If the state of "
+                    "`mp.optimizer` was restored without `mp.optimizer.init`, ignore this warning."
                 )
             return tangent
 
@@ -268,7 +267,7 @@ class _Value:
 
     def gradient_scale(self, of_state: LossScale) -> None:
         """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
-        if jax.tree.structure(of_state) != jax.tree.structure(self._loss_scale):
+        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
             raise ValueError(
                 f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
                 f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
@@ -410,7 +409,11 @@ class _SharedLossScale:
             return _Reference(scale if is_context else jax.device_put(scale, self._sharding(mesh)))
 
     def _sharding(self, mesh: Any) -> Any:
-        """Return the sharding or the device of the reference, or ``None`` for the default device."""
+        """Return the sharding or the device of the reference, or ``None`` for the default device.
+
+        The arguments determine only the number of devices if they are traced. The devices are then those of the
+        argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.
+        """
         known = self._placement
         if mesh is None or (isinstance(known, Mesh) and known.size == mesh.size):
             mesh = known

@@ -151,7 +151,7 @@ class Wrapper:
         if state.loss_scale.checks_gradients:
             _check_not_masked(grads, f"{method}({argument}=...)", self.takes_scaled_gradients)
         is_pair = params is not None and isinstance(grads, tuple) and len(grads) == 2 and is_number(grads[0])
-        if is_pair and jax.tree.structure(grads[1]) == jax.tree.structure(params):
+        if is_pair and len({jax.tree.structure(tree) for tree in (grads[1], params)}) == 1:
             raise ValueError(
                 f"`{method}({argument}=...)` must be the gradients, got a pair of a number and the gradients. If you "
                 "compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."

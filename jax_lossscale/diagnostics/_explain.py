@@ -190,12 +190,12 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "`jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
     text: list[str] = []
-    cause = _about_all_steps(state, params, text)
+    cause = _write_sentences(state, params, text)
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
 
 
-def _about_all_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
+def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
     """Add all sentences of the report to ``text``, and return the attribute ``cause`` of the report.
 
     The functions below add the sentences about a part of the run. Most of these functions return the name of the cause
@@ -315,22 +315,17 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, text: list[str])
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
     """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite."""
-    loss_scale, record, skipped, steps = (
-        state.loss_scale,
-        state.last_bad_step,
-        int(state.skipped_steps),
-        _num_steps(state),
-    )
+    loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     cause = None if loss_scale.checks_gradients or not skipped else "skip_if"
     may_be_the_batch = False
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
-        ago = _steps(steps - 1 - int(record.step))
+        ago = _steps(_num_steps(state) - 1 - int(record.step))
         text.append(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
         may_be_the_batch = _conclude(record, loss_scale, text)
     moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
-    is_at_floor = moves and skipped and is_at_its_floor(loss_scale)
-    if is_at_floor:
+    was_lowered_to_its_floor = moves and skipped > 0 and bool(is_at_its_floor(loss_scale))
+    if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         text.append(
             "The loss scale is at its lower bound because of non-finite steps. At this loss scale, gradients below "
@@ -338,7 +333,20 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         )
         if record is None:
             text.append(_HOW_TO_RECORD)
+    are_many = _about_frequent_skips(cause, may_be_the_batch, state, text)
+    return cause or ("lower_bound" if was_lowered_to_its_floor else "many_skips" if are_many else None)
 
+
+def _about_frequent_skips(cause: str | None, may_be_the_batch: bool, state: LossScaledState, text: list[str]) -> bool:
+    """Add the fraction of skipped steps and advice if it is large, and return whether it is large.
+
+    Args:
+      cause: the last recorded cause, or ``None``.
+      may_be_the_batch: whether ``text`` already suggests to examine the batch.
+      state: the state of the run.
+      text: the list of sentences.
+    """
+    loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
     # The steps that lowered the loss scale from its initial value are not counted.
     start = getattr(loss_scale, "initial_loss_scale", None) or float(loss_scale())
     unexplained = skipped - max(0.0, math.log2(start) - math.log2(float(loss_scale())))
@@ -356,7 +364,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         text.append(f"{skipped / steps:.1%} of all steps were skipped.")
     if may_be_of_one_kind:
         text.append(_LOG_BATCHES)
-    return cause or ("lower_bound" if is_at_floor else "many_skips" if are_many or may_be_of_one_kind else None)
+    return are_many or may_be_of_one_kind
 
 
 def _conclude(record: BadStep, loss_scale: LossScale, text: list[str]) -> bool:

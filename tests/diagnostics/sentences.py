@@ -21,7 +21,7 @@ LINES = {
     "Alternatively, decrease `min_loss_scale`. *": "",
     "Decrease `min_loss_scale` so that the loss scale can become smaller.": "a high floor",
     'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.': "a fixed scale",
-    "If the loss scale does not become lower from step to step, check whether several optimizers *": "shared object",
+    "If several optimizers use the same `MixedPrecision` object, * inside `optax.MultiSteps`, *": "shared or wrapped",
     "Check how the argument `grads_finite` is computed.": "grads_finite",
     "`skip_if` is your own condition, and it does not change the loss scale.": "skip_if",
     "The loss does not depend on the loss scale. `compare_gradients(loss_fn, params, batch)` shows *": "loss",
@@ -64,7 +64,7 @@ NO_PLAIN_WORDS = ("{", "verdict", "facts", "the others", "so does", "trial")
 
 def statements_of(text):
     """Return the names of the lines of a text, in order and without the lines about the scale and the steps."""
-    scale, steps, *lines = text.splitlines()
+    scale, steps, *lines = str(text).splitlines()
     assert fnmatchcase(scale, "The loss scale is * (*).") or fnmatchcase(scale, "There is no loss scale, and * (*).")
     assert fnmatchcase(steps, "Of * step*, * w* applied and * w* skipped.")
     names = []

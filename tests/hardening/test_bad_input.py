@@ -177,8 +177,6 @@ jls.metrics(PARAMS)
     `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.explain(PARAMS)
     `explain(opt_state=...)` STATE_EXPECTED; got float32[2].
-diagnostics.explain(PARAMS, STATE)
-    `explain(opt_state=...)` STATE_EXPECTED; got float32[2]. The order is `explain(opt_state, params)`.
 diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3)
