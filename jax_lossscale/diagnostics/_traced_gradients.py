@@ -12,7 +12,7 @@ from jax_lossscale._autocast.matmuls import TracedMatmuls
 from jax_lossscale._program.jaxpr import Traced, half_dtypes, is_half
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics._matmuls import Float32Origin, MatmulSummary, float32_origins, summary_of
+from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
 from jax_lossscale.diagnostics._operations import operations
 
 
@@ -52,7 +52,7 @@ class TracedGradients:
         """The half-precision dtypes that the function uses."""
         return half_dtypes(self.program.jaxpr.jaxpr)
 
-    @functools.cached_property
+    @property
     def input_names(self) -> list[str]:
         """The names of the inputs of the program."""
         names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
@@ -74,13 +74,10 @@ class TracedGradients:
         summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
         # than the origin of the operands.
-        has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
-        return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
-
-    @functools.cached_property
-    def float32_origins(self) -> list[Float32Origin]:
-        """The origins of the float32 operands of all matmuls. Matmuls in the forward pass come first."""
-        return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
+        if not summary.first_float32 or self.is_autocast:
+            return summary
+        origin = first_float32(self.traced_matmuls.used, self.dtype, self.input_names)
+        return summary._replace(first_float32=origin or summary.first_float32)
 
     @functools.cached_property
     def argument_faults(self) -> ArgumentFaults:
