@@ -205,7 +205,7 @@ def autocast_report(
 
     def add_report(arrays: dict[int, jax.Array]) -> None:
         (args, kwargs), _ = with_leaves([arrays.get(n, leaf) for n, leaf in enumerate(leaves)])
-        call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
+        call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux, is_run=False)
         reports.append(_report_of(call, dtype, policy))
 
     jax.eval_shape(add_report, structs)

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
 _MOSTLY_ROUNDING = 2.0**-6
@@ -292,7 +292,7 @@ def range_report(
     if progress is not None:
         check_flag(progress, "range_report(progress=...)")
     with Progress("range_report", progress) as shown:
-        gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
+        gradients = TracedGradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
         if scale is None:
             scale = initial_scale(gradients)
         return ranges_at(gradients, scale, shown)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.matmuls import TracedMatmuls
-from jax_lossscale._program.jaxpr import Traced, half_dtypes, is_half
+from jax_lossscale._program.jaxpr import half_dtypes, is_half
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
 from jax_lossscale.diagnostics._operations import operations
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class TracedGradients:
     """The traced program that computes the value and the scaled gradients of a function.
 
@@ -25,27 +22,19 @@ class TracedGradients:
     Attributes:
       call: the function and its arguments.
       dtype: the half-precision dtype.
-      traced_matmuls: the program and its matmuls. The first input of the program is the loss scale.
+      program: the program. Its first input is the loss scale.
+      is_autocast: whether `autocast` is applied to any part of the function.
+
+    Args:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
       has_reference: whether the user passed a float32 version of the function.
     """
 
-    call: LossCall
-    dtype: jnp.dtype
-    traced_matmuls: TracedMatmuls
-    has_reference: bool = False
-
-    @property
-    def program(self) -> Traced:
-        """The program that computes the value and the scaled gradients.
-
-        The first input of the program is the loss scale.
-        """
-        return self.traced_matmuls.traced
-
-    @property
-    def is_autocast(self) -> bool:
-        """Whether `autocast` is applied to any part of the function."""
-        return self.traced_matmuls.is_autocast
+    def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
+        self.call, self.dtype, self._has_reference = call, dtype, has_reference
+        self._matmuls = call.scaled_matmuls(dtype)
+        self.program, self.is_autocast = self._matmuls.traced, self._matmuls.is_autocast
 
     @functools.cached_property
     def half_dtypes(self) -> list[jnp.dtype]:
@@ -71,12 +60,12 @@ class TracedGradients:
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
-        summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
+        summary = summary_of(operations(self._matmuls), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
         # than the origin of the operands.
         if not summary.first_float32 or self.is_autocast:
             return summary
-        origin = first_float32(self.traced_matmuls.used, self.dtype, self.input_names)
+        origin = first_float32(self._matmuls.used, self.dtype, self.input_names)
         return summary._replace(first_float32=origin or summary.first_float32)
 
     @functools.cached_property
@@ -91,15 +80,4 @@ class TracedGradients:
         The float32 reference contains the same rounded constants if the reference is derived from the function. If the
         user passed a separate reference, no constants are returned.
         """
-        return () if self.has_reference else lost_constants(self.program, self.is_autocast)
-
-
-def trace_gradients(call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> TracedGradients:
-    """Trace the value and the scaled gradients of a function.
-
-    Args:
-      call: the function and its arguments.
-      dtype: the half-precision dtype.
-      has_reference: whether the user passed a float32 version of the function.
-    """
-    return TracedGradients(call, dtype, call.scaled_matmuls(dtype), has_reference)
+        return () if self._has_reference else lost_constants(self.program, self.is_autocast)

@@ -24,7 +24,7 @@ from jax_lossscale.diagnostics import (
 )
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 pytestmark = pytest.mark.ci
 
@@ -106,7 +106,7 @@ def test_gradients_of_a_large_model_are_compared_within_three_times_its_memory(b
 def test_range_report_uses_the_recommended_scale_after_a_few_program_runs(name, monkeypatch):
     fun, *args = getattr(workloads, name)()
     errors = _gradient_errors.errors_by_scale(
-        trace_gradients(check_call("range_report", fun, args, {}, 0, False), jnp.dtype(jnp.float16))
+        TracedGradients(check_call("range_report", fun, args, {}, 0, False), jnp.dtype(jnp.float16))
     )
     runs, bisect_left = [], bisect.bisect_left
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 HALF = jnp.dtype(jnp.float16)
 W, X = jnp.ones((4, 4)), jnp.ones((8, 4))
@@ -15,7 +15,7 @@ def loss(weights, x):
 
 
 def traced(fun, has_reference=False):
-    return trace_gradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
+    return TracedGradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
 
 
 def test_property_is_computed_when_it_is_first_used():
@@ -33,7 +33,7 @@ def test_origins_of_float32_operands_are_in_the_summary_without_autocast():
 
 def test_origins_have_the_correct_names_if_an_argument_is_unused():
     call = check_call("range_report", lambda weights, unused, x: loss(weights, x), (W, W, X), {}, 0, False)
-    first = trace_gradients(call, HALF).matmuls.first_float32
+    first = TracedGradients(call, HALF).matmuls.first_float32
     assert first.endswith("; its operand comes from `x`, which is float32")
 
 
