@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.matmuls import trace_matmuls
+from jax_lossscale._autocast.matmuls import trace_with_reasons
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
@@ -225,7 +225,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
         faults = argument_faults(call)
     half = under(policy)
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
-    program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    program = trace_with_reasons(value_and_grad, call.args, call.kwargs)
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
@@ -233,7 +233,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
     if not policy.half_residual_stream and dtype != jnp.float32:
         half_stream = under(dataclasses.replace(policy, half_residual_stream=True))
         accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
-    entries = operations(program)
+    entries = operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_saved(call)

@@ -176,11 +176,6 @@ def _in_rows(leaf: ArrayLike) -> jax.Array:
     return jnp.pad(leaf, (0, -leaf.size % _ROW)).reshape(-1, _ROW)
 
 
-def overflown(measured: Measurement, exact: Any) -> Measurement:
-    """Return the measurements of a leaf for a loss scale at which no element of its gradient is finite."""
-    return measured._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(jnp.size(exact)))
-
-
 def reports_of(
     exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
 ) -> tuple[list[LeafGradientError], LeafGradientError]:
@@ -399,7 +394,10 @@ def errors_by_scale(
             if not is_raised_in_callback(error):
                 raise
             run_time_errors[scale] = first_sentence(error)
-            measurements = [overflown(known[path], leaf) for path, leaf in exact.items()]
+            measurements = [
+                each._replace(squared_errors=math.inf, nonfinite=float(np.size(exact[path])))
+                for path, each in known.items()
+            ]
         measured.append(measurements)
         compared(len(measured), len(scales), scale)
     leaves, total = reports_of(exact, measured, rounding)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast.matmuls import TracedMatmuls, trace_matmuls
+from jax_lossscale._autocast.matmuls import TracedWithReasons, trace_with_reasons
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
@@ -56,9 +56,9 @@ class LossCall(NamedTuple):
         """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
         return Traced(*self._scaled_call())
 
-    def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
-        """Trace the value and the scaled gradients of the loss function and list the matmuls of the program."""
-        return trace_matmuls(*self._scaled_call(), dtype)
+    def scaled_with_reasons(self) -> TracedWithReasons:
+        """Trace the value and the scaled gradients so that the reasons of matmuls can be determined."""
+        return trace_with_reasons(*self._scaled_call())
 
     def _scaled_call(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
         def scaled_gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:

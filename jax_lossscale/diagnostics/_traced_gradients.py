@@ -33,8 +33,7 @@ class TracedGradients:
 
     def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
         self.call, self.dtype, self._has_reference = call, dtype, has_reference
-        self._matmuls = call.scaled_matmuls(dtype)
-        self.program, self.is_autocast = self._matmuls.traced, self._matmuls.is_autocast
+        self.program, self._used, self.is_autocast = call.scaled_with_reasons()
 
     @functools.cached_property
     def half_dtypes(self) -> list[jnp.dtype]:
@@ -60,12 +59,12 @@ class TracedGradients:
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
-        summary = summary_of(operations(self._matmuls), self.dtype.name, self.is_autocast)
+        summary = summary_of(operations(self._used.jaxpr, self.dtype), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
         # than the origin of the operands.
         if not summary.first_float32 or self.is_autocast:
             return summary
-        origin = first_float32(self._matmuls.used, self.dtype, self.input_names)
+        origin = first_float32(self._used, self.dtype, self.input_names)
         return summary._replace(first_float32=origin or summary.first_float32)
 
     @functools.cached_property
