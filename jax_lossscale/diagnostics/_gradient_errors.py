@@ -395,7 +395,7 @@ def errors_by_scale(
                 raise
             run_time_errors[scale] = first_sentence(error)
             measurements = [
-                each._replace(squared_errors=math.inf, nonfinite=float(np.size(exact[path])))
+                each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(exact[path])))
                 for path, each in known.items()
             ]
         measured.append(measurements)

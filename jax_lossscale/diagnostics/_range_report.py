@@ -321,7 +321,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress)
             is_harmful=node in harmful,
             is_origin=node in origins,
             is_autocast=gradients.is_autocast,
-            amplified_by=flow.sites.get(amplified.get(node, -1)),
+            amplified_by=amplified.get(node, ""),
         )
         operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
         if is_half(site.aval) or operation.suggestion:
