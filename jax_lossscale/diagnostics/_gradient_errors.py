@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure import all_finite
-from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
@@ -127,45 +127,29 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       exact: the float32 gradients by path.
       scale: the loss scale of ``leaves``.
     """
-    known = {path: _measure_exact(exact[path]) for path in leaves}
-    measured = [_measure_errors(leaf, exact[path], known[path], jnp.float32(scale)) for path, leaf in leaves.items()]
-    return list(jax.device_get(measured))
+    return list(jax.device_get([_measure(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]))
 
 
 @jax.jit
-def _measure_exact(exact: ArrayLike) -> Measurement:
-    """Return the measurements that depend only on the float32 gradient, except for ``squares``.
+def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
+    """Return the measurements of one leaf.
 
-    The other fields are zero.
-    """
-    (reference,) = _tree.widen([_in_rows(exact)])
-    sizes = jnp.abs(reference)
-    bits, is_nonzero = magnitudes(sizes), sizes > 0
-    # The smallest magnitude has the largest bitwise complement. The bitwise complement of a finite magnitude is never
-    # zero.
-    largest, complement = reduced(largest=[sizes, jnp.where(is_nonzero, ~bits, 0)])
-    smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
-    (nonzero,) = reduced(sums=[is_nonzero])
-    zero = jnp.zeros(())
-    return Measurement(largest, smallest, zero, zero, nonzero.astype(jnp.float32), zero, zero)
-
-
-@jax.jit
-def _measure_errors(leaf: ArrayLike, exact: ArrayLike, known: Measurement, scale: ArrayLike) -> Measurement:
-    """Return all measurements of a leaf, given the result of `_measure_exact`.
-
-    All numbers are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
+    All sums are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
     gradient is zero, its relative error is exactly 1.
     """
     (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
+    sizes = jnp.abs(reference)
+    # The smallest magnitude has the largest bitwise complement. The bitwise complement of a finite magnitude is never
+    # zero.
+    largest, complement = reduced(largest=[sizes, jnp.where(sizes > 0, ~magnitudes(sizes), 0)])
+    smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
     # The gradients are divided by this number so that their squares do not overflow or underflow.
-    unit = jnp.where((known.largest > 0) & jnp.isfinite(known.largest), known.largest, 1)
-    terms = (jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference))
-    flags = (jnp.abs(reference) > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    squares, squared_errors, lost, nonfinite = reduced(sums=[*terms, *flags])
-    lost, nonfinite = lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
-    return known._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares = [jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference)]
+    flags = sizes > 0, (sizes > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
+    sums = [total.astype(jnp.promote_types(total.dtype, jnp.float32)) for total in reduced(sums=[*squares, *flags])]
+    return Measurement(largest, smallest, *sums)
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -364,11 +348,10 @@ def errors_by_scale(
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     if not exact:
         return None
-    known = dict(zip(exact, rounding, strict=True))
-    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
+    scales = scales or _useful_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
     @jax.jit
-    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any], known: dict[str, Any]) -> Any:
+    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any]) -> Any:
         """Return the value of the function and the measurements of the gradients at a loss scale.
 
         Each gradient is reduced to a few numbers in the program that computes it, so the half-precision gradients are
@@ -376,18 +359,16 @@ def errors_by_scale(
         """
         outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
         value, leaves = value_and_leaves(program.filled(outputs)[0], has_aux)
-        # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
-        leaves = {
-            path: jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
-            for path, leaf in leaves.items()
-        }
-        return value, [_measure_errors(leaves[path], exact[path], known[path], scale) for path in exact]
+        # Without the barriers, XLA may measure a gradient before it is rounded. A single barrier for all leaves would
+        # require all gradients to be in memory at once.
+        leaves = {path: jax.lax.optimization_barrier(leaf) for path, leaf in leaves.items()}
+        return value, [_measure(leaves[path], exact[path], scale) for path in exact]
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
     value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
     for scale in progress(scales):
         try:
-            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact, known))
+            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact))
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
@@ -395,8 +376,8 @@ def errors_by_scale(
                 raise
             run_time_errors[scale] = first_sentence(error)
             measurements = [
-                each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(exact[path])))
-                for path, each in known.items()
+                each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
+                for each, leaf in zip(rounding, exact.values(), strict=True)
             ]
         measured.append(measurements)
         compared(len(measured), len(scales), scale)
@@ -414,11 +395,10 @@ def initial_scale(gradients: TracedGradients) -> float:
     program, evaluator = gradients.program, Evaluator(jnp.dtype(jnp.float32))
     inputs = program.inputs[1:]
     in_float32 = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
-    exact = jax.tree.leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0][1])
+    _, exact = value_and_leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0], gradients.call.has_aux)
     if not exact:
         return 1.0
-    largest = np.max([float(_measure_exact(leaf).largest) for leaf in exact])
-    scales = _useful_scales(float(largest), gradients.dtype)
+    scales = _useful_scales([leaf.largest for leaf in measure(exact, exact, 1.0)], gradients.dtype)
     are_finite = jax.jit(lambda *inputs: all_finite(program.filled(jaxpr_as_fun(program.jaxpr)(*inputs))[0][1]))
 
     def overflow(scale: float) -> bool:
@@ -488,12 +468,17 @@ def first_sentence(error: Exception) -> str:
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
 
-def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
+def _useful_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list[float]:
     """Return the loss scales that are compared by default, which are powers of two.
 
     The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
     finite number of the dtype is outside the range from 2**-4 to 2**20, powers of two around that scale are added.
+
+    Args:
+      largest_of_leaves: the largest magnitude in each leaf of the float32 gradients.
+      dtype: the half-precision dtype.
     """
+    largest = float(np.max(largest_of_leaves))  # NaN if any element is NaN
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
