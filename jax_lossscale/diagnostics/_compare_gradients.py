@@ -217,7 +217,7 @@ def compare_gradients(
       By default, the float32 gradients are computed twice, and the half-precision gradients 10 to 15 times.
 
       The parameters and gradients need at most three times the memory of the parameters, in addition to the memory of
-      the activations. The half-precision gradient of each leaf is reduced to a few numbers as soon as it is computed.
+      the activations.
     """
     if reference is not None:
         check_function(reference, "compare_gradients(reference=...)")

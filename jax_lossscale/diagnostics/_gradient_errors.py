@@ -344,31 +344,28 @@ def errors_by_scale(
       compared: a function that is called after each comparison, with the number of comparisons so far, the number of
         loss scales, and the loss scale.
     """
-    program, has_aux = gradients.program, gradients.call.has_aux
+    program = gradients.program
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     if not exact:
         return None
     scales = scales or _useful_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
-    @jax.jit
-    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any]) -> Any:
+    compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
+
+    def measured_at(scale: float) -> tuple[float, list[Measurement]]:
         """Return the value of the function and the measurements of the gradients at a loss scale.
 
-        Each gradient is reduced to a few numbers in the program that computes it, so the half-precision gradients are
-        not all in memory at once.
+        The gradients are freed when this function returns, so only those of one loss scale are in memory.
         """
-        outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
-        value, leaves = value_and_leaves(program.filled(outputs)[0], has_aux)
-        # Without the barriers, XLA may measure a gradient before it is rounded. A single barrier for all leaves would
-        # require all gradients to be in memory at once.
-        leaves = {path: jax.lax.optimization_barrier(leaf) for path, leaf in leaves.items()}
-        return value, [_measure(leaves[path], exact[path], scale) for path in exact]
+        outputs = compiled(jnp.float32(scale), *program.inputs[1:])
+        value, leaves = value_and_leaves(program.filled(outputs)[0], gradients.call.has_aux)
+        return float(value), measure(leaves, exact, scale)
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
     value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
     for scale in progress(scales):
         try:
-            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact))
+            value, measurements = measured_at(scale)
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
@@ -382,7 +379,7 @@ def errors_by_scale(
         measured.append(measurements)
         compared(len(measured), len(scales), scale)
     leaves, total = reports_of(exact, measured, rounding)
-    losses = float(value), program.jaxpr.out_avals[0].dtype, float(reference_value)
+    losses = value, program.jaxpr.out_avals[0].dtype, float(reference_value)
     return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)
 
 
