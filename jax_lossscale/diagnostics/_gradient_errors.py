@@ -248,19 +248,14 @@ class GradientErrors(NamedTuple):
     run_time_errors: dict[float, str]
 
     @property
-    def error_of_loss(self) -> float:
-        """The relative error of the loss; infinite if the loss is not finite."""
-        return relative_error(self.value, self.reference_value)
-
-    @property
     def is_loss_wrong(self) -> bool:
         """Whether the relative error of the loss is above `LARGE_ERROR`."""
-        return self.error_of_loss > LARGE_ERROR
+        return relative_error(self.value, self.reference_value) > LARGE_ERROR
 
     @property
     def is_loss_noted(self) -> bool:
         """Whether the error of the loss is large enough to be reported."""
-        return self.error_of_loss > noted_error_of_loss(self.dtype)
+        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.dtype)
 
     @property
     def is_loss_too_small(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jax_lossscale._program.jaxpr import half_dtypes, is_half
+from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
@@ -34,11 +34,6 @@ class TracedGradients:
     def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
         self.call, self.dtype, self._has_reference = call, dtype, has_reference
         self.program, self._used, self.is_autocast = call.scaled_with_reasons()
-
-    @functools.cached_property
-    def half_dtypes(self) -> list[jnp.dtype]:
-        """The half-precision dtypes that the function uses."""
-        return half_dtypes(self.program.jaxpr.jaxpr)
 
     @property
     def input_names(self) -> list[str]:
