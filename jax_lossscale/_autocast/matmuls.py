@@ -1,12 +1,10 @@
-"""The matmuls of a traced function: their locations, their dtypes, and why some of them are not in half precision."""
+"""The equations of a traced function, and the reasons why some of its matmuls are not in half precision."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
@@ -16,78 +14,32 @@ from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.location import Location, location_of
-from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL, is_matmul, terms_per_sum
+from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A matmul of a program.
-
-    Attributes:
-      location: the location of the matmul.
-      index: the number of equations that precede the matmul in the program, including equations in nested jaxprs.
-      operation: the name of the primitive.
-      dtype: the dtype of its operands; if the dtypes of the operands differ, the dtype with the most bytes.
-      result: the dtype of its result.
-      flops: the number of floating-point operations in all executions of the matmul, as far as the number of executions
-        is known.
-      reason: the reason why the matmul or its result is not in half precision; otherwise an empty string.
-    """
-
-    location: Location
-    index: int
-    operation: str
-    dtype: jnp.dtype
-    result: jnp.dtype
-    flops: float
-    reason: str
-
-
-class TracedMatmuls(NamedTuple):
-    """A traced program and its matmuls.
+class TracedWithReasons(NamedTuple):
+    """A traced program in which `reason_of_matmul` can determine the reasons of matmuls.
 
     Attributes:
       traced: the program.
       used: the equations on which the results depend. Compilers remove all unused equations.
-      matmuls: the matmuls of ``used``, in the order of the program.
       is_autocast: whether `autocast` is applied to the whole function or part of it.
     """
 
     traced: Traced
     used: ClosedJaxpr
-    matmuls: tuple[Matmul, ...]
     is_autocast: bool
 
 
-def trace_matmuls(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dtype: jnp.dtype
-) -> TracedMatmuls:
-    """Trace a function and return the program and every matmul in it.
-
-    Args:
-      fun: the function. If the function computes gradients, the matmuls of the backward pass are included.
-      args: the positional arguments of the function.
-      kwargs: the keyword arguments of the function.
-      dtype: the half-precision dtype. For each matmul in any other dtype, the result contains the reason for its dtype.
-    """
+def trace_with_reasons(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedWithReasons:
+    """Trace a function, given its positional and keyword arguments."""
     with adding_reasons():
         traced = Traced(fun, args, kwargs)
     program = traced.jaxpr.jaxpr
     used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    matmuls, is_autocast = [], False
-    for index, nested in enumerate(nested_equations(used)):
-        eqn, location = nested.eqn, nested.location
-        is_autocast = is_autocast or is_under_autocast(eqn)
-        if is_matmul(eqn):
-            operands = [atom.aval.dtype for atom in eqn.invars if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
-            result = eqn.outvars[0].aval.dtype
-            widest = max(operands or [result], key=lambda dtype: dtype.itemsize)
-            reason = _reason(nested) if {widest, result} != {dtype} else ""
-            flops = 2.0 * eqn.outvars[0].aval.size * terms_per_sum(eqn) * nested.times
-            matmuls.append(Matmul(location, index, operation_name(eqn), widest, result, flops, reason))
-    used_program = ClosedJaxpr(used, traced.jaxpr.consts)
-    return TracedMatmuls(traced, used_program, tuple(matmuls), is_autocast)
+    is_autocast = any(is_under_autocast(nested.eqn) for nested in nested_equations(used))
+    return TracedWithReasons(traced, ClosedJaxpr(used, traced.jaxpr.consts), is_autocast)
 
 
 class NestedEquation(NamedTuple):
@@ -131,7 +83,8 @@ def operation_name(eqn: Any) -> str:
     return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
 
 
-def _reason(nested: NestedEquation) -> str:
+def reason_of_matmul(nested: NestedEquation) -> str:
+    """Return the reason why a matmul or its result is not in half precision."""
     for eqn in nested.within:
         if eqn.primitive.name not in REWRITTEN and called_plainly(eqn) is None:
             return f"inside `{eqn.primitive.name}`, which `autocast` does not rewrite"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.matmuls import trace_matmuls
+from jax_lossscale._autocast.matmuls import trace_with_reasons
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
@@ -205,39 +205,35 @@ def autocast_report(
 
     def add_report(arrays: dict[int, jax.Array]) -> None:
         (args, kwargs), _ = with_leaves([arrays.get(n, leaf) for n, leaf in enumerate(leaves)])
-        call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux)
+        call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux, is_run=False)
         reports.append(_report_of(call, dtype, policy))
 
-    if structs:
-        jax.eval_shape(add_report, structs)
-    else:
-        add_report({})
+    jax.eval_shape(add_report, structs)
     return reports[0]
 
 
 def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
-    def half(*args: Any, **kwargs: Any) -> Any:
-        if dtype == jnp.float32:
-            return call.fun(*args, **kwargs)
-        return compute_with(call.fun, args, kwargs, dtype, policy)[0]
+    def under(policy: PrecisionPolicy) -> Callable[..., Any]:
+        """Return the function under `autocast`, or the function itself if the dtype is float32."""
 
-    def half_stream(*args: Any, **kwargs: Any) -> Any:
-        with_stream = dataclasses.replace(policy, half_residual_stream=True)
-        return compute_with(call.fun, args, kwargs, dtype, with_stream)[0]
+        def half(*args: Any, **kwargs: Any) -> Any:
+            return compute_with(call.fun, args, kwargs, dtype, policy)[0]
+
+        return call.fun if dtype == jnp.float32 else half
 
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
-    under_autocast = call._replace(fun=half)
-    has_option = policy.half_residual_stream or dtype == jnp.float32
+    half = under(policy)
     value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
-    program = trace_matmuls(value_and_grad, call.args, call.kwargs, dtype)
+    program = trace_with_reasons(value_and_grad, call.args, call.kwargs)
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
-    if not has_option:
+    if not policy.half_residual_stream and dtype != jnp.float32:
+        half_stream = under(dataclasses.replace(policy, half_residual_stream=True))
         accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
-    entries = operations(program)
+    entries = operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_saved(call)
@@ -248,7 +244,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
-        bytes_after=_bytes_saved(under_autocast),
+        bytes_after=_bytes_saved(call._replace(fun=half)),
         casts=casts(program.used.jaxpr),
         opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
         arguments=tuple(faults.nan),

@@ -64,16 +64,17 @@ def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], b
     return reached
 
 
-def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, int]:
+def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, str]:
     """Find the half-precision values whose rounding errors are amplified by an operation in the forward pass.
 
     Even in float32, the result of an operation that amplifies errors, such as the cosine of a large angle, is accurate
     only if the values from which the result is computed are in float32 as well.
 
     Returns:
-      A dictionary from each half-precision value to the operation that amplifies its rounding error, both as nodes.
+      A dictionary from the node of each half-precision value to the name and location of the operation that amplifies
+      its rounding error.
     """
-    found: dict[int, int] = {}
+    found: dict[int, str] = {}
     for origin in origins:
         site, of_origin = flow.sites[origin], measured[origin]
         is_in_range = not of_origin.overflow and of_origin.zero <= MANY_ZEROS
@@ -84,7 +85,8 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
                 flow, flow.sources[origin], lambda node: node not in measured or not is_half(flow.sites[node].aval)
             )
             operands = {operand for node in (origin, *in_float32) for operand in flow.sources[node]} - in_float32
-            found.update({node: origin for node in operands if measured[node].error > 0})
+            name = f"`{site.operation}`{at(site.location.layer, site.location.source)}"
+            found.update({node: name for node in operands if measured[node].error > 0})
     return found
 
 
@@ -111,7 +113,7 @@ def suggestion_for(
     is_harmful: bool,
     is_origin: bool,
     is_autocast: bool,
-    amplified_by: Site | None = None,
+    amplified_by: str = "",
 ) -> str:
     """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
 
@@ -123,8 +125,8 @@ def suggestion_for(
       is_harmful: whether an error of the result propagates to the value or a gradient, according to `blame`.
       is_origin: whether the error begins in this operation, according to `blame`.
       is_autocast: whether the function is under `autocast`, which adds the casts.
-      amplified_by: the operation that amplifies the rounding error of this operation, according to
-        `sources_of_rounding`.
+      amplified_by: the name and location of the operation that amplifies the rounding error of this operation,
+        according to `sources_of_rounding`.
     """
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
@@ -136,11 +138,6 @@ def suggestion_for(
     cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
     in_float32 = "this operation and its operands in float32" if is_in_half else "the operands in float32 as well"
-    amplifier = (
-        f"`{amplified_by.operation}`{at(amplified_by.location.layer, amplified_by.location.source)}"
-        if amplified_by
-        else ""
-    )
     suggestions = [
         (
             is_nan and operation == "div",
@@ -187,8 +184,8 @@ def suggestion_for(
             "larger.",
         ),
         (
-            amplified_by is not None and not is_origin,
-            f"{amplifier} amplifies the rounding error of this operation. Compute both in float32"
+            amplified_by != "" and not is_origin,
+            f"{amplified_by} amplifies the rounding error of this operation. Compute both in float32"
             + (", this operation with `jls.keep_float32`." if is_autocast else "."),
         ),
         (

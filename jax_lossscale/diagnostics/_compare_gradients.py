@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Progress, Report, percent_of_error, power_of_two
-from jax_lossscale.diagnostics._traced_gradients import trace_gradients
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 _MOST_ROWS = 12
 
@@ -217,8 +217,7 @@ def compare_gradients(
       By default, the float32 gradients are computed twice, and the half-precision gradients 10 to 15 times.
 
       The parameters and gradients need at most three times the memory of the parameters, in addition to the memory of
-      the activations. The half-precision gradient of each large leaf is reduced to a few numbers as soon as it is
-      computed.
+      the activations.
     """
     if reference is not None:
         check_function(reference, "compare_gradients(reference=...)")
@@ -232,7 +231,7 @@ def compare_gradients(
             shown("compare_gradients", f"compared {done} of {most} loss scales ({power_of_two(scale)})")
 
         call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
-        gradients = trace_gradients(call, dtype, has_reference=reference is not None)
+        gradients = TracedGradients(call, dtype, has_reference=reference is not None)
         float32_program = None
         if reference is not None:
             reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._limits import limits_of
+from jax_lossscale._program.jaxpr import half_dtypes
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
 from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
@@ -95,7 +96,7 @@ class Finder:
     def _cause(self) -> Finding:
         """Return the finding for the first possible cause of inaccurate gradients that applies."""
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
-        met = [dtype.name for dtype in gradients.half_dtypes]
+        met = [dtype.name for dtype in half_dtypes(gradients.program.jaxpr.jaxpr)]
         is_half, why = dtype in met, counted.no_half_precision
         if met and not is_half:
             why = f"`fun` performs computations in {listed(met)}, but none in {dtype}. Pass `dtype={met[0]!r}`."

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure import all_finite
-from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall
@@ -127,45 +127,29 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       exact: the float32 gradients by path.
       scale: the loss scale of ``leaves``.
     """
-    known = {path: _measure_exact(exact[path]) for path in leaves}
-    measured = [_measure_errors(leaf, exact[path], known[path], jnp.float32(scale)) for path, leaf in leaves.items()]
-    return list(jax.device_get(measured))
+    return list(jax.device_get([_measure(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]))
 
 
 @jax.jit
-def _measure_exact(exact: ArrayLike) -> Measurement:
-    """Return the measurements that depend only on the float32 gradient, except for ``squares``.
+def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
+    """Return the measurements of one leaf.
 
-    The other fields are zero.
-    """
-    (reference,) = _tree.widen([_in_rows(exact)])
-    sizes = jnp.abs(reference)
-    bits, is_nonzero = magnitudes(sizes), sizes > 0
-    # The smallest magnitude has the largest bitwise complement. The bitwise complement of a finite magnitude is never
-    # zero.
-    largest, complement = reduced(largest=[sizes, jnp.where(is_nonzero, ~bits, 0)])
-    smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
-    (nonzero,) = reduced(sums=[is_nonzero])
-    zero = jnp.zeros(())
-    return Measurement(largest, smallest, zero, zero, nonzero.astype(jnp.float32), zero, zero)
-
-
-@jax.jit
-def _measure_errors(leaf: ArrayLike, exact: ArrayLike, known: Measurement, scale: ArrayLike) -> Measurement:
-    """Return all measurements of a leaf, given the result of `_measure_exact`.
-
-    All numbers are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
+    All sums are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
     gradient is zero, its relative error is exactly 1.
     """
     (unscaled,), (reference,) = _tree.unscale([_in_rows(leaf)], scale), _tree.widen([_in_rows(exact)])
+    sizes = jnp.abs(reference)
+    # The smallest magnitude has the largest bitwise complement. The bitwise complement of a finite magnitude is never
+    # zero.
+    largest, complement = reduced(largest=[sizes, jnp.where(sizes > 0, ~magnitudes(sizes), 0)])
+    smallest = jnp.where(complement > 0, jax.lax.bitcast_convert_type(~complement, sizes.dtype), jnp.inf)
     # The gradients are divided by this number so that their squares do not overflow or underflow.
-    unit = jnp.where((known.largest > 0) & jnp.isfinite(known.largest), known.largest, 1)
-    terms = (jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference))
-    flags = (jnp.abs(reference) > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    squares, squared_errors, lost, nonfinite = reduced(sums=[*terms, *flags])
-    lost, nonfinite = lost.astype(jnp.float32), nonfinite.astype(jnp.float32)
-    return known._replace(squares=squares, squared_errors=squared_errors, lost=lost, nonfinite=nonfinite)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    squares = [jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference)]
+    flags = sizes > 0, (sizes > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
+    sums = [total.astype(jnp.promote_types(total.dtype, jnp.float32)) for total in reduced(sums=[*squares, *flags])]
+    return Measurement(largest, smallest, *sums)
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -174,11 +158,6 @@ def _in_rows(leaf: ArrayLike) -> jax.Array:
     if leaf.ndim != 1 or leaf.size <= _ROW:
         return leaf
     return jnp.pad(leaf, (0, -leaf.size % _ROW)).reshape(-1, _ROW)
-
-
-def overflown(measured: Measurement, exact: Any) -> Measurement:
-    """Return the measurements of a leaf for a loss scale at which no element of its gradient is finite."""
-    return measured._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(jnp.size(exact)))
 
 
 def reports_of(
@@ -269,19 +248,14 @@ class GradientErrors(NamedTuple):
     run_time_errors: dict[float, str]
 
     @property
-    def error_of_loss(self) -> float:
-        """The relative error of the loss; infinite if the loss is not finite."""
-        return relative_error(self.value, self.reference_value)
-
-    @property
     def is_loss_wrong(self) -> bool:
         """Whether the relative error of the loss is above `LARGE_ERROR`."""
-        return self.error_of_loss > LARGE_ERROR
+        return relative_error(self.value, self.reference_value) > LARGE_ERROR
 
     @property
     def is_loss_noted(self) -> bool:
         """Whether the error of the loss is large enough to be reported."""
-        return self.error_of_loss > noted_error_of_loss(self.dtype)
+        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.dtype)
 
     @property
     def is_loss_too_small(self) -> bool:
@@ -365,45 +339,42 @@ def errors_by_scale(
       compared: a function that is called after each comparison, with the number of comparisons so far, the number of
         loss scales, and the loss scale.
     """
-    program, has_aux = gradients.program, gradients.call.has_aux
+    program = gradients.program
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     if not exact:
         return None
-    known = dict(zip(exact, rounding, strict=True))
-    scales = scales or _useful_scales(float(np.max([leaf.largest for leaf in rounding])), gradients.dtype)
+    scales = scales or _useful_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
-    @jax.jit
-    def measured_at(scale: jax.Array, inputs: Sequence[Any], exact: dict[str, Any], known: dict[str, Any]) -> Any:
+    compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
+
+    def measured_at(scale: float) -> tuple[float, list[Measurement]]:
         """Return the value of the function and the measurements of the gradients at a loss scale.
 
-        Each gradient is reduced to a few numbers in the program that computes it, so the half-precision gradients are
-        not all in memory at once.
+        The gradients are freed when this function returns, so only those of one loss scale are in memory.
         """
-        outputs = jaxpr_as_fun(program.jaxpr)(scale, *inputs)
-        value, leaves = value_and_leaves(program.filled(outputs)[0], has_aux)
-        # Without the barrier, XLA may measure a half-precision gradient before it is rounded.
-        leaves = {
-            path: jax.lax.optimization_barrier(leaf) if is_half(jax.typeof(leaf)) else leaf
-            for path, leaf in leaves.items()
-        }
-        return value, [_measure_errors(leaves[path], exact[path], known[path], scale) for path in exact]
+        outputs = compiled(jnp.float32(scale), *program.inputs[1:])
+        value, leaves = value_and_leaves(program.filled(outputs)[0], gradients.call.has_aux)
+        return float(value), measure(leaves, exact, scale)
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
     value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
     for scale in progress(scales):
         try:
-            value, measurements = jax.device_get(measured_at(jnp.float32(scale), program.inputs[1:], exact, known))
+            value, measurements = measured_at(scale)
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
             if not is_raised_in_callback(error):
                 raise
             run_time_errors[scale] = first_sentence(error)
-            measurements = [overflown(known[path], leaf) for path, leaf in exact.items()]
+            measurements = [
+                each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
+                for each, leaf in zip(rounding, exact.values(), strict=True)
+            ]
         measured.append(measurements)
         compared(len(measured), len(scales), scale)
     leaves, total = reports_of(exact, measured, rounding)
-    losses = float(value), program.jaxpr.out_avals[0].dtype, float(reference_value)
+    losses = value, program.jaxpr.out_avals[0].dtype, float(reference_value)
     return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)
 
 
@@ -416,11 +387,10 @@ def initial_scale(gradients: TracedGradients) -> float:
     program, evaluator = gradients.program, Evaluator(jnp.dtype(jnp.float32))
     inputs = program.inputs[1:]
     in_float32 = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
-    exact = jax.tree.leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0][1])
+    _, exact = value_and_leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0], gradients.call.has_aux)
     if not exact:
         return 1.0
-    largest = np.max([float(_measure_exact(leaf).largest) for leaf in exact])
-    scales = _useful_scales(float(largest), gradients.dtype)
+    scales = _useful_scales([leaf.largest for leaf in measure(exact, exact, 1.0)], gradients.dtype)
     are_finite = jax.jit(lambda *inputs: all_finite(program.filled(jaxpr_as_fun(program.jaxpr)(*inputs))[0][1]))
 
     def overflow(scale: float) -> bool:
@@ -490,12 +460,17 @@ def first_sentence(error: Exception) -> str:
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
 
-def _useful_scales(largest: float, dtype: jnp.dtype) -> list[float]:
+def _useful_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list[float]:
     """Return the loss scales that are compared by default, which are powers of two.
 
     The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
     finite number of the dtype is outside the range from 2**-4 to 2**20, powers of two around that scale are added.
+
+    Args:
+      largest_of_leaves: the largest magnitude in each leaf of the float32 gradients.
+      dtype: the half-precision dtype.
     """
+    largest = float(np.max(largest_of_leaves))  # NaN if any element is NaN
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))

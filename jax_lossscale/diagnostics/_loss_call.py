@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast.matmuls import TracedMatmuls, trace_matmuls
+from jax_lossscale._autocast.matmuls import TracedWithReasons, trace_with_reasons
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
@@ -23,7 +23,6 @@ class LossCall(NamedTuple):
     """A loss function and its arguments.
 
     Attributes:
-      caller: the name of the report, for error messages.
       fun: the function, which accepts `Leaves` instead of the differentiated arguments. A differentiated argument can
         therefore be a whole model that contains leaves without gradients, such as functions, keys and counters.
       args: the positional arguments. `Leaves` replace the differentiated arguments.
@@ -34,7 +33,6 @@ class LossCall(NamedTuple):
       names: the name of each positional argument in the signature of the function, or a name such as "args[0]".
     """
 
-    caller: str
     fun: Callable[..., Any]
     args: list[Any]
     kwargs: Mapping[str, Any]
@@ -56,28 +54,17 @@ class LossCall(NamedTuple):
 
     def scaled(self) -> Traced:
         """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
-        return self._checked(Traced(self._scaled_gradients, self._scaled_args, self.kwargs))
+        return Traced(*self._scaled_call())
 
-    def scaled_matmuls(self, dtype: jnp.dtype) -> TracedMatmuls:
-        """Trace the value and the scaled gradients of the loss function and list the matmuls of the program."""
-        program = trace_matmuls(self._scaled_gradients, self._scaled_args, self.kwargs, dtype)
-        self._checked(program.traced)
-        return program
+    def scaled_with_reasons(self) -> TracedWithReasons:
+        """Trace the value and the scaled gradients so that the reasons of matmuls can be determined."""
+        return trace_with_reasons(*self._scaled_call())
 
-    @property
-    def _scaled_args(self) -> list[Any]:
-        return [jnp.float32(1), *self.args]
+    def _scaled_call(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
+        def scaled_gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
+            return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
 
-    def _scaled_gradients(self, scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
-        return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
-
-    def _checked(self, traced: Traced) -> Traced:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in traced.inputs):
-            raise ValueError(
-                f"`{self.caller}(*args)` got traced values. Call `{self.caller}` outside of `jax.jit` and other "
-                "transformations."
-            )
-        return traced
+        return scaled_gradients, [jnp.float32(1), *self.args], self.kwargs
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
         """Return one list of ``(name, leaf)`` pairs for each positional argument and each keyword argument."""
@@ -94,6 +81,7 @@ def check_call(
     kwargs: Mapping[str, Any],
     argnums: int | Sequence[int],
     has_aux: bool,
+    is_run: bool = True,
 ) -> LossCall:
     """Check the arguments of a report and return a `LossCall` for the loss function.
 
@@ -104,11 +92,17 @@ def check_call(
       kwargs: its keyword arguments.
       argnums: the positions of the differentiated arguments.
       has_aux: whether the function also returns auxiliary data.
+      is_run: whether the report runs the function, so that the arguments must contain arrays.
     """
     check_function(fun, f"{caller}(fun=...)")
     argnums = as_argnums(argnums, f"{caller}(argnums=...)")
     check_flag(has_aux, f"{caller}(has_aux=...)")
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in nnx_objects.flattened((args, kwargs)).leaves):
+    leaves = nnx_objects.flattened((args, kwargs)).leaves if is_run else []
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise ValueError(
+            f"`{caller}(*args)` got traced values. Call `{caller}` outside of `jax.jit` and other transformations."
+        )
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError(
             f"`{caller}(*args)` must contain arrays, because `{caller}` runs `fun`; got a `jax.ShapeDtypeStruct`. If "
             "`fun` itself needs the `jax.ShapeDtypeStruct`, bind it to `fun` with `functools.partial`."
@@ -128,7 +122,7 @@ def check_call(
     except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
-    return LossCall(caller, of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
+    return LossCall(of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
 
 
 @jax.tree_util.register_pytree_with_keys_class

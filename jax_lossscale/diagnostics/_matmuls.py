@@ -90,23 +90,10 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     )
 
 
-class Float32Origin(NamedTuple):
-    """The origin of the float32 operands of a matmul.
+def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> str:
+    """Return the location of the first matmul with a float32 operand and the origin of this operand, or "" if none.
 
-    Attributes:
-      location: the location of the matmul.
-      reason: the reason why the operands of the matmul are float32, or "" if the reason is unknown.
-    """
-
-    location: Location
-    reason: str
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, [_named(self.location), self.reason]))
-
-
-def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> list[Float32Origin]:
-    """Return the origins of the float32 operands of all matmuls. Matmuls in the forward pass come first.
+    Matmuls in the forward pass come first.
 
     Args:
       program: the program.
@@ -115,8 +102,8 @@ def float32_origins(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]
     """
     propagation = _Origins(dtype)
     propagation.outputs(program, [_given(2, f"`{name}`") for name in names])
-    found = [Float32Origin(location, origin.why) for location, origin in propagation.float32_operands]
-    return sorted(found, key=lambda origin: origin.location.is_backward)
+    found = sorted(propagation.float32_operands, key=lambda matmul: matmul[0].is_backward)
+    return "; ".join(filter(None, [_named(found[0][0]), found[0][1].why])) if found else ""
 
 
 class _Origin(NamedTuple):

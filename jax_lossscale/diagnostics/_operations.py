@@ -10,10 +10,18 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from jax_lossscale._autocast.half_function import is_fallback
-from jax_lossscale._autocast.matmuls import TracedMatmuls, jaxprs_in, nested_equations, operation_name
+from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, operation_name, reason_of_matmul
 from jax_lossscale._autocast.reasons import reason_of
 from jax_lossscale._program.jaxpr import is_reference
-from jax_lossscale._program.primitives import DATA_MOVEMENT, IN_HALF, KNOWN, OPAQUE, name_in_reports
+from jax_lossscale._program.primitives import (
+    DATA_MOVEMENT,
+    IN_HALF,
+    KNOWN,
+    OPAQUE,
+    is_matmul,
+    name_in_reports,
+    terms_per_sum,
+)
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 
 _NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
@@ -31,12 +39,12 @@ class OperationPrecision:
       is_backward: whether the operations belong to the backward pass.
       dtype: the dtype of the operands. If they have several dtypes, the widest.
       result: the dtype of the results.
-      count: the number of these operations in the program.
-      flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
       reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`,
         or "" if both are in this dtype.
       is_matmul: whether the operation is a matrix multiplication or a convolution. A `dot_general` whose contracted
         axes all have size 1, such as an outer product, does not count as a matrix multiplication.
+      count: the number of these operations in the program.
+      flops: the floating-point operations of matrix multiplications and convolutions; 0 for all other operations.
       index: the number of operations that precede the first of these operations in the program.
     """
 
@@ -46,39 +54,36 @@ class OperationPrecision:
     is_backward: bool
     dtype: str
     result: str
-    count: int
-    flops: float
     reason: str
     is_matmul: bool
+    count: int
+    flops: float
     index: int
 
 
-def operations(program: TracedMatmuls) -> list[OperationPrecision]:
-    """List the operations on floats in a program, with one entry for all operations of one kind at one location."""
-    matmuls = {matmul.index: matmul for matmul in program.matmuls}
-    found: dict[OperationPrecision, list[tuple[int, float]]] = {}  # the index and the flops of each operation, by kind
-    for index, nested in enumerate(nested_equations(program.used.jaxpr)):
-        eqn, name = nested.eqn, operation_name(nested.eqn)
+def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
+    """List the operations on floats in a program, with one entry for all operations of one kind at one location.
+
+    Args:
+      program: the program, which was traced by `trace_with_reasons`.
+      half: the half-precision dtype. Each matmul in any other dtype has a reason.
+    """
+    # The index and the flops of each operation, by kind.
+    found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
+    for index, nested in enumerate(nested_equations(program)):
+        eqn, location, name = nested.eqn, nested.location, operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
             continue
-        result, matmul = eqn.outvars[0].aval.dtype, matmuls.get(index)
-        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result]
-        kind = OperationPrecision(
-            operation=name,
-            layer=nested.location.layer,
-            source=nested.location.source,
-            is_backward=nested.location.is_backward,
-            dtype=max(dtypes, key=lambda dtype: dtype.itemsize).name,
-            result=result.name,
-            count=0,
-            flops=0.0,
-            reason=matmul.reason if matmul else "",
-            is_matmul=matmul is not None,
-            index=0,
-        )
-        found.setdefault(kind, []).append((index, matmul.flops if matmul else 0.0))
+        result, computes_matmul = eqn.outvars[0].aval, is_matmul(eqn)
+        dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result.dtype]
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        reason = reason_of_matmul(nested) if computes_matmul and {widest, result.dtype} != {half} else ""
+        flops = 2.0 * result.size * terms_per_sum(eqn) * nested.times if computes_matmul else 0.0
+        place = name, location.layer, location.source, location.is_backward
+        kind = *place, widest.name, result.dtype.name, reason, computes_matmul
+        found.setdefault(kind, []).append((index, flops))
     return [
-        dataclasses.replace(kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
+        OperationPrecision(*kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
         for kind, each in found.items()
     ]
 

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients, trace_gradients
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
 _MOSTLY_ROUNDING = 2.0**-6
@@ -292,7 +292,7 @@ def range_report(
     if progress is not None:
         check_flag(progress, "range_report(progress=...)")
     with Progress("range_report", progress) as shown:
-        gradients = trace_gradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
+        gradients = TracedGradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
         if scale is None:
             scale = initial_scale(gradients)
         return ranges_at(gradients, scale, shown)
@@ -321,7 +321,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress)
             is_harmful=node in harmful,
             is_origin=node in origins,
             is_autocast=gradients.is_autocast,
-            amplified_by=flow.sites.get(amplified.get(node, -1)),
+            amplified_by=amplified.get(node, ""),
         )
         operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
         if is_half(site.aval) or operation.suggestion:

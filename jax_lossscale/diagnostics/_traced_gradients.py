@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jax_lossscale._autocast.matmuls import TracedMatmuls
-from jax_lossscale._program.jaxpr import Traced, half_dtypes, is_half
+from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._loss_call import ArgumentFaults, LossCall, argument_faults
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics._matmuls import Float32Origin, MatmulSummary, float32_origins, summary_of
+from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
 from jax_lossscale.diagnostics._operations import operations
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class TracedGradients:
     """The traced program that computes the value and the scaled gradients of a function.
 
@@ -25,34 +22,20 @@ class TracedGradients:
     Attributes:
       call: the function and its arguments.
       dtype: the half-precision dtype.
-      traced_matmuls: the program and its matmuls. The first input of the program is the loss scale.
+      program: the program. Its first input is the loss scale.
+      is_autocast: whether `autocast` is applied to any part of the function.
+
+    Args:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
       has_reference: whether the user passed a float32 version of the function.
     """
 
-    call: LossCall
-    dtype: jnp.dtype
-    traced_matmuls: TracedMatmuls
-    has_reference: bool = False
+    def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
+        self.call, self.dtype, self._has_reference = call, dtype, has_reference
+        self.program, self._used, self.is_autocast = call.scaled_with_reasons()
 
     @property
-    def program(self) -> Traced:
-        """The program that computes the value and the scaled gradients.
-
-        The first input of the program is the loss scale.
-        """
-        return self.traced_matmuls.traced
-
-    @property
-    def is_autocast(self) -> bool:
-        """Whether `autocast` is applied to any part of the function."""
-        return self.traced_matmuls.is_autocast
-
-    @functools.cached_property
-    def half_dtypes(self) -> list[jnp.dtype]:
-        """The half-precision dtypes that the function uses."""
-        return half_dtypes(self.program.jaxpr.jaxpr)
-
-    @functools.cached_property
     def input_names(self) -> list[str]:
         """The names of the inputs of the program."""
         names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
@@ -71,16 +54,13 @@ class TracedGradients:
     @functools.cached_property
     def matmuls(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
-        summary = summary_of(operations(self.traced_matmuls), self.dtype.name, self.is_autocast)
+        summary = summary_of(operations(self._used.jaxpr, self.dtype), self.dtype.name, self.is_autocast)
         # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
         # than the origin of the operands.
-        has_origin = summary.first_float32 and not self.is_autocast and self.float32_origins
-        return summary._replace(first_float32=str(self.float32_origins[0])) if has_origin else summary
-
-    @functools.cached_property
-    def float32_origins(self) -> list[Float32Origin]:
-        """The origins of the float32 operands of all matmuls. Matmuls in the forward pass come first."""
-        return float32_origins(self.traced_matmuls.used, self.dtype, self.input_names)
+        if not summary.first_float32 or self.is_autocast:
+            return summary
+        origin = first_float32(self._used, self.dtype, self.input_names)
+        return summary._replace(first_float32=origin or summary.first_float32)
 
     @functools.cached_property
     def argument_faults(self) -> ArgumentFaults:
@@ -94,15 +74,4 @@ class TracedGradients:
         The float32 reference contains the same rounded constants if the reference is derived from the function. If the
         user passed a separate reference, no constants are returned.
         """
-        return () if self.has_reference else lost_constants(self.program, self.is_autocast)
-
-
-def trace_gradients(call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> TracedGradients:
-    """Trace the value and the scaled gradients of a function.
-
-    Args:
-      call: the function and its arguments.
-      dtype: the half-precision dtype.
-      has_reference: whether the user passed a float32 version of the function.
-    """
-    return TracedGradients(call, dtype, call.scaled_matmuls(dtype), has_reference)
+        return () if self._has_reference else lost_constants(self.program, self.is_autocast)
