@@ -92,13 +92,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import a name of ``_LAZY``, and store it in this module."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = _importlib.import_module(f"{__name__}.{_LAZY[name]}")
-    globals()[name] = module if name == _LAZY[name] else getattr(module, name)
-    return globals()[name]
+# A type checker that sees this function would not report misspelled names.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a name of ``_LAZY``, and store it in this module."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _importlib.import_module(f"{__name__}.{_LAZY[name]}")
+        globals()[name] = module if name == _LAZY[name] else getattr(module, name)
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, ClassVar, Never, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -230,10 +230,13 @@ class MixedPrecision:
 
         return step  # type: ignore[return-value]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
-        hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
-        raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
+    # A type checker that sees this method would not report misspelled attributes.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
+            hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
+            raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype.name})"

@@ -1,4 +1,4 @@
-"""Transformed functions keep the signatures of the user's functions.
+"""Transformed functions keep the signatures of the user's functions, and misspelled names are reported.
 
 `mypy` checks the types in this file, and `pytest` runs the functions.
 """
@@ -8,6 +8,7 @@ from typing import assert_type
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_lossscale as jls
@@ -92,3 +93,15 @@ def test_other_transformations_keep_the_signature() -> None:
     assert_type(jls.in_half(function)(X, power=2), jax.Array)
     assert_type(jls.keep_float32(function)(X, power=2), jax.Array)
     assert_type(jls.diagnostics.in_precision(function)(X, power=2), jax.Array)
+
+
+def test_misspelled_names_are_reported() -> None:
+    """`mypy` reports a comment ``type: ignore`` that is not needed."""
+    mp = jls.MixedPrecision(optax.adam(1e-3))
+    state: jls.LossScaledState = mp.optimizer.init({"weights": X})
+    with pytest.raises(AttributeError):
+        _ = state.applied_step  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        _ = mp.optimiser  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        _ = jls.autocasts  # type: ignore[attr-defined]

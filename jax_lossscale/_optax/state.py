@@ -110,15 +110,20 @@ class LossScaledState(NamedTuple):
     largest: jax.Array | None = None  # shape=(), dtype=jnp.float32
     scaling_evidence: ScalingEvidence | None = None
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise an `AttributeError` that suggests ``inner_state`` if the inner state has the attribute.
 
-        Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
-        """
-        hint = ""
-        if not name.startswith("_") and hasattr(self.inner_state, name):
-            hint = f", but the state of the inner optimizer does. Use `state.inner_state.{name}`"
-        raise AttributeError(f"'LossScaledState' object has no attribute {name!r}{hint}.", name=name, obj=self)
+def _raise_attribute_error(state: LossScaledState, name: str) -> NoReturn:
+    """Raise an `AttributeError` that suggests ``inner_state`` if the inner state has the attribute.
+
+    Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
+    """
+    hint = ""
+    if not name.startswith("_") and hasattr(state.inner_state, name):
+        hint = f", but the state of the inner optimizer does. Use `state.inner_state.{name}`"
+    raise AttributeError(f"'LossScaledState' object has no attribute {name!r}{hint}.", name=name, obj=state)
+
+
+# If this method were defined in the class, type checkers would not report misspelled attributes.
+LossScaledState.__getattr__ = _raise_attribute_error  # type: ignore[attr-defined]
 
 
 def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad_steps: bool) -> LossScaledState:

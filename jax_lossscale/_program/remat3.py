@@ -2,7 +2,9 @@
 
 With this flag, the equation of a `jax.checkpoint` contains an object whose attribute is the jaxpr, and the policy of a
 `jax.checkpoint` is ignored for primitives that JAX does not define. `with_remat2` replaces such equations by those that
-are traced without the flag. All other code in `jax_lossscale` therefore supports only one kind of equation.
+are traced without the flag. All other code in `jax_lossscale` therefore supports only one kind of equation. Equations
+are replaced only if the flag is set when the function is traced, not if it was set only when `jax.checkpoint` was
+called.
 """
 
 from __future__ import annotations

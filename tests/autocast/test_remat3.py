@@ -69,9 +69,3 @@ def test_jax_remat3_changes_neither_dtypes_nor_gradients_nor_reports(program, se
     assert set(dtypes) == {"float16"}
     assert (dtypes, str(summary), saved) == (with_flag[0], str(with_flag[1]), with_flag[2])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), gradients, with_flag[3])
-
-
-def test_function_that_was_checkpointed_before_the_flag_was_reset(set_flag):
-    set_flag(True)
-    checkpointed = jax.checkpoint(block)
-    assert set(matmul_dtypes(jls.autocast(checkpointed), W, X)) == {"float16"}
