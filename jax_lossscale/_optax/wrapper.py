@@ -87,8 +87,9 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments(self.takes_scaled_gradients, "update", "updates", updates, state, inputs, extra_args)
-        _check_is_no_pair("update(updates=...)", updates, params)
+        check_state(state, "update", "updates, state, params")
+        _check_optional_arguments("update", inputs, extra_args)
+        self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
         return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
 
@@ -110,14 +111,22 @@ class Wrapper:
                 "parameters, use `update`."
             )
         inputs = StepInputs(value, skip_if, grads_finite)
-        _check_arguments(
-            self.takes_scaled_gradients, "update_and_apply", "scaled_grads", scaled_grads, state, inputs, extra_args
-        )
+        check_state(state, "update_and_apply", "scaled_grads, state, params")
+        _check_optional_arguments("update_and_apply", inputs, extra_args)
+        self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
-        _check_is_no_pair("update_and_apply(scaled_grads=...)", scaled_grads, params)
         trained = only_with_gradients(params, scaled_grads)
         new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
         return combine(new_params, lambda: params), state
+
+    def _check_gradients(
+        self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
+    ) -> None:
+        """Raise a `ValueError` that names the argument if ``grads`` is not a pytree of complete gradients."""
+        _tree.check_tree(grads, name)
+        if loss_scale.checks_gradients:
+            _check_not_masked(grads, name, self.takes_scaled_gradients)
+        _check_is_no_pair(name, grads, params)
 
     def _dispatched(
         self,
@@ -264,37 +273,8 @@ def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
         )
 
 
-def _check_arguments(
-    are_scaled: bool,
-    method: str,
-    grads_name: str,
-    scaled_grads: optax.Updates,
-    state: Any,
-    inputs: StepInputs,
-    extra_args: dict[str, Any],
-) -> None:
-    """Raise a `ValueError` that names the method and the argument if any argument is not valid."""
-    check_state(state, method, f"{grads_name}, state, params")
-    _check_inputs(inputs, method)
-    name = f"{method}({grads_name}=...)"
-    _tree.check_tree(scaled_grads, name)
-    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
-    for argument in extra_args:
-        hint = did_you_mean(argument, StepInputs._fields)
-        if hint:
-            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # The inner optimizer would ignore `restore_from`, so this argument is rejected.
-    if "restore_from" in extra_args:
-        raise ValueError(
-            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
-            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
-        )
-    if state.loss_scale.checks_gradients:
-        _check_not_masked(scaled_grads, name, are_scaled)
-
-
-def _check_inputs(inputs: StepInputs, method: str) -> None:
-    """Raise a `ValueError` that names the method and the argument if an optional argument has the wrong type."""
+def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names the method and the argument if an optional argument is not valid."""
     if inputs.value is not None and not is_number(inputs.value):
         got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
         raise ValueError(
@@ -304,6 +284,11 @@ def _check_inputs(inputs: StepInputs, method: str) -> None:
     for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
         if flag is not None:
             check_bool_scalar(flag, f"{method}({name}=...)")
+    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
+    for argument in extra_args:
+        hint = did_you_mean(argument, StepInputs._fields)
+        if hint:
+            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
 
 
 def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> None:
