@@ -126,12 +126,11 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
                 "use the decorator `@autocast(dtype=...)`."
             )
         fun, dtype = None, fun
-    if fun is None:
-        dtype = checked_half_precision(dtype, "autocast(dtype=...)")
-        return _Decorator(dtype, checked_policy(policy, "autocast(policy=...)"))
-    check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
     policy = checked_policy(policy, "autocast(policy=...)")
+    if fun is None:
+        return _Decorator(dtype, policy)
+    check_function(fun, "autocast(fun=...)")
     if dtype == jnp.float32:
         return fun
 

@@ -125,8 +125,8 @@ class LossScale(abc.ABC):
         Two batches of loss scales are equal if all of their members are equal.
 
         Raises:
-          TracerArrayConversionError: if a leaf is traced, because its value is not known at trace time. To compare
-            traced loss scales, compare their current scales with ``a() == b()``, which returns a traced ``bool[]``.
+          ValueError: if a leaf is traced, because its value is not known at trace time. To compare traced loss scales,
+            compare their current scales with ``a() == b()``, which returns a traced ``bool[]``.
         """
         if type(self) is not type(other):
             return NotImplemented
@@ -134,6 +134,11 @@ class LossScale(abc.ABC):
         # `jax.jit`.
         with jax.ensure_compile_time_eval():
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
+            raise ValueError(
+                f"`==` got a traced `{type(self).__name__}`, whose state is not known yet. Compare the loss scales "
+                "outside `jax.jit`, or compare only their current scales: `a() == b()`."
+            )
         return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:
