@@ -183,7 +183,7 @@ def _check_no_modules(tree: Any) -> None:
 
     The nnx module can also be the object of a method, or an argument of a `functools.partial`.
     """
-    nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
+    nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []
     for leaf in leaves:
         if isinstance(leaf, functools.partial):

@@ -160,7 +160,7 @@ def flax_scale(**fields):
         ({"fin_steps": -1}, ["num_good_steps", "-1"]),
         ({"growth_interval": 2.5}, ["increment_period", "integer", "3.5"]),
         ({"growth_factor": 0.5}, ["multiplier", "greater than 1"]),
-        ({"minimum_scale": 0.0}, ["min_loss_scale", "0.0"]),
+        ({"minimum_scale": -1.0}, ["min_loss_scale", "-1.0"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")
