@@ -36,7 +36,7 @@ def cases() -> dict[str, Model]:
 
 
 def is_said(name: str) -> bool:
-    """Return whether the docstring of `autocast` states that this case is worse than manual casts."""
+    """Return whether `docs/guide/autocast.md` states that this case is worse than manual casts."""
     return name == _attends(*_TOO_FAR)
 
 

@@ -176,8 +176,8 @@ def _hard(quick: bool, progress: Progress) -> Table:
     notes = (
         "Errors relative to float64 for the parameter where `autocast` is worst relative to manual casts, at the best "
         "of four loss scales. The manual casts convert the operands of matmuls to float16; everything else is float32.",
-        "The docstring of `autocast` describes the case whose error is more than 2 times the error of manual casts: "
-        "values below 2^-25 become zero in the rounded result of a softmax.",
+        "The page `docs/guide/autocast.md` describes the case whose error is more than 2 times the error of manual "
+        "casts: values below 2^-25 become zero in the rounded result of a softmax.",
     )
     return Table("Errors of gradients, hard cases", heads, rows, marks, notes, quick)
 

@@ -52,7 +52,7 @@ class Constants:
     """The values of a graph that are constants or are computed from constants alone.
 
     Args:
-      graph: the graph. The caller passes each node of the graph to `add`, in the order of the graph.
+      graph: the graph.
       known: for each argument, the function that computes its interval if the argument is a constant or a slice of a
         constant, and None otherwise.
     """
@@ -62,20 +62,16 @@ class Constants:
         self._given |= dict(zip(graph.inputs, known, strict=False))
         self._maker: dict[ValueId, tuple[Node, int]] = {}
         self._found: dict[ValueId, Interval] = {}
+        for node in graph.nodes:
+            # The results of matmuls, opaque operations and operations with side effects never count as constants.
+            if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
+                self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
     def of(self, atom: ValueId | Literal) -> FindInterval | None:
         """Return the function that computes the interval of a value, or None if the value is not a constant."""
         if isinstance(atom, Literal):
             return _known(atom.val)
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)
-
-    def add(self, node: Node) -> None:
-        """Add the results of a node to the constants of the graph if the results are computed from constants alone.
-
-        The results of matmuls, opaque operations and operations with side effects are never treated as constants.
-        """
-        if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
-            self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
     def _interval(self, result: ValueId) -> Interval:
         pending = [] if result in self._found else [result]
@@ -100,10 +96,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
       known: for each input, the function that computes its interval if the input is a constant, and None otherwise.
     """
     graph = inlined(closed)
-    constants = Constants(graph, known)
-    for node in graph.nodes:
-        constants.add(node)
-    return list(map(constants.of, graph.outputs))
+    return list(map(Constants(graph, known).of, graph.outputs))
 
 
 def _is_left_out(eqn: Any) -> bool:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants, FindInterval
+from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
@@ -91,7 +92,7 @@ class Planner:
         graph = inlined(closed)
         unrounded = self._feeding.values(graph, context.unrounded)
         constants = Constants(graph, context.known)
-        node_plans = self._decide(graph, context.within, unrounded, constants)
+        node_plans = [self.rule.decide(node, context.within, unrounded, constants) for node in graph.nodes]
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
@@ -116,17 +117,6 @@ class Planner:
             reasons=reasons,
         )
 
-    def _decide(
-        self, graph: Graph, within: tuple[Any, ...], unrounded: Mapping[ValueId, Reasons], constants: Constants
-    ) -> list[NodePlan]:
-        """Return the `NodePlan` of each node. Add all values computed from constants alone to ``constants``."""
-        node_plans: list[NodePlan] = []
-        for node in graph.nodes:
-            node_plan = self.rule.decide(node, within, unrounded, constants)
-            constants.add(node)
-            node_plans.append(node_plan)
-        return node_plans
-
     def _choose_dtypes(
         self,
         graph: Graph,
@@ -144,10 +134,9 @@ class Planner:
           The values that are stored in half precision, the `CallPlan` of each node whose jaxprs are rewritten, and the
           reasons why matmuls in the jaxprs are not in half precision.
         """
-        half_outputs = {*value_ids([atom for atom, is_half in _marked(graph.outputs, context.half_outputs) if is_half])}
+        half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
         into_matmuls = going_into_matmuls(graph, node_plans)
-        inputs = _marked(graph.inputs, context.half_inputs)
-        half = {value_id for value_id, is_half in inputs if is_half and is_float32(graph.types[value_id])}
+        half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
         calls: dict[int, CallPlan] = {}
@@ -204,36 +193,32 @@ class Planner:
         carries = {operand for _, operand in subjaxprs(eqn).carried}
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
         unrounded = of_values(values.unrounded, node.outputs)
-        plans = self._plan_subjaxprs(node, within, operands, results_of_stream, known, unrounded)
+        call = CallPlan((), tuple(operands), tuple(results_of_stream), tuple(known), tuple(unrounded))
+        plans = self._plan_subjaxprs(node, within, call)
         of_any_dtype = _results_of_any_dtype(eqn)
         results = [
             is_in_stream or (n in of_any_dtype and all(gives_half_result(plan, n) for plan in plans))
             for n, is_in_stream in enumerate(results_of_stream)
         ]
-        return CallPlan(tuple(plans), tuple(operands), tuple(results), tuple(known), tuple(unrounded))
+        return call._replace(plans=tuple(plans), results=tuple(results))
 
-    def _plan_subjaxprs(
-        self,
-        node: Node,
-        within: tuple[Any, ...],
-        operands: Sequence[bool],
-        results_of_stream: Sequence[bool],
-        known: Sequence[FindInterval | None],
-        unrounded: Sequence[Reasons],
-    ) -> list[Plan]:
-        """Return the plan of each jaxpr in a node, given the properties of the operands and results of the node."""
+    def _plan_subjaxprs(self, node: Node, within: tuple[Any, ...], call: CallPlan) -> list[Plan]:
+        """Return the plan of each jaxpr in a node.
+
+        ``call`` describes the operands and results of the node. The results in half precision are those that are part
+        of a residual stream.
+        """
         jaxprs = subjaxprs(node.eqn).jaxprs
+        unrounded = self._feeding.results_of_subjaxprs(node.eqn, call.unrounded)
         contexts = [
             Context(
                 within=(*within, *node.within, node.eqn),
-                half_inputs=[operands[n] for n in subjaxpr.operands],
-                half_outputs=[results_of_stream[n] for n in subjaxpr.results],
+                half_inputs=[call.operands[n] for n in subjaxpr.operands],
+                half_outputs=[call.results[n] for n in subjaxpr.results],
                 unrounded=of_subjaxpr,
-                known=[known[n] for n in subjaxpr.operands],
+                known=[call.known[n] for n in subjaxpr.operands],
             )
-            for subjaxpr, of_subjaxpr in zip(
-                jaxprs, self._feeding.results_of_subjaxprs(node.eqn, unrounded), strict=True
-            )
+            for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True)
         ]
 
         def plans() -> list[Plan]:
@@ -346,11 +331,6 @@ def _results_of_any_dtype(eqn: Any) -> range:
 def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) -> list[tuple[Node, NodePlan]]:
     """Return the nodes of a segment and their plans."""
     return [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
-
-
-def _marked(values: Sequence[Any], marks: Sequence[bool]) -> list[tuple[Any, bool]]:
-    """Return a list of pairs ``(value, mark)``. If ``marks`` is empty, every mark is False."""
-    return list(zip(values, marks or [False] * len(values), strict=True))
 
 
 def _with_reasons(

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._program.location import HIDDEN_SCOPE, is_in_scope
 from jax_lossscale._program.parameters import Path
@@ -90,9 +89,3 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
     if reasons[path]:
         source = source.replace(name_stack=source.name_stack.extend(_REASON + reasons[path]))
     return eqn.replace(params=params, source_info=source)
-
-
-def jaxpr_with_reasons(closed: ClosedJaxpr, reasons: Mapping[Path, str]) -> ClosedJaxpr:
-    """Return a jaxpr whose name stacks contain the reasons why matmuls are not in half precision."""
-    result: ClosedJaxpr = with_equations(closed, lambda eqn: with_reasons(eqn, (), reasons)) if reasons else closed
-    return result

@@ -82,7 +82,7 @@ class Rule:
           node: the node.
           within: the equations that contain the graph, starting with the outermost equation.
           feeding: the values that must not be rounded, each with the reasons (see `Feeding.values`).
-          constants: the constants among the arguments of the graph and the results of all previous nodes.
+          constants: the values of the graph that are constants.
         """
         eqn, name = node.eqn, node.eqn.primitive.name
         around = (*within, *node.within)

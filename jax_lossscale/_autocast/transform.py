@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.reasons import are_added, autocast_scope, jaxpr_with_reasons
+from jax_lossscale._autocast.reasons import are_added, autocast_scope, with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype, shown
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
+from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -99,52 +100,19 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
       ... def predict(params, x):
       ...     return jax.nn.gelu(x @ params["in"]) @ params["out"]
 
-    **Details.** These matmuls stay in float32:
-
-    - matmuls with ``precision="highest"`` or an algorithm. The precision can be an argument of the matmul, or it can be
-      set by `jax.default_matmul_precision` inside ``fun``. If the same precision is already set when the returned
-      function is called, for example for the whole program, it has no effect;
-    - matmuls whose result is factorized, such as the Gram matrix of a Cholesky factorization;
-    - the other matmuls of a product of several matrices that is factorized, such as ``C @ P`` if ``C @ P @ C.T + R`` is
-      factorized. The product continues through data movement, additions, subtractions, multiplications and divisions by
-      scalars, calls, branches and the carries of loops. It ends at all other operations, such as nonlinear functions,
-      elementwise products of two arrays and sums along an axis;
-    - matmuls whose result is converted to an integer of more than 8 bits, either directly or after other operations.
-      An example is a matmul that computes positions of tokens. Matmuls are not affected if their result reaches the
-      conversion only through another matmul, `argmax`, the indices of `top_k`, a comparison or a conversion to bool;
-    - matmuls with an operand that is a constant, or that is computed from constants by operations other than matmuls,
-      unless its values are known to be in the range of ``dtype``. The range is unknown after loops, factorizations,
-      scatter-adds and random number generators. A rule of ``policy`` cannot change a matmul whose constant operand is
-      known to be outside of the range;
-    - matmuls in `keep_float32`, and matmuls that a rule of ``policy`` matches.
-
-    Three operations do not follow the general rule:
-
-    - A pool whose result goes into a matmul is computed in ``dtype``.
-    - A matmul whose sums have only one term is an elementwise multiplication and is computed in float32. Examples are
-      `jnp.outer` and a convolution with one input channel per group and a window of size 1.
-    - A maximum or minimum of more elements than ``dtype`` can count (2048 in float16, 256 in bfloat16) is computed in
-      float32, because its gradient is divided by the number of equal maxima.
-
-    Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are not rewritten. Use
-    `in_half` for a kernel that supports only 16-bit dtypes. A `jax.custom_vjp` function must not use traced arrays in
-    its backward pass, except for its residuals. Otherwise, JAX raises an `UnexpectedTracerError`.
+    **Details.** Kernels (Pallas, FFI calls), callbacks and solvers such as `jax.scipy.sparse.linalg.cg` are not
+    rewritten. Use `in_half` for a kernel that supports only 16-bit dtypes.
 
     The transformation can be combined in any order with `jax.jit`, `jax.vmap`, `jax.lax.scan`, `jax.shard_map` and
-    `jax.export`, and with `jax.experimental.jet` under ``PrecisionPolicy(recompute=False)``. The usual order for
-    gradients is ``jax.grad(autocast(fun))``, or ``value_and_scaled_grad(autocast(fun), opt_state)`` with a loss scale.
-    In ``autocast(jax.grad(fun))``, the casts are inserted after the differentiation and are therefore not
-    differentiated. If several matmuls use a value, the results of their backward matmuls are then added in float32. In
-    the usual order, they are added in ``dtype`` if the value is cast only once.
+    `jax.export`. The usual order for gradients is ``jax.grad(autocast(fun))``, or
+    ``value_and_scaled_grad(autocast(fun), opt_state)`` with a loss scale.
 
-    By default, XLA may remove a cast to ``dtype`` and back (option ``xla_allow_excess_precision``). If the forward pass
-    then uses an unrounded number but the backward pass a rounded one, the gradient is wrong. `autocast` therefore
-    rounds each value again where it casts the value from ``dtype`` to float32, so that both passes use the same number,
-    with and without `jax.jit`. Casts in ``fun``, operands of matmuls and cotangents are not rounded again, so results
-    can still differ slightly with and without `jax.jit`.
+    The page "How autocast works" (docs/guide/autocast.md) describes
 
-    The page "How autocast works" explains which values are saved for the backward pass, and which sums are computed in
-    float32.
+    - all matmuls that stay in float32, and the exceptions to the rule,
+    - the values that are saved for the backward pass, and the sums that are computed in float32,
+    - the effect on loops, custom derivatives and other transformations,
+    - the optimizations of XLA, because of which results can differ slightly with and without `jax.jit`.
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. TensorFlow's
@@ -158,12 +126,11 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
                 "use the decorator `@autocast(dtype=...)`."
             )
         fun, dtype = None, fun
-    if fun is None:
-        dtype = checked_half_precision(dtype, "autocast(dtype=...)")
-        return _Decorator(dtype, checked_policy(policy, "autocast(policy=...)"))
-    check_function(fun, "autocast(fun=...)")
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
     policy = checked_policy(policy, "autocast(policy=...)")
+    if fun is None:
+        return _Decorator(dtype, policy)
+    check_function(fun, "autocast(fun=...)")
     if dtype == jnp.float32:
         return fun
 
@@ -223,7 +190,8 @@ def compute_with(
         if plan.is_rewritten:
             outputs = Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)
         else:
-            outputs = jaxpr_as_fun(jaxpr_with_reasons(traced.jaxpr, plan.reasons))(*traced.inputs)
+            unchanged = with_equations(traced.jaxpr, lambda eqn: with_reasons(eqn, (), plan.reasons))
+            outputs = jaxpr_as_fun(unchanged)(*traced.inputs)
     return traced.array_result(outputs), planner
 
 

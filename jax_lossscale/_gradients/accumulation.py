@@ -179,26 +179,21 @@ def sum_over_microbatches(
 
 
 def _check_no_modules(tree: Any) -> None:
-    """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost."""
-    if _has_nnx_module(tree):
-        raise ValueError(
-            "`accumulate_gradients` got an nnx module, but changes to the module, such as updates of batch statistics, "
-            "would be lost. Use the method of the optimizer instead: "
-            "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
-        )
+    """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
 
-
-def _has_nnx_module(tree: Any) -> bool:
-    """Return whether a pytree contains an nnx module, or a method or a `functools.partial` of an nnx module."""
-    nnx = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
-    if nnx is None:
-        return False
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)):
-        if isinstance(leaf, nnx.Pytree) or isinstance(getattr(leaf, "__self__", None), nnx.Pytree):
-            return True
-        if isinstance(leaf, functools.partial) and _has_nnx_module((leaf.func, leaf.args, leaf.keywords)):
-            return True
-    return False
+    The nnx module can also be the object of a method, or an argument of a `functools.partial`.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []
+    for leaf in leaves:
+        if isinstance(leaf, functools.partial):
+            _check_no_modules((leaf.func, leaf.args, leaf.keywords))
+        if isinstance(getattr(leaf, "__self__", leaf), nnx.Pytree):
+            raise ValueError(
+                "`accumulate_gradients` got an nnx module, but changes to the module, such as updates of batch "
+                "statistics, would be lost. Use the method of the optimizer instead: "
+                "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
+            )
 
 
 def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -125,8 +125,8 @@ class LossScale(abc.ABC):
         Two batches of loss scales are equal if all of their members are equal.
 
         Raises:
-          TracerArrayConversionError: if a leaf is traced, because its value is not known at trace time. To compare
-            traced loss scales, compare their current scales with ``a() == b()``, which returns a traced ``bool[]``.
+          ValueError: if a leaf is traced, because its value is not known at trace time. To compare traced loss scales,
+            compare their current scales with ``a() == b()``, which returns a traced ``bool[]``.
         """
         if type(self) is not type(other):
             return NotImplemented
@@ -134,6 +134,11 @@ class LossScale(abc.ABC):
         # `jax.jit`.
         with jax.ensure_compile_time_eval():
             (leaves, structure), (others, other_structure) = jax.tree.flatten(self), jax.tree.flatten(other)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *others)):
+            raise ValueError(
+                f"`==` got a traced `{type(self).__name__}`, whose state is not known yet. Compare the loss scales "
+                "outside `jax.jit`, or compare only their current scales: `a() == b()`."
+            )
         return bool(structure == other_structure) and all(map(np.array_equal, leaves, others))  # type: ignore[operator]
 
     def __hash__(self) -> int:
@@ -232,15 +237,9 @@ def register(cls: _T) -> _T:
     leaf_names = tuple(field.name for field in fields if not field.metadata.get("static"))
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
 
-    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (
-            tuple(_as_array(getattr(node, name)) for name in leaf_names),
-            tuple(getattr(node, name) for name in config_names),
-        )
-
     def flatten_with_keys(node: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
-        leaves, config = flatten(node)
-        return tuple(zip(keys, leaves, strict=True)), config
+        leaves = tuple((key, _as_array(getattr(node, key.name))) for key in keys)
+        return leaves, tuple(getattr(node, name) for name in config_names)
 
     def unflatten(config: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         node: Any = object.__new__(cls)
@@ -248,7 +247,7 @@ def register(cls: _T) -> _T:
             object.__setattr__(node, name, value)
         return node
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
 

@@ -161,12 +161,7 @@ class DynamicLossScale(BoundedLossScale):
         """Convert the configuration of the update rule to Python numbers; raise a `ValueError` if it is invalid."""
         to_fix = "To keep the scale fixed, use `FixedLossScale`."
         period = _check.count(self.increment_period, self._named("increment_period"), 1, to_fix)
-        hysteresis = _check.count(
-            self.hysteresis,
-            self._named("hysteresis"),
-            1,
-            "With `hysteresis=1`, every non-finite step lowers the scale.",
-        )
+        hysteresis = _check.count(self.hysteresis, self._named("hysteresis"), 1)
         multiplier = _check.finite_number(self.multiplier, self._named("multiplier"))
         if not np.float32(multiplier) > 1:
             raise ValueError(

@@ -87,7 +87,9 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
-        self._check_arguments(("update", "updates"), updates, state, params, inputs, extra_args)
+        check_state(state, "update", "updates, state, params")
+        _check_optional_arguments("update", inputs, extra_args)
+        self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
         return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
 
@@ -105,57 +107,22 @@ class Wrapper:
                 "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
                 "parameters, use `update`."
             )
-        names = "update_and_apply", "scaled_grads"
-        self._check_arguments(names, scaled_grads, state, params, inputs, extra_args)
+        check_state(state, "update_and_apply", "scaled_grads, state, params")
+        _check_optional_arguments("update_and_apply", inputs, extra_args)
+        self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
         trained = only_with_gradients(params, scaled_grads)
         new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
         return combine(new_params, lambda: params), state
 
-    def _check_arguments(
-        self,
-        names: tuple[str, str],
-        grads: optax.Updates,
-        state: Any,
-        params: optax.Params | None,
-        inputs: StepInputs,
-        extra_args: dict[str, Any],
+    def _check_gradients(
+        self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
     ) -> None:
-        """Raise a `ValueError` if an argument is not valid.
-
-        ``names`` contains two names for error messages: the called method and its argument that contains ``grads``.
-        """
-        method, argument = names
-        check_state(state, method, f"{argument}, state, params")
-        if inputs.value is not None and not is_number(inputs.value):
-            got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
-            raise ValueError(
-                f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
-                "function returns `(loss, aux)`, pass only `loss`."
-            )
-        for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
-            if flag is not None:
-                check_bool_scalar(flag, f"{method}({name}=...)")
-        _tree.check_tree(grads, f"{method}({argument}=...)")
-        # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
-        for name in extra_args:
-            hint = did_you_mean(name, StepInputs._fields)
-            if hint:
-                raise ValueError(f"`{method}` has no argument `{name}`.{hint}")
-        # The inner optimizer would ignore `restore_from`, so this argument is rejected.
-        if "restore_from" in extra_args:
-            raise ValueError(
-                f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
-                "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
-            )
-        if state.loss_scale.checks_gradients:
-            _check_not_masked(grads, f"{method}({argument}=...)", self.takes_scaled_gradients)
-        is_pair = params is not None and isinstance(grads, tuple) and len(grads) == 2 and is_number(grads[0])
-        if is_pair and len({jax.tree.structure(tree) for tree in (grads[1], params)}) == 1:
-            raise ValueError(
-                f"`{method}({argument}=...)` must be the gradients, got a pair of a number and the gradients. If you "
-                "compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
-            )
+        """Raise a `ValueError` that names the argument if ``grads`` is not a pytree of complete gradients."""
+        _tree.check_tree(grads, name)
+        if loss_scale.checks_gradients:
+            _check_not_masked(grads, name, self.takes_scaled_gradients)
+        _check_is_no_pair(name, grads, params)
 
     def _dispatched(
         self,
@@ -299,6 +266,42 @@ def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
             "float32 with `params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by "
             "mistake, initialize the layers with a float32 input, because some layers create parameters in the dtype "
             "of their input."
+        )
+
+
+def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names the method and the argument if an optional argument is not valid."""
+    if inputs.value is not None and not is_number(inputs.value):
+        got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
+        raise ValueError(
+            f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
+            "function returns `(loss, aux)`, pass only `loss`."
+        )
+    for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
+        if flag is not None:
+            check_bool_scalar(flag, f"{method}({name}=...)")
+    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
+    for argument in extra_args:
+        hint = did_you_mean(argument, StepInputs._fields)
+        if hint:
+            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
+    # The inner optimizer would also ignore `restore_from`.
+    if "restore_from" in extra_args:
+        raise ValueError(
+            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
+            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
+        )
+
+
+def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> None:
+    """Raise a `ValueError` if ``(loss, grads)`` is passed instead of ``grads``, which ``name`` describes."""
+    if params is None or not isinstance(scaled_grads, tuple) or len(scaled_grads) != 2:
+        return
+    structures = {jax.tree.structure(tree) for tree in (scaled_grads[1], params)}
+    if is_number(scaled_grads[0]) and len(structures) == 1:
+        raise ValueError(
+            f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
+            "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
         )
 
 

@@ -31,9 +31,9 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. If the floor of the scale is not 1, a warning is
-      emitted and the floor is preserved, although jmp would reset it to 1. With a static scale, jmp does not skip steps
-      by itself. The returned `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. The floor of the scale is preserved, although jmp would
+      reset it to 1 (a floor of 0 becomes 1.2e-38). With a static scale, jmp does not skip steps by itself. The returned
+      `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
       ValueError: if ``loss_scale`` is not a jmp loss scale, if the scale is 0, infinite or NaN, or if the configuration
@@ -55,11 +55,6 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a jmp loss scale, got {loss_scale!r}.")
     floor = max(float(loss_scale.min_loss_scale), float(jnp.finfo(jnp.float32).tiny))
-    if floor != 1:
-        warn_user(
-            f"`from_jmp`: the returned `DynamicLossScale` keeps the floor {floor:g}. (jmp loses this floor at the "
-            "first `jax.jit`, and then uses a floor of 1.)"
-        )
     return DynamicLossScale(
         max(loss_scale.loss_scale, floor),
         loss_scale.period,

@@ -193,10 +193,7 @@ INTERVALS = {
 @pytest.mark.parametrize(("constant", "expected"), INTERVALS.values(), ids=INTERVALS)
 def test_bounds_of_a_constant(constant, expected):
     program = inlined(jax.make_jaxpr(constant)())
-    constants = Constants(program, [])
-    for step in program.nodes:
-        constants.add(step)
-    assert constants.of(program.outputs[0])() == expected
+    assert Constants(program, []).of(program.outputs[0])() == expected
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])

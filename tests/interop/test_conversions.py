@@ -42,11 +42,6 @@ def warned(function, *arguments, **keywords):
     return result, messages
 
 
-def sole_warning(function, *arguments, **keywords):
-    result, (message,) = warned(function, *arguments, **keywords)
-    return result, message
-
-
 # --- Converted configuration and state ---
 
 
@@ -99,14 +94,9 @@ def test_from_and_to_jmp():
     assert jmp.from_jmp(theirs.NoOpLossScale()) == jls.NoOpLossScale()
     assert jmp.to_jmp(jls.FixedLossScale(8.0)) == theirs.StaticLossScale(jnp.float32(8))
     assert jmp.to_jmp(jls.NoOpLossScale()) == theirs.NoOpLossScale()
-    result, message = sole_warning(
-        jmp.from_jmp, theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0.25))
-    )
-    assert result.min_loss_scale == 0.25
-    assert "loses this floor" in message
-    with pytest.warns(UserWarning, match="keeps the floor 1.17549e-38"):
-        result = jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(0)))
-    assert result.min_loss_scale == TINY
+    for floor, expected in (0.25, 0.25), (0, TINY):
+        theirs_with_floor = theirs.DynamicLossScale(jnp.float32(4), min_loss_scale=jnp.float32(floor))
+        assert jmp.from_jmp(theirs_with_floor).min_loss_scale == expected
 
 
 # --- Settings that the other library does not support ---
@@ -178,7 +168,7 @@ def flax_scale(**fields):
         ({"fin_steps": -1}, ["num_good_steps", "-1"]),
         ({"growth_interval": 2.5}, ["increment_period", "integer", "3.5"]),
         ({"growth_factor": 0.5}, ["multiplier", "greater than 1"]),
-        ({"minimum_scale": 0.0}, ["min_loss_scale", "0.0"]),
+        ({"minimum_scale": -1.0}, ["min_loss_scale", "-1.0"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")

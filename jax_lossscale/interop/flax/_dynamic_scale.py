@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax.training.dynamic_scale import DynamicScale
@@ -26,7 +27,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
 
     Returns:
       A `DynamicLossScale` with the configuration and the state of the ``DynamicScale``. The
-      `initial_loss_scale` is the current scale, because flax does not save the initial scale.
+      `initial_loss_scale` is the current scale, because flax does not save the initial scale. A ``minimum_scale`` of 0
+      or None becomes 1.2e-38, the smallest normal float32 number.
 
     Raises:
       ValueError: if ``dynamic_scale`` is not a ``DynamicScale``, if the scale is 0, infinite or NaN, or if the
@@ -43,23 +45,24 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    interval = dynamic_scale.growth_interval
+    theirs: Any = dynamic_scale  # The annotations of flax do not include arrays.
+    interval = theirs.growth_interval
     if _steps_late():
         warn_user(
             f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
             f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
             f"`increment_period={interval}`."
         )
-    scale, floor = dynamic_scale.scale, dynamic_scale.minimum_scale
+    floor = theirs.minimum_scale or float(jnp.finfo(jnp.float32).tiny)
     return DynamicLossScale(
-        max(scale, floor),
+        max(theirs.scale, floor),
         interval + _steps_late(),
-        dynamic_scale.growth_factor,
-        backoff_factor=dynamic_scale.backoff_factor,
+        theirs.growth_factor,
+        backoff_factor=theirs.backoff_factor,
         min_loss_scale=floor,
         max_loss_scale=LARGEST_SCALE,  # in flax, the ceiling of the scale cannot be configured
-        current_loss_scale=scale,
-        num_good_steps=dynamic_scale.fin_steps,
+        current_loss_scale=theirs.scale,
+        num_good_steps=theirs.fin_steps,
     )
 
 
