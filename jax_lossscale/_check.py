@@ -109,15 +109,22 @@ def finite_number(value: Any, name: str) -> float:
       name: the name of the argument in the error message, such as ``"FixedLossScale(loss_scale_value=...)"``.
 
     Raises:
-      ValueError: if ``value`` is a bool, is not a real scalar, or is not finite in float32.
-      ConcretizationTypeError: if ``value`` is traced.
+      ValueError: if ``value`` is a bool, is traced, is not a real scalar, or is not finite in float32.
     """
     number = value
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
+            "`jax.jit` or `jax.vmap`, change the state of the loss scale with `dataclasses.replace`."
+        )
     if is_array_or_scalar(value) and value.shape == ():
         number = value.item()
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
         raise ValueError(f"`{name}` must be a number, got {shown(value)}.")
-    number = float(number)
+    try:
+        number = float(number)
+    except OverflowError:
+        number = float("inf")
     if not abs(number) <= float(_FLOAT32.max):
         raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
     return number

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-# For each half-precision dtype, the jaxpr of the function, or the error that the function raised when it was traced.
+# For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
 _primitive = Primitive(IN_HALF)
@@ -47,7 +48,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
         other than arrays (Python numbers, strings, functions, `None`) are passed to the function unchanged. Only
         arguments are cast. Therefore, all traced arrays that the function uses, such as parameters, must be arguments.
       fallback: a function of the same arguments that returns arrays of the same shapes in the same structure. The
-        default is ``function``. A function that does not support float32 needs a fallback.
+        default is ``function``.
 
     Returns:
       A function of the same arguments. The results of the returned function have the structure, shapes and dtypes of
@@ -104,22 +105,23 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            traced = {_FLOAT32: Traced(float32_function, args, kwargs)}
-        except Exception as error:
-            if fallback is None:
-                error.add_note("If the function does not support float32, pass a `fallback` to `in_half`.")
-            raise
-        made = {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
-        traced |= {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
+        made = {_FLOAT32: _or_error(Traced, float32_function, args, kwargs)}
+        made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
+        traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
+        if isinstance(error := made[_FLOAT32], Exception):
+            if fallback is not None or not traced:
+                raise error
+            error.add_note(
+                f"`in_half` called {function!r} with float32 arrays. Pass a `fallback` that supports float32."
+            )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error keeps arrays in memory. The error is stored in an equation, which can exist for a
         # long time, so its traceback is removed.
         programs = {
             dtype: each.jaxpr if isinstance(each, Traced) else each.with_traceback(None) for dtype, each in made.items()
         }
-        in_float32 = traced[_FLOAT32]
-        return in_float32.result(_bind(in_float32.inputs, in_float32.jaxpr, programs))
+        first = next(iter(traced.values()))
+        return first.result(_bind(first.inputs, programs))
 
     return called  # type: ignore[return-value]
 
@@ -149,9 +151,11 @@ def is_fallback(eqns: Iterable[Any]) -> bool:
     return is_in_scope(_SCOPE, eqns)
 
 
-def _or_error(make: Callable[..., _Result], *args: Any) -> _Result | Exception:
+def _or_error(
+    make: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result | Exception:
     try:
-        return make(*args)
+        return make(*args, **kwargs)
     except Exception as error:  # The user's function can raise any exception.
         return error
 
@@ -179,46 +183,50 @@ def _described(aval: Any) -> str:
     return f"{'float' if is_float else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _bind(operands: Sequence[Any], jaxpr: ClosedJaxpr, programs: _Programs) -> list[Any]:
+def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
     """Bind the equation of an `in_half` function and return the results.
 
-    The equation has two parameters: the jaxpr of ``fallback``, and a function that returns the jaxpr for another dtype.
+    The equation has two parameters: the jaxpr of ``fallback``, and a function that returns the jaxpr for a given dtype.
     Code that traverses all jaxprs in a program therefore finds only the jaxpr of ``fallback``, not the float16 and
     bfloat16 jaxprs.
     """
+    jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)
 
 
-def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
+def _program(dtype: jnp.dtype, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> ClosedJaxpr:
     """Return the jaxpr of an `in_half` function for a dtype, or raise the error that occurred when it was traced."""
-    program = jaxpr if dtype == _FLOAT32 else program_in(dtype)
+    program = jaxpr if jaxpr and dtype == _FLOAT32 else program_in(dtype)
     if isinstance(program, Exception):
         raise program
     return program
 
 
-def _fallback(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
-    return jaxpr_as_fun(jaxpr)(*operands)
+def _fallback(*operands: Any, **params: Any) -> list[Any]:
+    return jaxpr_as_fun(_program(_FLOAT32, **params))(*operands)
 
 
-def _types(*operands: Any, jaxpr: ClosedJaxpr, **_: Any) -> Any:
-    return jaxpr.out_avals, jaxpr.effects
+def _types(*operands: Any, jaxpr: ClosedJaxpr | None, program_in: Callable[[jnp.dtype], Any]) -> Any:
+    if jaxpr:
+        return jaxpr.out_avals, jaxpr.effects
+    half = next(dtype for dtype in _HALVES if isinstance(program_in(dtype), ClosedJaxpr))
+    types = program_in(half).out_avals
+    return [t.update(dtype=_FLOAT32) if t.dtype == half else t for t in types], program_in(half).effects
 
 
 def _batch(
-    axis: Any, operands: Sequence[Any], axes: Sequence[Any], jaxpr: ClosedJaxpr, program_in: Callable[[jnp.dtype], Any]
+    axis: Any, operands: Sequence[Any], axes: Sequence[Any], jaxpr: Any, program_in: Callable[[jnp.dtype], Any]
 ) -> tuple[list[Any], list[int]]:
     names = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
 
-    def batched(program: ClosedJaxpr) -> ClosedJaxpr:
+    def batched(program: Any) -> Any:
+        if isinstance(program, Exception):
+            return program
         types = [jax.typeof(x).update(dtype=aval.dtype) for x, aval in zip(operands, program.in_avals, strict=True)]
-        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), tuple(axes), **names))(*types)
+        return _or_error(jax.make_jaxpr(jax.vmap(jaxpr_as_fun(program), tuple(axes), **names)), *types)
 
-    made = {dtype: program_in(dtype) for dtype in _HALVES}
-    programs = {
-        dtype: each if isinstance(each, Exception) else _or_error(batched, each) for dtype, each in made.items()
-    }
-    outputs = _bind(operands, batched(jaxpr), programs)
+    programs = {dtype: batched(program_in(dtype)) for dtype in _HALVES}
+    outputs = _bind(operands, {_FLOAT32: batched(jaxpr or program_in(_FLOAT32)), **programs})
     return outputs, [0] * len(outputs)
 
 
@@ -236,7 +244,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list
 
 def _of(operands: Sequence[Any], moved: Sequence[int], params: dict[str, Any]) -> Callable[..., list[Any]]:
     """Return ``fallback`` as a function of some of its operands; all other operands are constants."""
-    program = jax.jit(jaxpr_as_fun(params["jaxpr"]))
+    program = jax.jit(jaxpr_as_fun(_program(_FLOAT32, **params)))
 
     def function(*values: Any) -> list[Any]:
         by_position = dict(zip(moved, values, strict=True))

@@ -55,10 +55,15 @@ class BoundedLossScale(LossScale):
         floor = positive_normal_number(floor, self._named("min_loss_scale"))
         if ceiling is not None:
             ceiling = finite_number(ceiling, self._named("max_loss_scale"))
-        if start < floor or (ceiling is not None and start > ceiling):
+        if start < floor:
             raise ValueError(
-                f"`{self._named('initial_loss_scale')}` must be between `min_loss_scale` = {floor!r} and "
-                f"`max_loss_scale` = {ceiling!r}, got {initial!r}."
+                f"`{self._named('initial_loss_scale')}` must not be below `min_loss_scale` = {floor!r}, got "
+                f"{initial!r}. Lower `min_loss_scale`."
+            )
+        if ceiling is not None and start > ceiling:
+            raise ValueError(
+                f"`{self._named('initial_loss_scale')}` must not be above `max_loss_scale` = {ceiling!r}, got "
+                f"{initial!r}. Lower `initial_loss_scale`, or raise `max_loss_scale`."
             )
         self._set(initial_loss_scale=start, min_loss_scale=floor, max_loss_scale=ceiling)
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
@@ -48,7 +49,8 @@ def get(identifier: LossScaleLike) -> LossScale:
       The loss scale.
 
     Raises:
-      ValueError: if ``identifier`` has any other value, including a bool.
+      ValueError: if ``identifier`` has any other value, including a bool, or if it is a `LossScale` whose class is not
+        registered as a pytree.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -67,7 +69,7 @@ def get(identifier: LossScaleLike) -> LossScale:
 def made(identifier: Any, name: str) -> LossScale:
     """Return `get(identifier)`. ``name`` is the name of the argument to use in error messages."""
     if isinstance(identifier, LossScale):
-        return identifier
+        return _checked_pytree(identifier)
     if identifier is None:
         return NoOpLossScale()
     if isinstance(identifier, str) and identifier == "dynamic":
@@ -89,8 +91,7 @@ def is_serialized(identifier: Any) -> bool:
 def serialize(loss_scale: LossScale) -> dict[str, Any]:
     """Return a dictionary from which `get` can reconstruct a loss scale.
 
-    The dictionary contains the name of the class and the configuration of the loss scale, but not its current state. A
-    user-defined class must not have the name of a built-in class.
+    The dictionary contains the class and the configuration of the loss scale, but not its current state.
 
     Args:
       loss_scale: any `LossScale`.
@@ -99,7 +100,8 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
       A dictionary ``{"class_name": ..., "config": ...}`` with JSON-serializable values.
 
     Raises:
-      ValueError: if ``loss_scale`` is not a `LossScale`.
+      ValueError: if ``loss_scale`` is not a `LossScale`, or if its class has the same name as a built-in loss scale but
+        is defined elsewhere.
 
     Examples:
       >>> import jax_lossscale as jls
@@ -108,7 +110,13 @@ def serialize(loss_scale: LossScale) -> dict[str, Any]:
     """
     if not isinstance(loss_scale, LossScale):
         raise ValueError(f"`serialize(loss_scale=...)` must be a `LossScale`, got {shown(loss_scale)}.")
-    return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
+    kind = type(loss_scale)
+    if kind.__name__ in {own.__name__ for own in OWN_KINDS} and kind not in OWN_KINDS:
+        raise ValueError(
+            f"`serialize(loss_scale=...)` got a `{kind.__name__}` from {kind.__module__}, but `get` would construct "
+            "the class of the same name in `jax_lossscale`. Rename the class."
+        )
+    return {"class_name": kind.__name__, "config": loss_scale.get_config()}
 
 
 def loss_scale_for(dtype: DTypeLike) -> LossScale:
@@ -139,6 +147,17 @@ def loss_scale_for(dtype: DTypeLike) -> LossScale:
     raise ValueError(f"`loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got {dtype.name}.")
 
 
+def _checked_pytree(loss_scale: LossScale) -> LossScale:
+    kind = type(loss_scale).__name__
+    if jax.tree_util.all_leaves([loss_scale]):
+        raise ValueError(
+            f"Could not use {loss_scale!r}: `{kind}` is not registered as a pytree, so it cannot be part of an "
+            "optimizer state. Add the decorator `@jax.tree_util.register_dataclass` above its "
+            "`@dataclasses.dataclass(frozen=True)`."
+        )
+    return loss_scale
+
+
 def _from_dict(class_name: Any, config: Any) -> LossScale:
     kinds = _kinds()
     if not isinstance(class_name, str) or class_name not in kinds:
@@ -146,7 +165,7 @@ def _from_dict(class_name: Any, config: Any) -> LossScale:
             f"Could not construct a loss scale of the unknown class {class_name!r}. The known classes are "
             f"{', '.join(sorted(kinds))}."
         )
-    return kinds[class_name].from_config(config)
+    return _checked_pytree(kinds[class_name].from_config(config))
 
 
 def _kinds() -> dict[str, type[LossScale]]:

@@ -333,7 +333,7 @@ def _of_half_parameters(dtype: str, names: Sequence[str]) -> str:
         f"The following parameters are in {dtype}: {listed([f'`{name}`' for name in names])}. Updates that are smaller "
         f"than 1/{4 / float(jnp.finfo(dtype).eps):.0f} of a {dtype} parameter are lost. "
         f"{of_adam * (dtype == 'float16')}Store all trained parameters in float32, and cast them to {dtype} in "
-        "`fun`, for example with `jls.autocast`. Alternatively, wrap the optimizer in `jls.master_weights`."
+        "`fun`, for example with `jls.autocast`."
     )
 
 

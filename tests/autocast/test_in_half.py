@@ -431,11 +431,27 @@ def test_effects_occur_once(is_cast, capfd):
 # A half-precision function without a fallback.
 
 
-def test_missing_fallback_raises_the_error_of_the_function():
-    for use in (lambda f: f(W, X), lambda f: jls.autocast(f)(W, X)):
-        with pytest.raises(AssertionError, match="16 bits only") as caught:
-            use(kernel_only)
-        assert any("pass a `fallback`" in note for note in caught.value.__notes__)
+@pytest.mark.parametrize("below", ["nothing", "jit", "vmap", "scan", "remat", "cond"])
+def test_fallback_is_optional_under_autocast(below):
+    function, hand = (loss_of(BELOW[below](each)) for each in (kernel_only, by_hand(jnp.float16)))
+    assert_alike(jax.value_and_grad(jls.autocast(function))(W, X), jax.value_and_grad(hand)(W, X))
+
+
+WITHOUT = {
+    "call": lambda f: f(W, X),
+    "jit": lambda f: jax.jit(f)(W, X),
+    "vmap": lambda f: jax.vmap(f)(W[None], X[None]),
+    "differentiated": lambda f: jax.grad(loss_of(f))(W, X),
+    "in keep_float32": lambda f: jls.autocast(jls.keep_float32(f))(W, X),
+    "grad before autocast": lambda f: jls.autocast(jax.grad(loss_of(f)))(W, X),
+}
+
+
+@pytest.mark.parametrize("use", WITHOUT.values(), ids=WITHOUT)
+def test_missing_fallback_raises_the_error_of_the_function(use):
+    with pytest.raises(AssertionError, match="16 bits only") as caught:
+        use(kernel_only)
+    assert any("Pass a `fallback`" in note for note in caught.value.__notes__)
 
 
 def test_function_may_support_a_single_dtype():
@@ -444,18 +460,15 @@ def test_function_may_support_a_single_dtype():
         return w @ x
 
     half = jls.in_half(function, jnp.matmul)
+    assert jls.autocast(jls.in_half(function), jnp.bfloat16)(X, W).dtype == jnp.float32
     assert jls.autocast(half, jnp.bfloat16)(X, W).shape == half(X, W).shape == (4, 8)
     with pytest.raises(AssertionError, match="bfloat16 only"):
         jls.autocast(half)(X, W)
 
 
 def test_cached_error_has_no_traceback():
-    def function(w, x):
-        assert w.dtype != jnp.float16
-        return x @ w
-
-    [eqn] = jax.make_jaxpr(jls.in_half(function))(W, X).eqns
-    assert eqn.params["program_in"](jnp.dtype("float16")).__traceback__ is None
+    [eqn] = jax.make_jaxpr(jls.in_half(kernel))(W, X).eqns
+    assert eqn.params["program_in"](jnp.dtype("float32")).__traceback__ is None
 
 
 # Invalid functions.
@@ -486,6 +499,12 @@ def test_results_that_depend_on_the_dtype_raise_an_error():
 def test_error_of_the_fallback_is_raised_immediately():
     with pytest.raises(TypeError, match="dot_general"):
         jax.eval_shape(jls.autocast(jls.in_half(kernel, lambda w, x: x @ w[:3])), W, X)
+
+
+def test_error_that_is_unrelated_to_dtypes_is_raised_immediately():
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        jax.eval_shape(jls.in_half(lambda w, x: x @ w), W, X[:, :3])
+    assert not any("fallback" in note for note in caught.value.__notes__)
 
 
 # Reports.

@@ -47,8 +47,8 @@ REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
 jls.AutoLossScale(min_loss_scale=2.0**16)
-    `AutoLossScale(initial_loss_scale=...)` must be between `min_loss_scale` = 65536.0 and
-    `max_loss_scale` = None, got 256.0.
+    `AutoLossScale(initial_loss_scale=...)` must not be below `min_loss_scale` = 65536.0, got 256.0. Lower
+    `min_loss_scale`.
 jls.AutoLossScale().scale("x")
     `AutoLossScale.scale(tree=...)` must be a pytree of arrays, got 'x'.
 jls.AutoLossScale().unscale("x")
@@ -75,8 +75,8 @@ jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale
     fixed, use `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
-    `DynamicLossScale(initial_loss_scale=...)` must be between `min_loss_scale` = 1.0 and
-    `max_loss_scale` = 4.0, got 32768.0.
+    `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Lower
+    `initial_loss_scale`, or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
     `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit in int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
@@ -200,6 +200,9 @@ jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns
     `(loss, aux)`, pass only `loss`.
+TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
+    `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other
+    values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or `jnp.any`.
 TX.update(PARAMS, STATE, PARAMS, skip_if=1)

@@ -2,10 +2,15 @@
 
 import dataclasses
 import functools
+import pickle
 
 import chex
+import cloudpickle
+import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,10 +130,161 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             chex.assert_trees_all_equal(after, state.loss_scale.adjust(verdict.grads_finite))
 
 
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, STEPS)))
+
+
+@pytest.mark.slow
+@quick(max_examples=12)
+@runs
+def test_skipped_step_leaves_a_chain_of_transformations_unchanged(sequence, seed, exponent):
+    """The inner optimizer contains clipping, moments, weight decay and a schedule."""
+    for inputs, (params, state), ways in history("dynamic", CHAIN, sequence, seed, exponent):
+        verdict = verdict_of(KINDS["dynamic"], float(state.loss_scale()), inputs)
+        for after_params, after in ways:
+            chex.assert_trees_all_close((after_params, after), ways[0], rtol=2e-6)
+            chex.assert_tree_all_finite((after_params, after))
+            if not verdict.applied:
+                assert_same_bits((after_params, after.inner_state), (params, state.inner_state))
+
+
+@quick(max_examples=5)
+@runs
+def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
+    params, state = beginning("auto", MOMENTUM, exponent)
+    for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
+        grads, kwargs = arguments_of(inputs)
+        params, state = EAGER.update_and_apply(grads, state, params, **kwargs)
+        chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
+        assert_same_bits(params, ways[0][0])
+
+
+EAGER = jls.loss_scaled(MOMENTUM)
+
+
 # --- Scaling of pytrees ---
 
 
+def leaves_of(seed):
+    """Return one leaf of each dtype, whose magnitudes cover the range of the dtype."""
+    random = np.random.default_rng(seed)
+
+    def leaf(dtype, lowest, highest, size=4):
+        return jnp.asarray(random.normal(size=size) * 2.0 ** random.integers(lowest, highest, size=size), dtype)
+
+    return {
+        "float16": leaf(jnp.float16, -24, 15),
+        "bfloat16": leaf(jnp.bfloat16, -60, 60),
+        "float32": leaf(jnp.float32, -60, 60),
+        "complex64": jax.lax.complex(leaf(jnp.float32, -60, 60), leaf(jnp.float32, -60, 60)),
+        "empty": jnp.zeros((0, 3), jnp.float32),
+        "integers": jnp.arange(3),
+        "flags": jnp.array([True, False]),
+        "none": None,
+        "key": jax.random.key(0),
+    }
+
+
+@jax.jit
+def scaled_and_unscaled(loss_scale, tree):
+    scaled = loss_scale.scale(tree)
+    return scaled, loss_scale.unscale(scaled)
+
+
+@quick(max_examples=100)
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
+def test_unscale_inverts_scale_exactly(seed, exponent):
+    """The result is exact if the scaled leaf is a normal number of its dtype."""
+    tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
+    scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
+    for name in ("float16", "bfloat16", "float32", "complex64"):
+        before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
+        assert between.dtype == before.dtype
+        assert after.dtype == (before.dtype if name == "complex64" else np.float32)
+        wider = np.complex128 if name == "complex64" else np.float64
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(between, (before.astype(wider) * 2.0**exponent).astype(before.dtype))
+        finite = np.isfinite(between)
+        np.testing.assert_array_equal(after.astype(wider)[finite], before.astype(wider)[finite])
+        assert not np.isfinite(after[~finite]).any()
+    for name in ("integers", "flags", "empty"):
+        chex.assert_trees_all_equal(unscaled[name], tree[name])
+    assert unscaled["none"] is None
+
+
 # --- Serialization ---
+
+
+def dynamics():
+    """Return a strategy for `DynamicLossScale` with any configuration and any reachable state."""
+    counts, factors = st.integers(1, 2**31 - 1), st.floats(1.125, 2.0**20, width=32)
+
+    @st.composite
+    def draw(draw):
+        floor, start, ceiling = sorted(draw(st.tuples(*[st.floats(2.0**-126, 2.0**127, width=32)] * 3)))
+        hysteresis = draw(st.integers(1, 5))
+        loss_scale = jls.DynamicLossScale(
+            start,
+            draw(counts),
+            draw(factors),
+            backoff_factor=draw(st.none() | st.floats(2.0**-20, 0.875, width=32)),
+            min_loss_scale=floor,
+            max_loss_scale=draw(st.sampled_from([None, ceiling])),
+            hysteresis=hysteresis,
+            hysteresis_refill=draw(st.sampled_from(["growth", "finite"])),
+        )
+        return dataclasses.replace(
+            loss_scale,
+            current_loss_scale=draw(st.floats(2.0**-126, 2.0**127, width=32)),
+            num_good_steps=draw(st.integers(0, 2**31 - 1)),
+            hysteresis_left=draw(st.integers(0, hysteresis)) if hysteresis > 1 else None,
+        )
+
+    return draw()
+
+
+def autos():
+    """Return a strategy for `AutoLossScale` with any state."""
+    numbers = st.floats(-60, 60, width=32)
+
+    @st.composite
+    def draw(draw):
+        loss_scale = jls.AutoLossScale(
+            max_loss_scale=draw(st.sampled_from([None, 2.0**20])), log2_headroom=draw(st.floats(0, 8))
+        )
+        return dataclasses.replace(
+            loss_scale,
+            current_loss_scale=2.0 ** draw(st.integers(-126, 127)),
+            log2_peak=draw(st.just(-127.0) | numbers),
+            log2_margin=draw(st.floats(0, 60, width=32)),
+            log2_allowance=draw(st.floats(-8, 8, width=32)),
+        )
+
+    return draw()
+
+
+def fixed():
+    return st.builds(jls.FixedLossScale, st.floats(1, 2.0**127, width=32), st.booleans())
+
+
+any_loss_scale = dynamics() | autos() | fixed() | st.just(jls.NoOpLossScale())
+TRIPS = {
+    "pickle": lambda loss_scale, _: pickle.loads(pickle.dumps(loss_scale)),
+    "cloudpickle": lambda loss_scale, _: cloudpickle.loads(cloudpickle.dumps(loss_scale)),
+    "flax": lambda loss_scale, fresh: flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(loss_scale)),
+    "tree": lambda loss_scale, _: jax.tree.unflatten(jax.tree.structure(loss_scale), jax.tree.leaves(loss_scale)),
+}
+
+
+@quick(max_examples=150)
+@given(loss_scale=any_loss_scale)
+def test_serialization_preserves_configuration_and_state(loss_scale):
+    fresh = jls.get(jls.serialize(loss_scale))
+    assert jls.serialize(fresh) == jls.serialize(loss_scale)
+    for trip, through in TRIPS.items():
+        restored = through(loss_scale, fresh)
+        assert restored == loss_scale, trip
+        assert_same_bits(list(jax.tree.leaves(restored)), list(jax.tree.leaves(loss_scale)))
+        assert jls.serialize(restored) == jls.serialize(loss_scale)
 
 
 def test_events_skip_the_expected_steps():

@@ -89,6 +89,31 @@ def test_get_finds_a_subclass_of_a_user_defined_class():
     assert (type(rebuilt), float(rebuilt())) == (BelowHalvingLossScale, 16)
 
 
+@dataclasses.dataclass(frozen=True)
+class UnregisteredLossScale(jls.LossScale):
+    scale_value: float = 8.0
+
+    def __call__(self):
+        return jnp.float32(self.scale_value)
+
+    def adjust(self, grads_finite):
+        return self
+
+    def get_config(self):
+        return {"scale_value": self.scale_value}
+
+
+class UnregisteredBelowOurs(jls.DynamicLossScale):
+    pass
+
+
+@pytest.mark.parametrize("kind", [UnregisteredLossScale, UnregisteredBelowOurs])
+def test_get_rejects_classes_that_are_not_registered_as_pytrees(kind):
+    for identifier in (kind(), {"class_name": kind.__name__, "config": {}}):
+        with pytest.raises(ValueError, match=f"{kind.__name__}` is not registered as a pytree"):
+            jls.get(identifier)
+
+
 @each_kind
 def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     moved = make().adjust(False)
@@ -96,6 +121,12 @@ def test_serialize_and_get_round_trip_through_json_without_the_state(make):
     assert type(rebuilt) is type(moved)
     assert rebuilt == make()
     assert through_config(moved) == make()
+
+
+@pytest.mark.parametrize("value", [8, "dynamic", None, Dynamic], ids=repr)
+def test_serialize_rejects_other_types(value):
+    with pytest.raises(ValueError, match="LossScale"):
+        jls.serialize(value)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +145,26 @@ def test_loss_scale_for_returns_the_recommended_class(dtype, kind):
     assert jls.loss_scale_for(dtype) == kind()
 
 
+@pytest.mark.parametrize(
+    "dtype", [None, jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn, "half-precision", 16], ids=str
+)
+def test_loss_scale_for_rejects_other_dtypes(dtype):
+    with pytest.raises(ValueError, match="loss_scale_for"):
+        jls.loss_scale_for(dtype)
+
+
 OWN_KINDS = [kind for kind in vars(jls).values() if isinstance(kind, type) and issubclass(kind, jls.LossScale)]
 OWN_KINDS.remove(jls.LossScale)
+
+
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_user_class_cannot_replace_a_builtin_class_of_the_same_name(kind):
+    impostor = type(kind.__name__, (HalvingLossScale,), {})
+    jax.tree_util.register_dataclass(impostor, data_fields=["num_overflows"], meta_fields=["initial"])
+    ours = kind(8) if kind is not jls.NoOpLossScale else kind()
+    assert type(jls.get(jls.serialize(ours))) is kind
+    with pytest.raises(ValueError, match="Rename the class"):
+        jls.serialize(impostor(8.0))
 
 
 def test_get_instantiates_the_class_that_was_defined_last():
@@ -128,10 +177,3 @@ def test_get_instantiates_the_class_that_was_defined_last():
     define(jls.LossScale, 1.0)
     assert jls.get(jls.serialize(define(jls.NoOpLossScale, 2.0)()))() == 2.0
     assert jls.get(jls.serialize(define(jls.LossScale, 3.0)()))() == 3.0
-
-
-@pytest.mark.parametrize("kind", OWN_KINDS)
-def test_user_class_cannot_replace_a_builtin_class_of_the_same_name(kind):
-    type(kind.__name__, (HalvingLossScale,), {})
-    ours = kind(8) if kind is not jls.NoOpLossScale else kind()
-    assert type(jls.get(jls.serialize(ours))) is kind

@@ -190,7 +190,7 @@ def test_half_precision_parameters_are_named(dtype, fraction):
     assert report.verdict.startswith(f"With float32 parameters, training in {jnp.dtype(dtype)} will work. ")
     assert f"in {jnp.dtype(dtype)}: `params['kernel']`. Updates that are smaller than {fraction} of a" in report.verdict
     assert ("`optax.adam` without `jls.loss_scaled` divides by zero" in report.verdict) == (dtype == half)
-    assert report.verdict.endswith("Alternatively, wrap the optimizer in `jls.master_weights`.")
+    assert report.verdict.endswith("in `fun`, for example with `jls.autocast`.")
     in_float32 = jls.cast_floating(params, jnp.float32)
     report = compare_gradients(loss, in_float32, draw(16, 8, seed=2), dtype=dtype, loss_scales=[1.0])
     assert report.verdict == f"Training in {jnp.dtype(dtype)} will work. No loss scale is needed."
