@@ -75,9 +75,9 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, but not on
-        all devices in the order of `jax.make_mesh`, and if neither `jax.set_mesh` nor the parameters that are passed to
-        ``mp.optimizer.init`` determine these devices.
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, and if
+        neither `jax.set_mesh` nor the parameters that are passed to ``mp.optimizer.init`` determine these devices. It
+        is not needed if the arguments of the step are on all devices, in the order of `jax.make_mesh`.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
