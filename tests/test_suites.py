@@ -27,6 +27,10 @@ def broken(fun, *args, **options):
             raise ValueError("planted")
         if fun.__name__ == "dtype":
             return result.astype(jnp.float16)
+        if fun.__name__ == "excess" and options:
+            x = jnp.sin(args[0]).astype(jnp.bfloat16)
+            unrounded = (x @ x.T).astype(jnp.float32)  # By default, XLA does not round the result of this matmul.
+            return result + 100 * (unrounded - jax.lax.reduce_precision(unrounded, 8, 7))
         return result * 1.1 if fun.__name__ == "number" else result
 
     return wrapped
@@ -60,6 +64,14 @@ def test_number():
     assert number(x)[0, 0] == 5
 
 
+def test_excess():
+    @jax.jit
+    def excess(x):
+        return x @ jnp.sin(x).T
+
+    excess(x)
+
+
 def test_right():
     @jax.grad
     def right(x):
@@ -90,7 +102,7 @@ def test_that_counts_traces():
 """
 
 
-PROGRAMS = ["crash", "dtype", "number", "right", "that_counts_traces", "that_fails_without_autocast"]
+PROGRAMS = ["crash", "dtype", "excess", "number", "right", "that_counts_traces", "that_fails_without_autocast"]
 
 
 @pytest.mark.ci
@@ -105,7 +117,7 @@ def test_planted_bugs_are_found(tmp_path, monkeypatch):
     found = sorted((kind, line.partition("::")[2].strip("]")) for kind, line in suites.differences_in(records))
     planted = {
         **{"assertion": ["test_number"], "crash": ["test_crash"], "exact": ["test_dtype", "test_number"]},
-        **{"numbers": ["test_number"], "trace": ["test_dtype"]},
+        **{"jit": ["test_excess"], "numbers": ["test_number"], "trace": ["test_dtype"]},
     }
     assert found == [(kind, test) for kind, tests in planted.items() for test in tests]
     assert "ValueError: planted" in output
