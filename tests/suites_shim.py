@@ -249,11 +249,12 @@ class Comparison:
 
     def run(self):
         """Run all checks."""
-        halves = {"float16": self.trace("trace", self.plain, is_differentiated=False)}
-        plain, has_gradient = self.plain, False
+        halves, plain, has_gradient = {}, self.plain, False
         # Some programs are not differentiable even without `autocast`.
         with contextlib.suppress(Exception):
             plain, has_gradient = self.traced(lambda fun: fun, is_differentiated=True), True
+        if STATE.is_exact or not has_gradient:
+            halves["float16"] = self.trace("trace", self.plain, is_differentiated=False)
         if has_gradient:
             halves["float16"] = self.trace("trace of the gradient", plain, is_differentiated=True)
         are_known = not any(isinstance(x, (jax.ShapeDtypeStruct, jax.Ref)) for x in plain.inputs)
@@ -269,20 +270,23 @@ class Comparison:
             changed = {dtype: plain([_changed(x, unit) for x in plain.inputs]) for dtype, (_, unit) in HALF.items()}
         except Exception:
             return
-        exact = self.tried("exact", lambda: self.traced(in_float32, has_gradient)(plain.inputs))
-        if exact is not None:
-            self.compare_all("exact", expected, changed["float16"], exact, has_gradient, 1e-4, 2**-8)
+        if STATE.is_exact:
+            exact = self.tried("exact", lambda: self.traced(in_float32, has_gradient)(plain.inputs))
+            if exact is not None:
+                self.compare_all("exact", expected, changed["float16"], exact, has_gradient, 1e-4, 2**-8)
         for dtype, half in halves.items():
             self.compare_numbers(dtype, half, expected, changed[dtype], has_gradient)
-        if "differs" in (self.outcomes.get("exact"), self.outcomes.get("exact of the gradient")):
+        differing = [name for name, outcome in self.outcomes.items() if outcome == "differs" and name in self.errors]
+        if differing:
             jitted = self.traced(in_jit, has_gradient)(plain.inputs)
             self.compare_all("with jit", expected, changed["float16"], jitted, has_gradient, 1e-2)
             for name in ("with jit", "with jit of the gradient"):
                 if self.outcomes.pop(name, "") == "differs":
                     for check in ("exact", *(f"numbers in {dtype}" for dtype in HALF)):
                         self.outcomes[name.replace("with jit", check)] = "as with jit"
-        for name in [name for name, outcome in self.outcomes.items() if outcome == "differs" and name in self.errors]:
-            self.explain_rounding(name)
+        for name in differing:
+            if self.outcomes[name] == "differs":
+                self.explain_rounding(name)
 
     def compare_numbers(self, dtype, half, expected, changed, has_gradient):
         """Compare the results in half precision, with the default options of XLA and without excess precision."""
@@ -420,7 +424,7 @@ class State:
     def __init__(self):
         given = json.loads(os.environ["SUITES"])
         self.file, self.fraction, self.seed = Path(given["file"]), given["fraction"], given["seed"]
-        self.seconds, self.returns_exact, self.verbose = given["seconds"], given["returns_exact"], given["verbose"]
+        self.seconds, self.is_exact, self.verbose = given["seconds"], given["is_exact"], given["verbose"]
         self.tests = self.deadline = 0
         self.random, self.test, self.is_busy = random.Random(self.seed), "", False
         lines = self.file.read_text().splitlines() if self.file.exists() else []
@@ -500,12 +504,12 @@ def checked(kind, program, args, kwargs, is_returned):
     exact = None
     try:
         comparison.run()
-        if comparison.outcomes["trace"] == "as with jit":
+        if "as with jit" in (comparison.outcomes.get("trace"), comparison.outcomes.get("trace of the gradient")):
             # Equinox functions detect whether they are differentiated, so `autocast` must be applied outside.
             comparison = Comparison(kind, functools.partial(_outside, program(lambda fun: fun)), args, kwargs)
             comparison.run()
             is_returned = False
-        if STATE.returns_exact and is_returned and comparison.is_sampled:
+        if STATE.is_exact and is_returned and comparison.is_sampled:
             exact = comparison.tried("exact, as called", lambda: program(in_float32)(*args, **kwargs))
             comparison.outcomes.setdefault("exact, as called", "same")
     except Exception:
