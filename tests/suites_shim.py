@@ -32,7 +32,7 @@ import jax.test_util
 import numpy as np
 import pytest
 from jax import lax
-from jax._src import core, public_test_util
+from jax._src import core, debugging, public_test_util
 from jax._src import test_util as jax_test_util
 
 import jax_lossscale as jls
@@ -258,8 +258,9 @@ class Comparison:
         if has_gradient:
             halves["float16"] = self.trace("trace of the gradient", plain, is_differentiated=True)
         are_known = not any(isinstance(x, (jax.ShapeDtypeStruct, jax.Ref)) for x in plain.inputs)
-        # Programs with effects are not executed, because an effect can change the inputs of the next execution.
-        if not are_known or plain.jaxpr.effects or len(self.text) > LARGEST or not self.is_sampled:
+        # Programs with other effects are not executed, because these can change the inputs of the next execution.
+        has_effects = not all(isinstance(effect, debugging.DebugEffect) for effect in plain.jaxpr.effects)
+        if not are_known or has_effects or len(self.text) > LARGEST or not self.is_sampled:
             return
         suffix = " of the gradient" if has_gradient else ""
         halves["bfloat16"] = self.trace(f"trace in bfloat16{suffix}", plain, has_gradient, dtype=jnp.bfloat16)
