@@ -67,6 +67,7 @@ def test_number():
 def test_excess():
     @jax.jit
     def excess(x):
+        jax.debug.callback(lambda: None)
         return x @ jnp.sin(x).T
 
     excess(x)
@@ -123,3 +124,6 @@ def test_planted_bugs_are_found(tmp_path, monkeypatch):
     assert "ValueError: planted" in output
     programs = [record["test"].partition("::test_")[2] for record in records if "program" in record]
     assert sorted(set(programs)) == PROGRAMS
+    values = ["numbers in float16", "numbers in bfloat16"]
+    compared = [record["test"] for record in records if {*values} <= record.get("outcomes", {}).keys()]
+    assert sorted({test.partition("::test_")[2] for test in compared}) == PROGRAMS[1:]
