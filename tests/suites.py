@@ -49,8 +49,8 @@ HEAD = """# Test suites of other projects under autocast
 
 `python tests/suites.py` runs the tests of other projects, and executes every program under `autocast` as well. With
 `--save`, it writes this page. The docstring of `tests/suites.py` describes the checks. The columns "values" and
-"gradients" count the programs whose values or gradients were compared with those of the original program, once with
-the plan executed in float32 and once in float16.
+"gradients" count the programs whose values or gradients were compared with those of the original program in float16 and
+in bfloat16. The column "in float32" counts the programs whose plan was also executed in float32.
 """
 # For each project, the name of its distribution and the patterns of its test files.
 PROJECTS = {
@@ -216,7 +216,7 @@ def differences_in(records):
 
 
 MINUTES = 4  # Each process runs for about this number of minutes.
-COUNTED = ("tests", "programs", "values", "gradients")
+COUNTED = ("tests", "programs", "values", "gradients", "in float32")
 OUTCOMES = ("as with jit", "sensitive", "rounding", "overflow")
 KINDS = ("crash", "trace", "exact", "assertion", "numbers", "jit", "shim")
 
@@ -234,6 +234,7 @@ def report(results, save):
         for record in records:
             outcomes = record.get("outcomes", {})
             counts["programs"] += bool(outcomes)
+            counts["in float32"] += "exact" in outcomes
             for name, suffix in (("values", ""), ("gradients", " of the gradient")):
                 counts[name] += all(f"numbers in {dtype}{suffix}" in outcomes for dtype in ("float16", "bfloat16"))
             for outcome in OUTCOMES:
