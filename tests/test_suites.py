@@ -27,6 +27,10 @@ def broken(fun, *args, **options):
             raise ValueError("planted")
         if fun.__name__ == "dtype":
             return result.astype(jnp.float16)
+        if fun.__name__ == "excess" and options:
+            x = jnp.sin(args[0]).astype(jnp.bfloat16)
+            unrounded = (x @ x.T).astype(jnp.float32)  # By default, XLA does not round the result of this matmul.
+            return result + 100 * (unrounded - jax.lax.reduce_precision(unrounded, 8, 7))
         return result * 1.1 if fun.__name__ == "number" else result
 
     return wrapped
@@ -60,6 +64,15 @@ def test_number():
     assert number(x)[0, 0] == 5
 
 
+def test_excess():
+    @jax.jit
+    def excess(x):
+        jax.debug.callback(lambda: None)
+        return x @ jnp.sin(x).T
+
+    excess(x)
+
+
 def test_right():
     @jax.grad
     def right(x):
@@ -90,7 +103,7 @@ def test_that_counts_traces():
 """
 
 
-PROGRAMS = ["crash", "dtype", "number", "right", "that_counts_traces", "that_fails_without_autocast"]
+PROGRAMS = ["crash", "dtype", "excess", "number", "right", "that_counts_traces", "that_fails_without_autocast"]
 
 
 @pytest.mark.ci
@@ -102,9 +115,12 @@ def test_planted_bugs_are_found(tmp_path):
     found = sorted((kind, line.partition("::")[2].strip("]")) for kind, line in suites.differences_in(records))
     planted = {
         **{"assertion": ["test_number"], "crash": ["test_crash"], "exact": ["test_dtype", "test_number"]},
-        **{"numbers": ["test_number"], "trace": ["test_dtype"]},
+        **{"jit": ["test_excess"], "numbers": ["test_number"], "trace": ["test_dtype"]},
     }
     assert found == [(kind, test) for kind, tests in planted.items() for test in tests]
     assert "ValueError: planted" in output
     programs = [record["test"].partition("::test_")[2] for record in records if "program" in record]
     assert sorted(set(programs)) == PROGRAMS
+    values = ["numbers in float16", "numbers in bfloat16"]
+    compared = [record["test"] for record in records if {*values} <= record.get("outcomes", {}).keys()]
+    assert sorted({test.partition("::test_")[2] for test in compared}) == PROGRAMS[1:]

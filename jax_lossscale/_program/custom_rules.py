@@ -158,9 +158,11 @@ class _Linearized:
             function = _as_function(eqn, primals, perturbed)
 
             def recorded(*values: Any) -> Any:
-                return function(*record(*values))
+                results = function(*record(*values))
+                return [*results, _with_zero_cotangents(*results)]
 
-            return jax.linearize(recorded, *(primals[n] for n in perturbed))
+            results, linear = jax.linearize(recorded, *(primals[n] for n in perturbed))
+            return results[:-1], linear
 
         jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
         self.jaxpr = with_remat2(jaxpr)
@@ -182,22 +184,38 @@ class _Linearized:
           The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of operands
           at all other positions are symbolic zeros.
         """
-        tangent_types = [self._types[n].to_tangent_aval() for n in self._perturbed]
+        types = [self._types[n].to_tangent_aval() for n in self._perturbed]
+        # `jax.linear_transpose` does not support extended dtypes.
+        inputs = [t if jnp.issubdtype(t.dtype, jnp.inexact) else t.update(dtype=jnp.dtype(jnp.float32)) for t in types]
 
         def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             linear = jax.tree.unflatten(self._structure, residuals)
 
             def of_nonzero(*tangents: Any) -> list[Any]:
-                outputs = linear(*tangents)
-                return [outputs[n] for n in nonzero]
+                tangents = tuple(as_dtype(x, t.dtype) for x, t in zip(tangents, types, strict=True))
+                *outputs, of_zero_cotangents = linear(*tangents)
+                return [outputs[n] for n in nonzero] or [of_zero_cotangents]
 
             self._are_zeros[:] = [True] * len(self._perturbed)
-            found = jax.linear_transpose(of_nonzero, *tangent_types)(cotangents)
+            found = jax.linear_transpose(of_nonzero, *inputs)(cotangents or [jnp.float32(0)])
             return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
 
         cotangent_types = [self._cotangent_types[n] for n in nonzero]
         jaxpr = with_remat2(jax.make_jaxpr(transpose)(self._residual_types, cotangent_types))
         return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
+
+
+@jax.custom_vjp
+def _with_zero_cotangents(*_: Any) -> Any:
+    """Return 0, whose backward pass returns symbolic zeros as the cotangents of all arguments.
+
+    Without nonzero cotangents, this result is differentiated, because JAX applies the custom rule even in this case.
+    The cotangents that the rule returns may be nonzero.
+    """
+    return jnp.float32(0)
+
+
+_with_zero_cotangents.defvjp(lambda *values: (jnp.float32(0), (None,) * len(values)), lambda zeros, _: zeros)
 
 
 def _recorder_of_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:

@@ -94,9 +94,9 @@ CHEAP = _names(
 )
 
 # Operations whose operands must not be rounded, because rounding a nearly singular matrix can change the result
-# significantly.
+# significantly. `linear_solve` is a primitive of lineax.
 LINEAR_ALGEBRA = _names(
-    "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu "
+    "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product linear_solve lu "
     "lu_pivots_to_permutation ormqr qr schur svd sylvester symmetric_product triangular_solve tridiagonal "
     "tridiagonal_solve"
 )

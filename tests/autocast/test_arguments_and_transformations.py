@@ -498,6 +498,19 @@ def test_custom_vjp_receives_symbolic_zeros(around):
     assert found_zeros == expected_zeros == {(False, True), (True, False, True)}
 
 
+def test_backward_rule_is_applied_if_all_cotangents_are_zero():
+    """The rule of `updated` returns the next value of `scale` in place of a gradient, as in fp8 training."""
+    updated = jax.custom_vjp(lambda x, scale: x * scale)
+    updated.defvjp(lambda x, scale: (x * scale, scale), lambda scale, _: (None, scale + 1))
+    added = jax.custom_vjp(lambda x, y: x + y)
+    added.defvjp(lambda x, y: (x + y, None), lambda _, g: (g, None))
+
+    def loss(scale, w):
+        return jnp.sum(added(X @ w, updated(X, scale) @ W))
+
+    assert jax.grad(loss)(jnp.float32(2), W) == jax.grad(jls.autocast(loss))(jnp.float32(2), W) == 3
+
+
 @pytest.mark.parametrize("around", [jax.checkpoint, lambda function: function], ids=["checkpoint", "nothing"])
 def test_custom_jvp_rule_may_return_symbolic_zeros(around):
     """Equinox returns symbolic zeros for `None`. Operations that depend only on such results are not differentiated."""

@@ -1,6 +1,7 @@
 """The matmuls that stay in float32, and the reason that a report gives for each of them."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,6 +101,8 @@ def convolved(channels, groups, window, w):
     )
 
 
+SOLVE_OF_LINEAX = jax.extend.core.Primitive("linear_solve")
+SOLVE_OF_LINEAX.def_abstract_eval(lambda matrix: matrix)
 MARKED = "marked with the precision"
 FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
@@ -220,6 +223,7 @@ SITUATIONS = {
         lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]),
         FACTORED,
     ),
+    "lineax": (lambda w, x: SOLVE_OF_LINEAX.bind(jax.lax.stop_gradient(gram(w))), FACTORED),
     "matmul with a factor": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY + 0 * w), ""),
     "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),

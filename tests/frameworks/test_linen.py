@@ -16,6 +16,7 @@ flax = pytest.importorskip("flax")
 
 from flax import linen as nn  # noqa: E402
 from flax import serialization  # noqa: E402
+from flax.linen import fp8_ops  # noqa: E402
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT  # noqa: E402
 from flax.training import checkpoints, train_state  # noqa: E402
 from float32_programs import assert_like_float32  # noqa: E402
@@ -126,6 +127,34 @@ def test_float8_statistics_are_restored_if_the_step_is_skipped():
         after = state.apply_gradients(grads={"params": {"x": factor * GRADS["x"]}, name: {"amax": jnp.full(2, 7.0)}})
         np.testing.assert_array_equal(after.params["params"]["x"], x)
         np.testing.assert_array_equal(after.params[name]["amax"], amax)
+
+
+def test_float8_statistics_under_autocast():
+    """The backward rules of this layer return statistics even if all their cotangents are zero."""
+    model, x = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp), jnp.linspace(-1, 2, 32).reshape(4, 8)
+    params = model.init(jax.random.key(0), x)
+
+    def loss(params):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    expected, found = (jax.grad(fun)(params)[OVERWRITE_WITH_GRADIENT] for fun in (loss, jls.autocast(loss)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), found, expected)
+
+
+def test_float8_statistics_that_several_layers_share():
+    """Flax adds up these statistics with the maximum, for which it defines an extended dtype."""
+
+    def loss(statistics, x):
+        scale, history = (jax.lax.convert_element_type(each, fp8_ops.fm32) for each in statistics)
+
+        def layer(x, _):
+            return 2 * fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history), None
+
+        return jnp.sum(jax.lax.scan(layer, x @ x, None, length=3)[0])
+
+    given = (jnp.ones(1), jnp.zeros(3)), jnp.eye(2)
+    for expected, found in zip(jax.grad(loss)(*given), jax.grad(jls.autocast(loss))(*given), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_train_state_rejects_an_optimizer_without_a_loss_scale():
