@@ -76,6 +76,12 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
+def rounded(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an array that is rounded to ``dtype`` and cast back to its own dtype."""
+    # Without the barrier, XLA may remove both casts.
+    return lax.optimization_barrier(numbers.astype(dtype)).astype(numbers.dtype)
+
+
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:
     """Return the largest magnitude in each array of ``largest`` and the sum of each array of ``sums``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -285,76 +284,68 @@ def suggest_loss_scale(
     return _suggestion(counts, log2_scale, [_counted(leaf, dtype, log2_scale) for leaf in leaves])
 
 
-class _Counts(NamedTuple):
-    """The bits of the largest finite number in a leaf, and numbers of elements.
-
-    The numbers of elements that are finite and not zero, are zero, become zero, and become subnormal are counted.
-    """
-
-    largest: jax.Array
-    numbers: jax.Array  # finite nonzero numbers
-    zeros: jax.Array
-    become_zero: jax.Array
-    become_subnormal: jax.Array
-
-
 @partial(jax.jit, static_argnums=1)
-def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
-    """Count the elements that become zero or subnormal in ``dtype`` at a loss scale of ``2**log2_scale``."""
+def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> tuple[jax.Array, jax.Array]:
+    """Return the largest finite magnitude as its float32 bits, and the numbers of finite elements: ``uint32[4]``.
+
+    The elements that are already zero, become zero, become subnormal, and do neither in ``dtype`` at a loss scale of
+    ``2**log2_scale`` are counted separately.
+    """
     numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)
     # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it does not count as
     # subnormal.
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
     zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, floating))[log2_scale] for limit in at_scale_1)
-    is_finite, is_zero = numbers < bits.bits_of(math.inf, floating), numbers == 0
-    flags = (is_finite & ~is_zero, is_zero, ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal))
-    return _Counts(*bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
+    is_zero, is_finite = numbers == 0, numbers < bits.bits_of(math.inf, floating)
+    becomes_zero, becomes_subnormal = ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal)
+    flags = (is_zero, becomes_zero, becomes_subnormal, (numbers > subnormal) & is_finite)
+    largest, *counts = bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags)
+    return bits.as_float32_bits(largest), jnp.stack(counts)
 
 
-@jax.jit
-def _underflow(counts: list[_Counts]) -> Underflow:
-    total = _total(counts)
-    return Underflow(
-        zero=_share(total.become_zero, total.numbers),
-        subnormal=_share(total.become_subnormal, total.numbers),
-        already_zero=_share(total.zeros, total.zeros + total.numbers),
-    )
+def _total(counted: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Combine the results of `_counted` for all leaves.
 
-
-@jax.jit
-def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Counts]) -> LossScaleSuggestion:
-    total = _total(counts)
-    return LossScaleSuggestion(
-        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(total.become_zero - _total(at_scale).become_zero, total.numbers),
-        largest=jax.lax.bitcast_convert_type(total.largest, jnp.float32),
-        already_zero=_share(total.zeros, total.zeros + total.numbers),
-    )
-
-
-def _total(counts: list[_Counts]) -> _Counts:
-    """Return the counts, each summed over all leaves, and the float32 bits of the largest number in any leaf."""
-    largest = [bits.as_float32_bits(one.largest) for one in counts]
-    _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
+    The counts are added as ``float32[4]``, because their sum may exceed the range of ``uint32``.
+    """
+    largest, counts = zip((jnp.uint32(0), jnp.zeros(4, jnp.uint32)), *counted, strict=True)
     # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
     # leaf, and the size of the program would be quadratic in the number of leaves.
-    return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
+    return jnp.sort(jnp.stack(largest))[-1], jnp.stack(counts).astype(jnp.float32).sum(axis=0)
 
 
-def _sum(counts: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of the counts as float32, because the sum may exceed the range of ``uint32``."""
-    return jnp.stack([jnp.uint32(0), *counts]).astype(jnp.float32).sum()
-
-
-def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return ``part / whole``, or 0 if ``whole`` is 0: ``float32[]``."""
-    return part / jnp.maximum(whole, 1)
+@jax.jit
+def _underflow(counted: list[tuple[jax.Array, jax.Array]]) -> Underflow:
+    _, counts = _total(counted)
+    return Underflow(
+        zero=_share(counts[1], counts[1:]),
+        subnormal=_share(counts[2], counts[1:]),
+        already_zero=_share(counts[0], counts),
+    )
 
 
 @partial(jax.jit, static_argnums=1)
-def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
+def _log2_suggested(counted: list[tuple[jax.Array, jax.Array]], top: float) -> jax.Array:
     """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
-    total = _total(counts)
-    room = (total.largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
-    return jnp.where(total.numbers > 0, jnp.maximum(room, 0), 0)
+    largest, counts = _total(counted)
+    room = (largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
+    return jnp.where(counts[1:].sum() > 0, jnp.maximum(room, 0), 0)
+
+
+@jax.jit
+def _suggestion(
+    counted: list[tuple[jax.Array, jax.Array]], log2_scale: jax.Array, at_scale: list[tuple[jax.Array, jax.Array]]
+) -> LossScaleSuggestion:
+    (largest, counts), (_, counts_at_scale) = _total(counted), _total(at_scale)
+    return LossScaleSuggestion(
+        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
+        rescued=_share(counts[1] - counts_at_scale[1], counts[1:]),
+        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
+        already_zero=_share(counts[0], counts),
+    )
+
+
+def _share(part: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return ``part / sum(counts)``, or 0 if all counts are 0: ``float32[]``."""
+    return part / jnp.maximum(counts.sum(), 1)

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._precision_probes import FLOAT32
 from jax_lossscale.diagnostics._precision_rules import rules_for
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
-from jax_lossscale.diagnostics._report import Report, Rows, off, percent, power_of_two, progress_bar
+from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 
 # The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
 _TOLERANCE = 0.01
@@ -56,19 +56,12 @@ class PrecisionReport(Report[PrecisionRule]):
         before, after = (percent(error) if error < 1 else "over 100%" for error in self.errors)
         return f"Error compared with float32: {before} -> {after}.\n{self.policy}"
 
-    def _rows(self) -> Rows:
-        return ()
-
-    def _notes(self) -> list[str]:
+    def _notes(self) -> Sequence[str]:
         if self.loss_scale is None:
-            return []
-        note = f"Tested at a loss scale of {power_of_two(self.loss_scale)}."
-        if self.loss_scale >= 1:
-            return [note]
-        return [
-            note,
-            'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.',
-        ]
+            return ()
+        tested = f"Tested at a loss scale of {power_of_two(self.loss_scale)}."
+        fix = 'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.'
+        return (tested, fix) if self.loss_scale < 1 else (tested,)
 
 
 def find_precision(
