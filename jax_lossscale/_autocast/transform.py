@@ -244,6 +244,6 @@ def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):
         raise ValueError(
-            f"`{name}` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got {policy!r}."
+            f"`{name}` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got {shown(policy)}."
         )
     return policy

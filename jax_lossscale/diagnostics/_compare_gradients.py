@@ -175,8 +175,8 @@ def compare_gradients(
         small. A power of two is skipped if the errors at a smaller and at a larger power of two are equal or below 1%.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
-      progress: whether to show a progress bar, which needs tqdm. By default, the bar is shown in terminals and
-        notebooks after five seconds if tqdm is installed. If ``progress`` is a function, such as
+      progress: whether to show a progress bar, which needs tqdm (the extra ``progress``). By default, the bar is shown
+        in terminals and notebooks after five seconds if tqdm is installed. If ``progress`` is a function, such as
         ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
         `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.
@@ -185,6 +185,7 @@ def compare_gradients(
       A `GradientComparison`.
 
     Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
       ValueError: if ``dtype`` is not a real floating dtype, if ``loss_scales`` is empty or contains anything other than
         positive finite numbers, if there are no gradients, or if the function is called inside `jax.jit` or another
         transformation.

@@ -285,8 +285,8 @@ def suggest_loss_scale(
 
 
 @partial(jax.jit, static_argnums=1)
-def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> tuple[jax.Array, jax.Array]:
-    """Return the largest finite magnitude as its float32 bits, and the numbers of finite elements: ``uint32[4]``.
+def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
+    """Return the largest finite magnitude as its float32 bits, and four numbers of finite elements, as ``uint32[]``.
 
     The elements that are already zero, become zero, become subnormal, and do neither in ``dtype`` at a loss scale of
     ``2**log2_scale`` are counted separately.
@@ -301,22 +301,22 @@ def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> tu
     becomes_zero, becomes_subnormal = ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal)
     flags = (is_zero, becomes_zero, becomes_subnormal, (numbers > subnormal) & is_finite)
     largest, *counts = bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags)
-    return bits.as_float32_bits(largest), jnp.stack(counts)
+    return [bits.as_float32_bits(largest), *counts]
 
 
-def _total(counted: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Combine the results of `_counted` for all leaves.
+def _total(counted: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Return the largest magnitude of all leaves, and the sums of the four numbers, as ``float32[4]``.
 
-    The counts are added as ``float32[4]``, because their sum may exceed the range of ``uint32``.
+    The sums are floats because they may exceed the range of ``uint32``.
     """
-    largest, counts = zip((jnp.uint32(0), jnp.zeros(4, jnp.uint32)), *counted, strict=True)
+    largest, *counts = map(jnp.stack, zip([jnp.uint32(0)] * 5, *counted, strict=True))
     # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
     # leaf, and the size of the program would be quadratic in the number of leaves.
-    return jnp.sort(jnp.stack(largest))[-1], jnp.stack(counts).astype(jnp.float32).sum(axis=0)
+    return jnp.sort(largest)[-1], jnp.stack([count.astype(jnp.float32).sum() for count in counts])
 
 
 @jax.jit
-def _underflow(counted: list[tuple[jax.Array, jax.Array]]) -> Underflow:
+def _underflow(counted: list[list[jax.Array]]) -> Underflow:
     _, counts = _total(counted)
     return Underflow(
         zero=_share(counts[1], counts[1:]),
@@ -326,7 +326,7 @@ def _underflow(counted: list[tuple[jax.Array, jax.Array]]) -> Underflow:
 
 
 @partial(jax.jit, static_argnums=1)
-def _log2_suggested(counted: list[tuple[jax.Array, jax.Array]], top: float) -> jax.Array:
+def _log2_suggested(counted: list[list[jax.Array]], top: float) -> jax.Array:
     """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
     largest, counts = _total(counted)
     room = (largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
@@ -335,12 +335,13 @@ def _log2_suggested(counted: list[tuple[jax.Array, jax.Array]], top: float) -> j
 
 @jax.jit
 def _suggestion(
-    counted: list[tuple[jax.Array, jax.Array]], log2_scale: jax.Array, at_scale: list[tuple[jax.Array, jax.Array]]
+    counted: list[list[jax.Array]], log2_scale: jax.Array, at_scale: list[list[jax.Array]]
 ) -> LossScaleSuggestion:
-    (largest, counts), (_, counts_at_scale) = _total(counted), _total(at_scale)
+    largest, counts = _total(counted)
+    lost_at_scale = jnp.stack([jnp.uint32(0), *(become_zero for _, _, become_zero, *_ in at_scale)])
     return LossScaleSuggestion(
         loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(counts[1] - counts_at_scale[1], counts[1:]),
+        rescued=_share(counts[1] - lost_at_scale.astype(jnp.float32).sum(), counts[1:]),
         largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
         already_zero=_share(counts[0], counts),
     )

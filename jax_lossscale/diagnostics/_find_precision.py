@@ -95,7 +95,8 @@ def find_precision(
         notes below describe exceptions for small leaves.
       batches: additional batches for which the policy must meet the tolerance. Each batch replaces the last element of
         ``args`` and must have the same structure, shapes and dtypes.
-      progress: whether to show a progress bar, as in `compare_gradients`.
+      progress: whether to show a progress bar, or a function that wraps the sequence of evaluations, as in
+        `compare_gradients`.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand with `functools.partial`.
 

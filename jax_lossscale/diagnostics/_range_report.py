@@ -257,7 +257,8 @@ def range_report(
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
         the initial scale that `compare_gradients` would recommend. Computing it requires 2 float32 gradients and 3 to
         15 half-precision gradients.
-      progress: whether to show a progress bar, as in `compare_gradients`.
+      progress: whether to show a progress bar, or a function that wraps the sequence of operations, as in
+        `compare_gradients`.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
 
@@ -265,6 +266,7 @@ def range_report(
       A `RangeReport`, with the worst operation first.
 
     Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
       ValueError: if ``dtype`` is not a real floating dtype; if ``loss_scale`` is not a loss scale, or not positive and
         finite; if the function is called inside `jax.jit` or another transformation.
 

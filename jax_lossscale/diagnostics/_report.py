@@ -16,9 +16,6 @@ import numpy as np
 from jax_lossscale._check import check_function
 from jax_lossscale._limits import limits_of
 
-# By default, reports that take longer than this number of seconds show a progress bar.
-SECONDS_WITHOUT_PROGRESS = 5.0
-
 Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
 
@@ -104,9 +101,10 @@ def progress_bar(
                 f"`{caller}(progress=True)` needs tqdm. Install the extra `progress`, or run `pip install tqdm`."
             ) from error
         return iter
-    # If `disable` is None, tqdm shows the bar in terminals and notebooks, but not in log files.
-    disable, delay = (None, SECONDS_WITHOUT_PROGRESS) if progress is None else (not progress, 0)
-    return partial(tqdm, desc=caller, disable=disable, delay=delay, leave=False)
+    # By default, the bar is shown after five seconds. If `disable` is None, tqdm shows the bar only in terminals and
+    # notebooks.
+    options = {"disable": None, "delay": 5.0} if progress is None else {"disable": not progress}
+    return partial(tqdm, desc=caller, leave=False, **options)
 
 
 def power_of_two(scale: float) -> str:

@@ -232,11 +232,14 @@ def bars(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("progress", "disable", "delay"), [(None, None, 5.0), (True, False, 0), (False, True, 0)])
-def test_bar_is_shown_if_requested_or_after_five_seconds(progress, disable, delay, bars):
+@pytest.mark.parametrize(
+    ("progress", "options"),
+    [(None, {"disable": None, "delay": 5.0}), (True, {"disable": False}), (False, {"disable": True})],
+)
+def test_bar_is_shown_if_requested_or_after_five_seconds(progress, options, bars):
     """If `disable` is None, tqdm shows the bar only in terminals and notebooks."""
     assert list(_report.progress_bar("report", progress)([1, 2])) == [1, 2]
-    assert bars == [{"desc": "report", "disable": disable, "delay": delay, "leave": False}]
+    assert bars == [{"desc": "report", "leave": False, **options}]
 
 
 def test_bar_of_tqdm(capsys):
