@@ -304,49 +304,46 @@ def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> li
     return [bits.as_float32_bits(largest), *counts]
 
 
-def _total(counted: list[list[jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude of all leaves, and the sums of the four numbers, as ``float32[4]``.
+def _total(counted: list[list[jax.Array]]) -> list[jax.Array]:
+    """Return the largest magnitude of all leaves, and the sums of the four numbers, as ``float32[]``.
 
     The sums are floats because they may exceed the range of ``uint32``.
     """
     largest, *counts = map(jnp.stack, zip([jnp.uint32(0)] * 5, *counted, strict=True))
     # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
     # leaf, and the size of the program would be quadratic in the number of leaves.
-    return jnp.sort(largest)[-1], jnp.stack([count.astype(jnp.float32).sum() for count in counts])
+    return [jnp.sort(largest)[-1], *(count.astype(jnp.float32).sum() for count in counts)]
 
 
 @jax.jit
 def _underflow(counted: list[list[jax.Array]]) -> Underflow:
-    _, counts = _total(counted)
-    return Underflow(
-        zero=_share(counts[1], counts[1:]),
-        subnormal=_share(counts[2], counts[1:]),
-        already_zero=_share(counts[0], counts),
-    )
+    _, zeros, to_zero, to_subnormal, others = _total(counted)
+    numbers = to_zero + to_subnormal + others
+    return Underflow(_share(to_zero, numbers), _share(to_subnormal, numbers), _share(zeros, zeros + numbers))
 
 
 @partial(jax.jit, static_argnums=1)
 def _log2_suggested(counted: list[list[jax.Array]], top: float) -> jax.Array:
     """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
-    largest, counts = _total(counted)
+    largest, _, *numbers = _total(counted)
     room = (largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
-    return jnp.where(counts[1:].sum() > 0, jnp.maximum(room, 0), 0)
+    return jnp.where(sum(numbers) > 0, jnp.maximum(room, 0), 0)
 
 
 @jax.jit
 def _suggestion(
     counted: list[list[jax.Array]], log2_scale: jax.Array, at_scale: list[list[jax.Array]]
 ) -> LossScaleSuggestion:
-    largest, counts = _total(counted)
-    lost_at_scale = jnp.stack([jnp.uint32(0), *(become_zero for _, _, become_zero, *_ in at_scale)])
+    largest, zeros, to_zero, to_subnormal, others = _total(counted)
+    numbers, to_zero_at_scale = to_zero + to_subnormal + others, _total(at_scale)[2]
     return LossScaleSuggestion(
         loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(counts[1] - lost_at_scale.astype(jnp.float32).sum(), counts[1:]),
+        rescued=_share(to_zero - to_zero_at_scale, numbers),
         largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
-        already_zero=_share(counts[0], counts),
+        already_zero=_share(zeros, zeros + numbers),
     )
 
 
-def _share(part: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return ``part / sum(counts)``, or 0 if all counts are 0: ``float32[]``."""
-    return part / jnp.maximum(counts.sum(), 1)
+def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """Return ``part / whole``, or 0 if ``whole`` is 0: ``float32[]``."""
+    return part / jnp.maximum(whole, 1)

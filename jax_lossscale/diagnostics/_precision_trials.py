@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._program.jaxpr import Traced
@@ -90,7 +90,7 @@ class Gradients:
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
         self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
-        self._compiled = jax.jit(self._evaluated)
+        self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
     def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
         """Evaluate the program with probes for each batch.
@@ -126,12 +126,6 @@ class Gradients:
         self.spent += 1
         next(self._steps, None)
 
-    def _evaluated(self, strengths: Any, scale: Any, inputs: Any) -> Any:
-        """Evaluate the program with probes and return its outputs and the measurements of the probes."""
-        evaluator = RoundingEvaluator(self.dtype, strengths)
-        outputs, rows = evaluator.evaluate(self._traced.jaxpr, [scale, *inputs])
-        return outputs, jnp.asarray(rows)
-
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
         args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
@@ -144,6 +138,12 @@ class Gradients:
 
     def _split(self, traced: Traced, outputs: Any) -> Result:
         return Result(*errors.value_and_leaves(traced.result(outputs), self.batches[0].has_aux))
+
+
+def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, strengths: Any, scale: Any, inputs: Any) -> Any:
+    """Evaluate a program with probes and return its outputs and the measurements of the probes."""
+    outputs, rows = RoundingEvaluator(dtype, strengths).evaluate(program, [scale, *inputs])
+    return outputs, jnp.asarray(rows)
 
 
 def largest_of(results: Iterable[Result]) -> Measured:

@@ -261,13 +261,16 @@ def test_missing_tqdm_raises_an_error_only_if_a_bar_is_requested(report, monkeyp
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_progress_function_wraps_the_steps_of_a_report(report):
-    sizes, steps = [], []
+    sizes, steps, closed = [], [], []
 
     def progress(sequence):
         sizes.append(len(sequence))
-        for step in sequence:
-            steps.append(step)
-            yield step
+        try:
+            for step in sequence:
+                steps.append(step)
+                yield step
+        finally:
+            closed.append(True)
 
     report_on_healthy(report, progress=progress)
     if report is find_precision:
@@ -276,6 +279,7 @@ def test_progress_function_wraps_the_steps_of_a_report(report):
     else:
         assert sizes == [len(steps)]
     assert len(steps) > 3
+    assert closed  # The bar disappears as soon as the report is complete.
 
 
 @pytest.mark.parametrize("report", REPORTS)
