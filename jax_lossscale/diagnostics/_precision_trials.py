@@ -85,7 +85,7 @@ class Gradients:
         self.batches, self.dtype, self.spent = batches, dtype, 0
         self._steps = iter(progress(range(MOST_GRADIENTS)))
         found: MatmulsBySite = {}
-        self._traced = self._traced_with(with_probes(batches[0].fun, dtype, names_parameters, found))
+        self._traced = batches[0]._replace(fun=with_probes(batches[0].fun, dtype, names_parameters, found)).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
@@ -114,13 +114,11 @@ class Gradients:
     def with_policy(self, policy: PrecisionPolicy, scale: float) -> Iterator[Result]:
         """Evaluate the original function under `autocast` with a policy, for each batch."""
         self._count()
-        traced = self._traced_with(autocast(self.batches[0].fun, self.dtype, policy=policy))
+        call = self.batches[0]
+        traced = call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
         return (self._split(traced, compiled(*each)) for each in inputs)
-
-    def _traced_with(self, fun: Callable[..., Any]) -> Traced:
-        return self.batches[0]._replace(fun=fun).scaled()
 
     def _count(self) -> None:
         self.spent += 1
