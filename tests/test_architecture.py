@@ -62,7 +62,8 @@ NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 DIAGNOSTICS = (
     "_report _bits _exponents _nonfinite _in_precision _operations _matmuls _lost_constants _loss_call "
     "_traced_gradients _sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
-    "_precision_probes _precision_rules _precision_search _find_precision _autocast_report _explain _simulate"
+    "_precision_probes _precision_rules _precision_trials _precision_search _find_precision _autocast_report _explain "
+    "_simulate"
 ).split()
 
 
@@ -215,7 +216,8 @@ def test_imports_of_the_core_are_declared_dependencies():
     core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
     imported = {name.partition(".")[0] for path in core for name in imported_names(path)}
     assert "scipy" in imported  # The package imports scipy inside a function.
-    assert imported - sys.stdlib_module_names - {PACKAGE.name} <= named
+    assert "tqdm" in imported  # The reports also work without tqdm.
+    assert imported - sys.stdlib_module_names - {PACKAGE.name, "tqdm"} <= named
 
 
 def test_import_without_extras_gives_no_warning_and_uses_no_device():

@@ -141,7 +141,10 @@ def test_code_fences_are_closed(page):
 
 
 def test_api_reference_lists_every_public_name_once():
-    assert sorted(listed_in_the_reference()) == sorted(public_names())
+    """The classes of the entries of reports are not exported. They are listed by the names of their private modules."""
+    listed = listed_in_the_reference()
+    assert sorted(path for path in listed if "._" not in path) == sorted(public_names())
+    assert len(set(listed)) == len(listed)
 
 
 def test_api_overview_names_every_public_function():

@@ -64,7 +64,7 @@ def found_policy(workload: Workload) -> jls.PrecisionPolicy:
     params, statistics = begin(workload, SEEDS[0])
     first, second = (batch_of(workload, SEEDS[0], step) for step in (0, 1))
     loss = partial(workload.loss, dtype=jnp.float32)
-    return jls.diagnostics.find_precision(loss, params, statistics, first, has_aux=True, batches=[second])
+    return jls.diagnostics.find_precision(loss, params, statistics, first, has_aux=True, batches=[second]).policy
 
 
 def _under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:

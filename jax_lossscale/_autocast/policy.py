@@ -14,14 +14,7 @@ from typing import Any, Self, TypeVar, overload
 import jax
 import numpy as np
 
-from jax_lossscale._check import (
-    check_flag,
-    check_function,
-    did_you_mean,
-    is_number,
-    nonnegative_number,
-    positive_normal_number,
-)
+from jax_lossscale._check import check_flag, check_function, did_you_mean, is_number
 from jax_lossscale._program.location import Location
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -107,8 +100,8 @@ class PrecisionRule:
 
     def get_config(self) -> dict[str, str]:
         """Return the constructor arguments that differ from their defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        fields = dataclasses.fields(self)
+        return {field.name: getattr(self, field.name) for field in fields if getattr(self, field.name) != field.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +120,12 @@ class PrecisionPolicy:
         cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
         fewer values are saved, which takes less memory but more time. Matmuls and other expensive operations are never
         recomputed.
-      loss_scale: the loss scale at which `jls.diagnostics.find_precision` tested this policy. The loss scale is
-        printed, but is ignored when policies are compared and has no other effect.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
         float32 sums that each block of a network with skip connections passes to the next block. In half precision, the
         residual stream takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is
         part of the residual stream if each iteration adds a value to the carry and also uses the carry in another
         operation. For example, the parameters in an inner training loop are part of the residual stream, because each
         iteration adds an update to the parameters.
-      errors: a pair of relative errors of the value and gradients, compared with float32: the error without the rules,
-        and the error with the rules. Like ``loss_scale``, the errors are printed but have no other effect.
 
     Raises:
       ValueError: if an argument has the wrong type or is out of range.
@@ -154,9 +143,7 @@ class PrecisionPolicy:
 
     rules: tuple[PrecisionRule, ...] = ()
     recompute: bool | float = True
-    loss_scale: float | None = dataclasses.field(default=None, compare=False)
     half_residual_stream: bool = False
-    errors: tuple[float, float] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_flag(self.half_residual_stream, "PrecisionPolicy(half_residual_stream=...)")
@@ -168,46 +155,28 @@ class PrecisionPolicy:
                 "pass a single rule, put it in a list."
             )
         object.__setattr__(self, "rules", tuple(map(_as_rule, self.rules)))
-        if self.loss_scale is not None:
-            loss_scale = positive_normal_number(self.loss_scale, "PrecisionPolicy(loss_scale=...)")
-            object.__setattr__(self, "loss_scale", loss_scale)
-
-        if self.errors is not None:
-            if not isinstance(self.errors, (tuple, list)) or len(self.errors) != 2:
-                raise ValueError(f"`PrecisionPolicy(errors=...)` must be two numbers, got {self.errors!r}.")
-            errors = tuple(nonnegative_number(error, "PrecisionPolicy(errors=...)") for error in self.errors)
-            object.__setattr__(self, "errors", errors)
 
     def __str__(self) -> str:
         lines = list(map(_sentence, self.rules)) or ["This policy has no rules."]
-        if self.errors is not None and self.rules:
-            lines = [f"Error compared with float32: {' -> '.join(map(_percent, self.errors))}.", *lines]
         if not self.recompute:
             lines.append("No values are recomputed in the backward pass.")
         elif self.recompute != 1:
             lines.append(f"Saving a byte for the backward pass counts as moving {self.recompute:g} bytes.")
         if self.half_residual_stream:
             lines.append("The residual stream is stored in half precision.")
-        if self.loss_scale is not None:
-            lines.append(f"Tested at a loss scale of 2^{math.log2(self.loss_scale):g}.")
-            if self.loss_scale < 1:
-                lines.append(
-                    'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.'
-                )
         return "\n".join(lines)
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor arguments as values that can be stored in JSON."""
         config = {"rules": [rule.get_config() for rule in self.rules], "recompute": self.recompute}
-        errors = None if self.errors is None else list(self.errors)
-        optional = {"loss_scale": self.loss_scale, "half_residual_stream": self.half_residual_stream, "errors": errors}
-        return config | {name: value for name, value in optional.items() if value not in (None, False)}
+        return config | ({"half_residual_stream": True} if self.half_residual_stream else {})
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Return the policy that ``config`` from `get_config` describes, or raise a `ValueError` if it is invalid."""
         try:
-            return cls(**config)
+            # Version 0.6.0 also saved the measurements of `find_precision`, which had no effect on the policy.
+            return cls(**{name: config[name] for name in config if name not in ("loss_scale", "errors")})
         except TypeError as error:
             raise ValueError(f"Could not create a `PrecisionPolicy` from the config {config!r}: {error}.") from error
 
@@ -229,22 +198,13 @@ def _checked_recompute(recompute: Any) -> bool | float:
 
 
 def _as_rule(rule: Any) -> PrecisionRule:
-    if isinstance(rule, PrecisionRule):
-        return rule
-    if not isinstance(rule, Mapping):
-        raise ValueError(
-            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got {rule!r}."
-        )
     try:
-        return PrecisionRule(**rule)
+        return rule if isinstance(rule, PrecisionRule) else PrecisionRule(**rule)
     except TypeError as error:
         raise ValueError(
-            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {rule!r}: {error}."
+            f"`PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries with their arguments, "
+            f"got {rule!r}: {error}."
         ) from error
-
-
-def _percent(error: float) -> str:
-    return f"{100 * error:.2g}%" if error < 1 else "over 100%"
 
 
 def _sentence(rule: PrecisionRule) -> str:

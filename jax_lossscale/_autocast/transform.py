@@ -211,5 +211,7 @@ def checked_policy(policy: Any, name: str) -> PrecisionPolicy:
     if policy is None:
         return PrecisionPolicy()
     if not isinstance(policy, PrecisionPolicy):
-        raise ValueError(f"`{name}` must be a `PrecisionPolicy` or None, got {policy!r}.")
+        raise ValueError(
+            f"`{name}` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got {shown(policy)}."
+        )
     return policy

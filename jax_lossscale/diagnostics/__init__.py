@@ -12,26 +12,19 @@ from jax_lossscale.diagnostics._exponents import (
     suggest_loss_scale,
     underflow_fraction,
 )
-from jax_lossscale.diagnostics._find_precision import find_precision
-from jax_lossscale.diagnostics._gradient_errors import LeafGradientError
+from jax_lossscale.diagnostics._find_precision import PrecisionReport, find_precision
 from jax_lossscale.diagnostics._in_precision import in_precision
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
-from jax_lossscale.diagnostics._nonfinite import LeafReport, NonfiniteReport, leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._operations import OperationPrecision
-from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport, range_report
+from jax_lossscale.diagnostics._nonfinite import NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._range_report import RangeReport, range_report
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
 __all__ = [
     "AutocastReport",
     "ExponentHistogram",
     "GradientComparison",
-    "LeafGradientError",
-    "LeafReport",
     "LossScaleSuggestion",
-    "MatmulSummary",
     "NonfiniteReport",
-    "OperationPrecision",
-    "OperationRange",
+    "PrecisionReport",
     "RangeReport",
     "Simulation",
     "Underflow",

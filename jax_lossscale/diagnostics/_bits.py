@@ -6,8 +6,8 @@ all statistics about the range of floats are computed with integer operations on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +15,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-# Leaves with at most this many elements are concatenated if they are on the same device.
-_SMALL_LEAF = 2**14
 LARGEST_LOG2_SCALE = 127
 
 
-class Layout(NamedTuple):
-    """The bit layout of an IEEE floating-point format: a sign, an exponent and a mantissa."""
-
-    integer: type[np.unsignedinteger[Any]]
-    floating: type[np.floating[Any]]
-    mantissa_bits: int
-    bias: int
-
-    @property
-    def largest_field(self) -> int:
-        """The value of the exponent field that represents infinities and NaN."""
-        return 2 * self.bias + 1
-
-    @property
-    def infinity(self) -> Any:
-        """The bit pattern of infinity, as an integer.
-
-        Integers larger than the bit pattern of infinity represent NaN, and smaller integers represent finite numbers.
-        """
-        return self.integer(self.largest_field << self.mantissa_bits)
+FLOAT32 = np.dtype(np.float32)
 
 
-SINGLE = Layout(np.uint32, np.float32, 23, 127)
-DOUBLE = Layout(np.uint64, np.float64, 52, 1023)
-
-
-def layout_of(dtype: DTypeLike) -> Layout:
-    """Return `DOUBLE` for float64 and complex128, and `SINGLE` for all narrower dtypes."""
-    return DOUBLE if jnp.finfo(dtype).bits == 64 else SINGLE
+def format_of(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return float64 for float64 and complex128, and float32 for all narrower dtypes."""
+    return np.dtype(np.float64) if jnp.finfo(dtype).bits == 64 else FLOAT32
 
 
 def magnitudes(leaf: ArrayLike) -> jax.Array:
@@ -60,32 +35,33 @@ def magnitudes(leaf: ArrayLike) -> jax.Array:
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    layout = layout_of(leaf.dtype)
+    floating = format_of(leaf.dtype)
+    integer = np.dtype(f"u{floating.itemsize}")
     if leaf.dtype == jnp.bfloat16:
         # A conversion from bfloat16 to float32 may flush subnormal numbers to zero, so the bits are shifted instead.
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:
-        bits = jax.lax.bitcast_convert_type(leaf.astype(layout.floating), layout.integer)
-    return bits & layout.integer(np.iinfo(layout.integer).max >> 1)
+        bits = jax.lax.bitcast_convert_type(leaf.astype(floating), integer)
+    return bits & integer.type(np.iinfo(integer).max >> 1)
 
 
-def bits_of(number: float, layout: Layout) -> Any:
-    """Round ``number`` down to a number with the given bit layout and return its bits as a NumPy integer."""
+def bits_of(number: float, floating: np.dtype[Any]) -> Any:
+    """Round ``number`` down to a float32 or float64 number and return its bits as a NumPy integer."""
     with np.errstate(over="ignore"):
-        rounded = layout.floating(number)
+        rounded = floating.type(number)
     if float(rounded) > number:
-        rounded = np.nextafter(rounded, layout.floating(0))
-    return rounded.view(layout.integer)
+        rounded = np.nextafter(rounded, floating.type(0))
+    return rounded.view(f"u{floating.itemsize}")
 
 
-def bits_at_scales(number: float, layout: Layout) -> np.ndarray:
+def bits_at_scales(number: float, floating: np.dtype[Any]) -> np.ndarray:
     """Divide a number by each power of two from ``2**0`` to ``2**127`` and return the bits of each quotient."""
-    return np.array([bits_of(number * 2.0**-k, layout) for k in range(LARGEST_LOG2_SCALE + 1)])
+    return np.array([bits_of(number * 2.0**-k, floating) for k in range(LARGEST_LOG2_SCALE + 1)])
 
 
-def number_of(magnitude: int, layout: Layout) -> float:
-    """Return the number whose bit pattern is ``magnitude``, as a Python float."""
-    return float(layout.integer(magnitude).view(layout.floating))
+def number_of(magnitude: int, floating: np.dtype[Any]) -> float:
+    """Return the float32 or float64 number whose bit pattern is ``magnitude``, as a Python float."""
+    return float(np.dtype(f"u{floating.itemsize}").type(magnitude).view(floating))
 
 
 def as_float32_bits(largest: jax.Array) -> jax.Array:
@@ -100,44 +76,10 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
     return jnp.where(number < 2.0**-126, jnp.round(number * 2.0**149).astype(jnp.uint32), converted)
 
 
-def parts(leaves: Sequence[Any]) -> Iterator[list[Any]]:
-    """Group leaves into lists, each of which is processed by one call to a compiled function.
-
-    Outside of `jax.jit`, all small leaves with the same dtype and device are in one list, and each large leaf is in a
-    list by itself. The function that processes the lists is compiled only once for all large leaves with the same shape
-    and dtype. Under `jax.jit` or on several devices, every leaf is in a list by itself, because XLA would have to
-    gather leaves with different shardings in order to concatenate them.
-    """
-    small: dict[Any, list[Any]] = {}
-    for leaf in leaves:
-        device = _only_device(leaf)
-        if device is None or np.size(leaf) > _SMALL_LEAF:
-            yield [leaf]
-        else:
-            small.setdefault((jnp.result_type(leaf), device), []).append(leaf)
-    yield from small.values()
-
-
-def _only_device(leaf: Any) -> Any:
-    """Return the device of a leaf.
-
-    Return None if the leaf is traced or on several devices, and "host" if the leaf is not a `jax.Array`.
-    """
-    if not isinstance(leaf, jax.Array):
-        return "host"
-    if isinstance(leaf, jax.core.Tracer) or len(leaf.sharding.device_set) > 1:
-        return None
-    return next(iter(leaf.sharding.device_set))
-
-
-def joined(part: Sequence[ArrayLike]) -> jax.Array:
-    """Return the results of `magnitudes` for a list of leaves.
-
-    A single leaf keeps its shape, but several leaves are concatenated into a vector.
-    """
-    if len(part) == 1:
-        return magnitudes(part[0])
-    return jnp.concatenate([magnitudes(leaf).ravel() for leaf in part])
+def rounded(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an array that is rounded to ``dtype`` and cast back to its own dtype."""
+    # Without the barrier, XLA may remove both casts.
+    return lax.optimization_barrier(numbers.astype(dtype)).astype(numbers.dtype)
 
 
 def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -> Sequence[jax.Array]:

@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
 from jax_lossscale.diagnostics._range_report import ranges_at
-from jax_lossscale.diagnostics._report import Progress, Report, percent_of_error, power_of_two
+from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 _MOST_ROWS = 12
@@ -150,7 +150,7 @@ def compare_gradients(
     dtype: DTypeLike = jnp.float16,
     loss_scales: Sequence[float] | None = None,
     reference: Callable[..., Any] | None = None,
-    progress: bool | Callable[[Sequence[float]], Iterable[float]] | None = None,
+    progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None = None,
     **kwargs: Any,
 ) -> GradientComparison:
     """Compare the half-precision gradients of a function with its float32 gradients at several loss scales.
@@ -171,8 +171,8 @@ def compare_gradients(
         small.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
-      progress: whether to print a line to standard error for each loss scale. By default, the lines are printed in
-        terminals and notebooks, starting after five seconds. If ``progress`` is a function, such as ``tqdm.tqdm`` or
+      progress: whether to show a progress bar, which needs tqdm (the extra ``progress``). By default, the bar is shown
+        in terminals and notebooks after five seconds if tqdm is installed. If ``progress`` is a function, such as
         ``rich.progress.track``, this function wraps the sequence of loss scales.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
         `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.
@@ -181,6 +181,7 @@ def compare_gradients(
       A `GradientComparison`.
 
     Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
       ValueError: if ``dtype`` is not a real floating dtype, if ``loss_scales`` is empty or contains anything other than
         positive finite numbers, if there are no gradients, or if the function is called inside `jax.jit` or another
         transformation.
@@ -221,50 +222,42 @@ def compare_gradients(
     """
     if reference is not None:
         check_function(reference, "compare_gradients(reference=...)")
-    if progress is not None and not isinstance(progress, (bool, np.bool_)):
-        check_function(progress, "compare_gradients(progress=...)")
+    shown = progress_bar("compare_gradients", progress)
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
-    with Progress("compare_gradients", False if callable(progress) else progress) as shown:
-
-        def compared(done: int, most: int, scale: float) -> None:
-            shown("compare_gradients", f"compared {done} of {most} loss scales ({power_of_two(scale)})")
-
-        call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
-        gradients = TracedGradients(call, dtype, has_reference=reference is not None)
-        float32_program = None
-        if reference is not None:
-            reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
-            float32_program = reference_call.value_and_grad()
-        errors = errors_by_scale(gradients, float32_program, scales, progress if callable(progress) else iter, compared)
-        if errors is None:
-            raise ValueError(
-                f"`compare_gradients(argnums={argnums})` selects no floating-point or complex argument. Select an "
-                "argument with parameters."
-            )
-        ranges = functools.cache(lambda scale: ranges_at(gradients, scale, shown))
-        finding = Finder(gradients, errors, ranges).found()
-        at = finding.at
-        leaves = sorted(
-            errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm)
+    call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
+    gradients = TracedGradients(call, dtype, has_reference=reference is not None)
+    float32_program = None
+    if reference is not None:
+        reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
+        float32_program = reference_call.value_and_grad()
+    errors = errors_by_scale(gradients, float32_program, scales, shown)
+    if errors is None:
+        raise ValueError(
+            f"`compare_gradients(argnums={argnums})` selects no floating-point or complex argument. Select an "
+            "argument with parameters."
         )
-        return GradientComparison(
-            verdict=finding.verdict,
-            cause=finding.cause,
-            will_train=finding.will_train,
-            loss_scale=finding.loss_scale,
-            inaccurate_leaves=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
-            dtype=dtype.name,
-            loss_scales=tuple(errors.scales),
-            working_scales=tuple(errors.scales[n] for n in errors.working()),
-            run_time_errors=tuple(errors.run_time_errors.items()),
-            leaves=tuple(leaves),
-            total=errors.total,
-            value=errors.value,
-            reference_value=errors.reference_value,
-            opaque_operations=errors.opaque_operations,
-            summary=gradients.matmuls,
-        )
+    ranges = functools.cache(lambda scale: ranges_at(gradients, scale))
+    finding = Finder(gradients, errors, ranges).found()
+    at = finding.at
+    leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
+    return GradientComparison(
+        verdict=finding.verdict,
+        cause=finding.cause,
+        will_train=finding.will_train,
+        loss_scale=finding.loss_scale,
+        inaccurate_leaves=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
+        dtype=dtype.name,
+        loss_scales=tuple(errors.scales),
+        working_scales=tuple(errors.scales[n] for n in errors.working()),
+        run_time_errors=tuple(errors.run_time_errors.items()),
+        leaves=tuple(leaves),
+        total=errors.total,
+        value=errors.value,
+        reference_value=errors.reference_value,
+        opaque_operations=errors.opaque_operations,
+        summary=gradients.matmuls,
+    )
 
 
 def _checked_scales(loss_scales: Sequence[float]) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, checked_floating_dtype, finite_number
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _bits as bits
-from jax_lossscale.diagnostics._bits import DOUBLE, SINGLE, Layout
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
 _ALL_ZERO = (
@@ -108,31 +107,34 @@ def exponent_histogram(tree: chex.ArrayTree, *, per_leaf: bool = False) -> Any:
 
 
 def _histogram_of(leaves: list[Any]) -> ExponentHistogram:
-    layouts = {bits.layout_of(jnp.result_type(leaf)) for leaf in leaves}
-    layout = DOUBLE if DOUBLE in layouts else SINGLE
-    return _histogram([_table(part, layout) for part in bits.parts(leaves)], layout)
+    widest = max((bits.format_of(jnp.result_type(leaf)) for leaf in leaves), default=bits.FLOAT32)
+    return _histogram([_table(leaf, widest) for leaf in leaves], widest)
 
 
 @partial(jax.jit, static_argnums=1)
-def _table(part: list[ArrayLike], layout: Layout) -> jax.Array:
+def _table(leaf: ArrayLike, widest: np.dtype[Any]) -> jax.Array:
     """Return the number of zeros, subnormals, normal numbers by exponent, and non-finite numbers, in that order."""
-    numbers, dtype = bits.joined(part), jnp.result_type(part[0])
-    own = bits.layout_of(dtype)
-    smallest_normal = bits.bits_of(float(jnp.finfo(dtype).smallest_normal), own)
-    field = (numbers >> own.mantissa_bits).astype(jnp.int32)
-    row = jnp.where(field == own.largest_field, layout.largest_field, field - own.bias + layout.bias) + 1
+    numbers, dtype = bits.magnitudes(leaf), jnp.result_type(leaf)
+    own, largest_range = np.finfo(bits.format_of(dtype)), np.finfo(widest)
+    smallest_normal = bits.bits_of(float(jnp.finfo(dtype).smallest_normal), own.dtype)
+    exponent = (numbers >> own.nmant).astype(jnp.int32) + own.minexp - 1
+    row = jnp.where(exponent == own.maxexp, largest_range.maxexp, exponent) - largest_range.minexp + 2
     row = jnp.where(numbers < smallest_normal, jnp.where(numbers == 0, 0, 1), row)
     # If the mesh has explicit axes, JAX requires an `out_sharding` for the scatter. The table is replicated.
     is_explicit = bool(jax.typeof(row).sharding.mesh.explicit_axes)
     everywhere: dict[str, Any] = {"out_sharding": PartitionSpec(None)} if is_explicit else {}
-    return jnp.zeros(layout.largest_field + 2, jnp.uint32).at[row].add(jnp.uint32(1), **everywhere)
+    return _empty_table(widest).at[row].add(jnp.uint32(1), **everywhere)
+
+
+def _empty_table(widest: np.dtype[Any]) -> jax.Array:
+    return jnp.zeros(np.finfo(widest).maxexp - np.finfo(widest).minexp + 3, jnp.uint32)
 
 
 @partial(jax.jit, static_argnums=1)
-def _histogram(tables: list[jax.Array], layout: Layout) -> ExponentHistogram:
-    table = jnp.stack([jnp.zeros(layout.largest_field + 2, jnp.uint32), *tables]).sum(axis=0, dtype=jnp.uint32)
+def _histogram(tables: list[jax.Array], widest: np.dtype[Any]) -> ExponentHistogram:
+    table = jnp.stack([_empty_table(widest), *tables]).sum(axis=0, dtype=jnp.uint32)
     zeros, subnormals, counts, nonfinite = table[0], table[1], table[2:-1], table[-1]
-    return ExponentHistogram(counts, zeros, subnormals, nonfinite, smallest_exponent=1 - layout.bias)
+    return ExponentHistogram(counts, zeros, subnormals, nonfinite, smallest_exponent=int(np.finfo(widest).minexp))
 
 
 class Underflow(NamedTuple):
@@ -228,10 +230,8 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
     dtype = checked_floating_dtype(dtype, "underflow_fraction(dtype=...)")
     check_flag(per_leaf, "underflow_fraction(per_leaf=...)")
     if per_leaf:
-        return jax.tree.map(
-            lambda leaf: _underflow([_counted([leaf], dtype)]) if _tree.is_inexact(leaf) else None, grads
-        )
-    return _underflow([_counted(part, dtype) for part in bits.parts(_tree.inexact_leaves(grads))])
+        return jax.tree.map(lambda leaf: _underflow([_counted(leaf, dtype)]) if _tree.is_inexact(leaf) else None, grads)
+    return _underflow([_counted(leaf, dtype) for leaf in _tree.inexact_leaves(grads)])
 
 
 def suggest_loss_scale(
@@ -278,83 +278,72 @@ def suggest_loss_scale(
     given, headroom = headroom, finite_number(headroom, "suggest_loss_scale(headroom=...)")
     if headroom < 1:
         raise ValueError(f"`suggest_loss_scale(headroom=...)` must be at least 1, got {given!r}.")
-    in_parts = list(bits.parts(_tree.inexact_leaves(grads)))
-    counts = [_counted(part, dtype) for part in in_parts]
+    leaves = _tree.inexact_leaves(grads)
+    counts = [_counted(leaf, dtype) for leaf in leaves]
     log2_scale = _log2_suggested(counts, float(jnp.finfo(dtype).max) / headroom)
-    return _suggestion(counts, log2_scale, [_counted(part, dtype, log2_scale) for part in in_parts])
-
-
-class _Counts(NamedTuple):
-    """The bits of the largest finite number in a list of leaves, and numbers of elements.
-
-    The numbers of elements that are finite and not zero, are zero, become zero, and become subnormal are counted.
-    """
-
-    largest: jax.Array
-    numbers: jax.Array  # finite nonzero numbers
-    zeros: jax.Array
-    become_zero: jax.Array
-    become_subnormal: jax.Array
+    return _suggestion(counts, log2_scale, [_counted(leaf, dtype, log2_scale) for leaf in leaves])
 
 
 @partial(jax.jit, static_argnums=1)
-def _counted(part: list[ArrayLike], dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> _Counts:
-    """Count the elements that become zero or subnormal in ``dtype`` at a loss scale of ``2**log2_scale``."""
-    numbers, layout = bits.joined(part), bits.layout_of(jnp.result_type(part[0]))
+def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
+    """Return the largest finite magnitude as its float32 bits, and four numbers of finite elements, as ``uint32[]``.
+
+    The elements that are already zero, become zero, become subnormal, and do neither in ``dtype`` at a loss scale of
+    ``2**log2_scale`` are counted separately.
+    """
+    numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)
     # A number that equals `limits.subnormal` is a tie and rounds to the smallest normal number, so it does not count as
     # subnormal.
     at_scale_1 = limits.zero, np.nextafter(limits.subnormal, 0)
-    zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, layout))[log2_scale] for limit in at_scale_1)
-    is_finite, is_zero = numbers < layout.infinity, numbers == 0
-    flags = (is_finite & ~is_zero, is_zero, ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal))
-    return _Counts(*bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags))
+    zero, subnormal = (jnp.asarray(bits.bits_at_scales(limit, floating))[log2_scale] for limit in at_scale_1)
+    is_zero, is_finite = numbers == 0, numbers < bits.bits_of(math.inf, floating)
+    becomes_zero, becomes_subnormal = ~is_zero & (numbers <= zero), (numbers > zero) & (numbers <= subnormal)
+    flags = (is_zero, becomes_zero, becomes_subnormal, (numbers > subnormal) & is_finite)
+    largest, *counts = bits.reduced(largest=[jnp.where(is_finite, numbers, 0)], sums=flags)
+    return [bits.as_float32_bits(largest), *counts]
 
 
-@jax.jit
-def _underflow(counts: list[_Counts]) -> Underflow:
-    total = _total(counts)
-    return Underflow(
-        zero=_share(total.become_zero, total.numbers),
-        subnormal=_share(total.become_subnormal, total.numbers),
-        already_zero=_share(total.zeros, total.zeros + total.numbers),
-    )
+def _total(counted: list[list[jax.Array]]) -> list[jax.Array]:
+    """Return the largest magnitude of all leaves, and the sums of the four numbers, as ``float32[]``.
 
-
-@jax.jit
-def _suggestion(counts: list[_Counts], log2_scale: jax.Array, at_scale: list[_Counts]) -> LossScaleSuggestion:
-    total = _total(counts)
-    rescued = [one.become_zero - left.become_zero for one, left in zip(counts, at_scale, strict=True)]
-    return LossScaleSuggestion(
-        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(_sum(rescued), total.numbers),
-        largest=jax.lax.bitcast_convert_type(total.largest, jnp.float32),
-        already_zero=_share(total.zeros, total.zeros + total.numbers),
-    )
-
-
-def _total(counts: list[_Counts]) -> _Counts:
-    """Return the counts, each summed over all leaves, and the float32 bits of the largest number in any leaf."""
-    largest = [bits.as_float32_bits(one.largest) for one in counts]
-    _, *columns = zip(*counts, strict=True) if counts else [()] * len(_Counts._fields)
+    The sums are floats because they may exceed the range of ``uint32``.
+    """
+    largest, *counts = map(jnp.stack, zip([jnp.uint32(0)] * 5, *counted, strict=True))
     # The maximum over all leaves is computed by sorting, because XLA would fuse `max` with the second pass over each
     # leaf, and the size of the program would be quadratic in the number of leaves.
-    return _Counts(jnp.sort(jnp.stack([jnp.uint32(0), *largest]))[-1], *map(_sum, columns))
+    return [jnp.sort(largest)[-1], *(count.astype(jnp.float32).sum() for count in counts)]
 
 
-def _sum(counts: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of the counts as float32, because the sum may exceed the range of ``uint32``."""
-    return jnp.stack([jnp.uint32(0), *counts]).astype(jnp.float32).sum()
+@jax.jit
+def _underflow(counted: list[list[jax.Array]]) -> Underflow:
+    _, zeros, to_zero, to_subnormal, others = _total(counted)
+    numbers = to_zero + to_subnormal + others
+    return Underflow(_share(to_zero, numbers), _share(to_subnormal, numbers), _share(zeros, zeros + numbers))
+
+
+@partial(jax.jit, static_argnums=1)
+def _log2_suggested(counted: list[list[jax.Array]], top: float) -> jax.Array:
+    """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
+    largest, _, *numbers = _total(counted)
+    room = (largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
+    return jnp.where(sum(numbers) > 0, jnp.maximum(room, 0), 0)
+
+
+@jax.jit
+def _suggestion(
+    counted: list[list[jax.Array]], log2_scale: jax.Array, at_scale: list[list[jax.Array]]
+) -> LossScaleSuggestion:
+    largest, zeros, to_zero, to_subnormal, others = _total(counted)
+    numbers, to_zero_at_scale = to_zero + to_subnormal + others, _total(at_scale)[2]
+    return LossScaleSuggestion(
+        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
+        rescued=_share(to_zero - to_zero_at_scale, numbers),
+        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
+        already_zero=_share(zeros, zeros + numbers),
+    )
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
     """Return ``part / whole``, or 0 if ``whole`` is 0: ``float32[]``."""
     return part / jnp.maximum(whole, 1)
-
-
-@partial(jax.jit, static_argnums=1)
-def _log2_suggested(counts: list[_Counts], top: float) -> jax.Array:
-    """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
-    total = _total(counts)
-    room = (total.largest <= bits.bits_at_scales(top, SINGLE)).sum(dtype=jnp.int32) - 1
-    return jnp.where(total.numbers > 0, jnp.maximum(room, 0), 0)

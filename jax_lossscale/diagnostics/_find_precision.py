@@ -4,26 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast import PrecisionPolicy
-from jax_lossscale._check import check_flag, checked_dtype, is_number
+from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule
+from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32
 from jax_lossscale.diagnostics._precision_rules import rules_for
-from jax_lossscale.diagnostics._precision_search import MOST_GRADIENTS, Search, Trial
-from jax_lossscale.diagnostics._report import Progress, off, percent
+from jax_lossscale.diagnostics._precision_search import Search, Trial
+from jax_lossscale.diagnostics._precision_trials import Gradients
+from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 
 # The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
 _TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrecisionReport(Report[PrecisionRule]):
+    """A sequence of the rules that `find_precision` found. The printed report contains the policy and its accuracy.
+
+    Attributes:
+      policy: the policy for `autocast`.
+      loss_scale: the loss scale at which the policy was tested, or ``None`` if there is no float32 reference.
+      errors: the largest relative error of the value and the gradients, compared with float32: the error with all
+        matmuls in half precision, and the error under the policy. An error of more than 1 is replaced by 1. ``errors``
+        is ``None`` if there is no float32 reference.
+    """
+
+    policy: PrecisionPolicy
+    loss_scale: float | None = None
+    errors: tuple[float, float] | None = None
+
+    _entries: ClassVar[str] = "rules"
+
+    @property
+    def rules(self) -> tuple[PrecisionRule, ...]:
+        """The rules of the policy."""
+        return self.policy.rules
+
+    def _header(self) -> str:
+        if self.errors is None or not self.rules:
+            return str(self.policy)
+        before, after = (percent(error) if error < 1 else "over 100%" for error in self.errors)
+        return f"Error compared with float32: {before} -> {after}.\n{self.policy}"
+
+    def _notes(self) -> Sequence[str]:
+        if self.loss_scale is None:
+            return ()
+        tested = f"Tested at a loss scale of {power_of_two(self.loss_scale)}."
+        fix = 'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.'
+        return (tested, fix) if self.loss_scale < 1 else (tested,)
 
 
 def find_precision(
@@ -34,9 +72,9 @@ def find_precision(
     dtype: DTypeLike = jnp.float16,
     tolerance: float | None = None,
     batches: Sequence[Any] | None = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None = None,
     **kwargs: Any,
-) -> PrecisionPolicy:
+) -> PrecisionReport:
     """Find the matmuls that must be in float32 so that the gradients of a function are accurate under `autocast`.
 
     A matmul is a matrix multiplication or a convolution. `find_precision` computes the value and the gradients of
@@ -57,19 +95,18 @@ def find_precision(
         notes below describe exceptions for small leaves.
       batches: additional batches for which the policy must meet the tolerance. Each batch replaces the last element of
         ``args`` and must have the same structure, shapes and dtypes.
-      progress: whether to print a line to standard error for each trial. By default, the lines are printed in terminals
-        and notebooks, starting after five seconds.
+      progress: whether to show a progress bar, or a function that wraps the sequence of evaluations, as in
+        `compare_gradients`.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
         must be bound to ``fun`` beforehand with `functools.partial`.
 
     Returns:
-      A `PrecisionPolicy` for `autocast`. Each rule of the policy includes a reason and identifies matmuls by layer,
-      parameter, operation or function. The policy therefore remains valid for other parameter values, for other batch
-      sizes, and after changes to other parts of the code. The attribute ``loss_scale`` of the policy is the loss scale
-      of the last trial. The attribute ``errors`` contains the error with all matmuls in half precision and the error
-      under the policy.
+      A `PrecisionReport`. Its attribute ``policy`` is a `PrecisionPolicy` for `autocast`. Each rule of the policy
+      includes a reason and identifies matmuls by layer, parameter, operation or function. The policy therefore remains
+      valid for other parameter values, for other batch sizes, and after changes to other parts of the code.
 
     Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
       ValueError: if an argument is invalid, if there are no gradients, or if the function is called inside `jax.jit` or
         another transformation.
 
@@ -86,7 +123,7 @@ def find_precision(
       ...         energy = x @ weights  # 1.6e5
       ...     return jnp.mean(jnp.log(energy))
       >>> args = jnp.full((4, 2), 200.0), jnp.full((8, 4), 200.0)
-      >>> policy = jls.diagnostics.find_precision(loss_fn, *args)
+      >>> policy = jls.diagnostics.find_precision(loss_fn, *args).policy
       >>> policy.rules
       (PrecisionRule('float32_result', layer='energy', operation='dot_general', reason='its result reaches 1.6e+05'),)
       >>> float(jls.autocast(loss_fn, policy=policy)(*args)) == float(loss_fn(*args))
@@ -125,8 +162,7 @@ def find_precision(
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
-    if progress is not None:
-        check_flag(progress, "find_precision(progress=...)")
+    shown = progress_bar("find_precision", progress)
     if tolerance is None:
         tolerance = _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
@@ -138,69 +174,64 @@ def find_precision(
             f"`find_precision(argnums={argnums})` selects no floating-point or complex argument. Select an "
             "argument with parameters."
         )
-    with Progress("find_precision", progress) as shown:
-        plan = f"compiles two programs, and computes the gradients at most {MOST_GRADIENTS} times per batch"
-        shown("find_precision", plan)
-        # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
-        names_parameters = not nnx_objects.flattened((args, kwargs)).objects
-        return _found(call, Search(of_batches, dtype, tolerance, shown, names_parameters))
+    # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
+    names_parameters = not nnx_objects.flattened((args, kwargs)).objects
+    return _found(call, Search(Gradients(of_batches, dtype, names_parameters, shown), tolerance), tolerance)
 
 
-def _found(call: LossCall, search: Search) -> PrecisionPolicy:
+def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     """Return the policy that a search finds and warn if it is not useful."""
-    dtype, tolerance = search.dtype, search.tolerance
-    if not search.is_exact_finite():
+    gradients, dtype = search.gradients, search.gradients.dtype
+    if not all(reference.is_finite() for reference in search.references):
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
             "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
             f"for a comparison. {why} The returned policy has no rules."
         )
-        return PrecisionPolicy()
-    if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in search.leaves) > 0:
-        warn_user(f"`find_precision`: {errors.of_zeros(search.leaves)}")
+        return PrecisionReport(PrecisionPolicy())
+    leaves = search.references[0].gradient_leaves()
+    if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
+        warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
-        return PrecisionPolicy(tuple(rules_for(search.sites, trial.levels, reasons)), loss_scale=trial.scale)
+        return PrecisionPolicy(tuple(rules_for(gradients.sites, trial.levels, reasons)))
 
-    search.report(f"{search.numbers.sum()} matmuls at {len(search.sites)} locations; batches: {search.batches}")
     first, best = search.found()
     while True:
-        ratio, error, where = search.verified(policy(best))
-        search.report(f"verification under `autocast`: {where} is {off(error)}")
-        if ratio <= 1 or not (best.levels < FLOAT32).any():
+        verified = search.verified(best, policy(best))
+        if verified.ratio <= 1 or not (best.levels < FLOAT32).any():
             break
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
-    if ratio > 1:
+    if verified.ratio > 1:
         warn_user(
-            f"`find_precision`: Even with all matmuls in float32, {where} is {off(error)}, which exceeds the tolerance "
-            f"of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
+            f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
+            f"exceeds the tolerance of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
         )
-    in_half = int(search.numbers[best.levels < FLOAT32].sum())
-    if 2 * in_half < search.numbers.sum():
+    count, in_half = gradients.numbers.sum(), int(gradients.numbers[best.levels < FLOAT32].sum())
+    if 2 * in_half < count:
         warn_user(
-            f"`find_precision`: Only {in_half} of {search.numbers.sum()} matmuls stay in half precision, so `autocast` "
-            "saves little time and memory. Use `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` to find out "
-            f"why the function is not accurate in {dtype.name}."
+            f"`find_precision`: Only {in_half} of {count} matmuls stay in half precision, so `autocast` saves little "
+            "time and memory. Use `jls.diagnostics.compare_gradients(jls.autocast(fun), ...)` to find out why the "
+            f"function is not accurate in {dtype.name}."
         )
-    before_and_after = min(first.error, 1.0), min(error, 1.0)
-    return dataclasses.replace(policy(best, search.reasons(best)), errors=before_and_after)
+    before_and_after = min(first.error, 1.0), min(verified.error, 1.0)
+    return PrecisionReport(policy(best, search.reasons(best)), best.scale, before_and_after)
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
     """Return the positional arguments of the function for each batch."""
     if batches is None:
         return [args]
-    if not isinstance(batches, Sequence) or isinstance(batches, str) or len(batches) == 0:
+
+    def types(batch: Any) -> Any:
+        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), batch)
+
+    is_sequence = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) > 0
+    if not is_sequence or any(types(batch) != types(args[-1]) for batch in batches):
         raise ValueError(
-            "`find_precision(batches=...)` must be a sequence of values for the last positional argument of `fun`, got "
-            f"{batches!r}. To pass a single batch, put it into a list."
+            "`find_precision(batches=...)` must be a sequence of values with the structure, shapes and dtypes of the "
+            f"last positional argument of `fun`: expected {types(args[-1])}, got "
+            f"{list(map(types, batches)) if is_sequence else batches!r}. To pass a single batch, put it into a list."
         )
-    types = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), each) for each in (args[-1], *batches)]
-    for other in types[1:]:
-        if other != types[0]:
-            raise ValueError(
-                "`find_precision(batches=...)` must contain values with the structure, shapes and dtypes of the last "
-                f"positional argument of `fun`: expected {types[0]}, got {other}."
-            )
     return [args, *((*args[:-1], batch) for batch in batches)]

@@ -326,7 +326,6 @@ def errors_by_scale(
     float32_program: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
-    compared: Callable[[int, int, float], None] = lambda *_: None,
 ) -> GradientErrors | None:
     """Compute the errors of the gradients at several loss scales. Return ``None`` if there are no gradients.
 
@@ -336,8 +335,6 @@ def errors_by_scale(
         program of ``gradients``, evaluated in float32.
       scales: the loss scales to compare. By default, they are chosen according to the largest gradient.
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
-      compared: a function that is called after each comparison, with the number of comparisons so far, the number of
-        loss scales, and the loss scale.
     """
     program = gradients.program
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
@@ -372,7 +369,6 @@ def errors_by_scale(
                 for each, leaf in zip(rounding, exact.values(), strict=True)
             ]
         measured.append(measurements)
-        compared(len(measured), len(scales), scale)
     leaves, total = reports_of(exact, measured, rounding)
     losses = value, program.jaxpr.out_avals[0].dtype, float(reference_value)
     return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
-from jax_lossscale.diagnostics._bits import layout_of, magnitudes, number_of, reduced
+from jax_lossscale.diagnostics._bits import format_of, magnitudes, number_of, reduced
 from jax_lossscale.diagnostics._report import Report, Rows
 
 
@@ -158,7 +158,7 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
         nan, posinf, neginf = map(int, counts)
         dtype, bad = jnp.result_type(leaf), jax.device_get(_first_bad_index(leaf)) if nan or posinf or neginf else None
-        largest_finite = number_of(int(largest) - 1, layout_of(dtype)) if largest else None
+        largest_finite = number_of(int(largest) - 1, format_of(dtype)) if largest else None
         first = None if bad is None else tuple(map(int, bad))
         shape = jnp.shape(leaf)
         reports.append(LeafReport(path, str(dtype), shape, nan, posinf, neginf, largest_finite, first))

@@ -32,7 +32,7 @@ from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
 from jax_lossscale._program.parameters import parameters_of_operations
-from jax_lossscale.diagnostics._bits import reduced
+from jax_lossscale.diagnostics._bits import reduced, rounded
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
 
 # Precision levels of a matmul, from the lowest to the highest.
@@ -178,7 +178,7 @@ class RoundingEvaluator(MeasuringEvaluator):
             number, value = inputs
             self.rows.append(vary(_statistics(number, value, self._dtype, role >= COTANGENTS.start), self._axes))
             is_rounded = self._strengths[0 if role == RESULT else 1, site] > 0
-            return [jnp.where(is_rounded, _rounded(number, self._dtype), number)]
+            return [jnp.where(is_rounded, rounded(number, self._dtype), number)]
         return bind(eqn, inputs, eqn.params)
 
     def _shard_map(self, eqn: Any, inputs: list[Any]) -> Any:
@@ -201,16 +201,10 @@ class RoundingEvaluator(MeasuringEvaluator):
     rules: ClassVar[dict[str, Callable[..., Any]]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
 
-def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return an array that is rounded to ``dtype`` and cast back to its own dtype."""
-    # Without the barrier, XLA may remove both casts.
-    return lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)
-
-
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:
     def rounding(number: jax.Array, otherwise: jax.Array) -> jax.Array:
         """Return the magnitudes of the rounding errors of ``number``, or ``otherwise`` if an error is not finite."""
-        error = jnp.abs(_rounded(number, dtype) - number)
+        error = jnp.abs(rounded(number, dtype) - number)
         return jnp.where(jnp.isfinite(error), error, jnp.where(jnp.isfinite(otherwise), otherwise, 0))
 
     magnitude = jnp.where(jnp.isfinite(number), jnp.abs(number), 0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_flag, is_number
+from jax_lossscale._check import is_number
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, sources_of_rounding, suggestion_for
@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_erro
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
-from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
@@ -231,7 +231,7 @@ def range_report(
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
     loss_scale: Any = None,
-    progress: bool | None = None,
+    progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None = None,
     **kwargs: Any,
 ) -> RangeReport:
     """Find the operations of a function and its gradient that overflow, underflow or are inaccurate in half precision.
@@ -245,8 +245,8 @@ def range_report(
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
         the largest power of two that leaves enough headroom before the gradients overflow, which `compare_gradients`
         usually recommends as well. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
-      progress: whether to print a line to standard error after every 10% of the program. By default, the lines are
-        printed in terminals and notebooks, starting after five seconds.
+      progress: whether to show a progress bar, or a function that wraps the sequence of operations, as in
+        `compare_gradients`.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
         bind it beforehand with `functools.partial`.
 
@@ -254,6 +254,7 @@ def range_report(
       A `RangeReport`, with the worst operation first.
 
     Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
       ValueError: if ``dtype`` is not a real floating dtype; if ``loss_scale`` is not a loss scale, or not positive and
         finite; if the function is called inside `jax.jit` or another transformation.
 
@@ -289,20 +290,20 @@ def range_report(
     """
     dtype = checked_precision(dtype, "range_report(dtype=...)")
     scale = None if loss_scale is None else _scale_of(loss_scale)
-    if progress is not None:
-        check_flag(progress, "range_report(progress=...)")
-    with Progress("range_report", progress) as shown:
-        gradients = TracedGradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
-        if scale is None:
-            scale = initial_scale(gradients)
-        return ranges_at(gradients, scale, shown)
+    shown = progress_bar("range_report", progress)
+    gradients = TracedGradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
+    if scale is None:
+        scale = initial_scale(gradients)
+    return ranges_at(gradients, scale, shown)
 
 
-def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress) -> RangeReport:
+def ranges_at(
+    gradients: TracedGradients, loss_scale: float, progress: Callable[[Sequence[Any]], Iterable[Any]] = iter
+) -> RangeReport:
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     (value, grads), _ = program.filled(flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs]))
-    evaluator = ShadowEvaluator(dtype, len(flow.sites), progress)
+    evaluator = ShadowEvaluator(dtype, iter(progress(range(len(flow.sites)))))
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}

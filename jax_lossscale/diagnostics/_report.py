@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import html
 import math
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar, overload
 
-from jax_lossscale._limits import limits_of
+import numpy as np
 
-# By default, reports that take longer than this number of seconds print their progress.
-SECONDS_WITHOUT_PROGRESS = 5.0
+from jax_lossscale._check import check_function
+from jax_lossscale._limits import limits_of
 
 Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
@@ -33,7 +32,7 @@ class Report(Sequence[Entry]):
 
     def _rows(self) -> Rows:
         """Return the rows of the table, starting with the headings, or an empty sequence if there is no table."""
-        raise NotImplementedError
+        return ()
 
     def _notes(self) -> Sequence[str]:
         """Return the lines that are printed below the table."""
@@ -78,57 +77,34 @@ class Report(Sequence[Entry]):
         return above + (f"<table>\n{table}</table>\n" if table else "") + below
 
 
-class Progress:
-    """Progress messages of a report, which are printed to standard error.
-
-    A `Progress` object is used as a context manager, so that nothing is printed after the report is complete.
+def progress_bar(
+    caller: str, progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None
+) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    """Return a function that wraps a sequence and shows the progress of an iteration over it.
 
     Args:
       caller: the name of the function that creates the report.
-      progress: whether to print the messages. If ``progress`` is None, the messages are printed in terminals and
-        notebooks, starting after five seconds.
+      progress: the argument of this function.
+
+    Raises:
+      ImportError: if ``progress`` is True and tqdm is not installed.
+      ValueError: if ``progress`` is neither a flag nor a function nor None.
     """
-
-    def __init__(self, caller: str, progress: bool | None) -> None:
-        self._is_printed = bool(progress)
-        self._latest = f"{caller}: compiling the function"
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(SECONDS_WITHOUT_PROGRESS, self._start)
-        self._timer.daemon = True
-        self._has_timer = progress is None and is_interactive()
-
-    def __enter__(self) -> Progress:
-        if self._has_timer:
-            self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        with self._lock:
-            self._is_printed = self._has_timer = False
-
-    def __call__(self, caller: str, text: str) -> None:
-        """Report the progress of a function.
-
-        If printing has not started, the text is stored. When printing starts, only the latest stored text is printed.
-        """
-        with self._lock:
-            self._latest = f"{caller}: {text}"
-            if self._is_printed:
-                print(self._latest, file=sys.stderr)
-
-    def _start(self) -> None:
-        """Start printing: print the most recent message now, and each later message as soon as it is reported."""
-        with self._lock:
-            if self._has_timer:
-                self._is_printed = True
-                print(self._latest, file=sys.stderr)
-
-
-def is_interactive() -> bool:
-    """Return whether standard error is a terminal or the program is running in a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return type(shell).__name__ == "ZMQInteractiveShell" or (sys.stderr is not None and sys.stderr.isatty())
+    if progress is not None and not isinstance(progress, (bool, np.bool_)):
+        check_function(progress, f"{caller}(progress=...)", "True, False and None are also accepted.")
+        return progress
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        if progress:
+            raise ImportError(
+                f"`{caller}(progress=True)` needs tqdm. Install the extra `progress`, or run `pip install tqdm`."
+            ) from error
+        return iter
+    # By default, the bar is shown after five seconds. If `disable` is None, tqdm shows the bar only in terminals and
+    # notebooks.
+    options = {"disable": None, "delay": 5.0} if progress is None else {"disable": not progress}
+    return partial(tqdm, desc=caller, leave=False, **options)
 
 
 def power_of_two(scale: float) -> str:

@@ -9,7 +9,7 @@ quantities to measure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -26,7 +26,6 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 from jax_lossscale._program.walk import Walk
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._report import Progress
 from jax_lossscale.diagnostics._sites import is_measured
 
 # If the terms of a sum cancel, so that the sum is smaller than its largest term by this factor, the sum consists mostly
@@ -235,16 +234,15 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype with whose range the results are compared.
-      total: the expected number of rows.
-      progress: the progress, which is reported after each tenth of the rows.
+      progress: an iterator that is advanced once per row.
     """
 
     fields = len(Statistics._fields)
 
-    def __init__(self, dtype: jnp.dtype, total: int, progress: Progress) -> None:
+    def __init__(self, dtype: jnp.dtype, progress: Iterator[Any]) -> None:
         super().__init__()
         self.evaluator = Evaluator(jnp.dtype(jnp.float32))
-        self._done, self._total, self._progress = 0, total, progress
+        self._progress = progress
         self._limits = limits_of(dtype)
         self._unit = float(jnp.finfo(dtype).eps) / 2  # the largest relative rounding error of the dtype
         self._is_compiled = False
@@ -300,10 +298,8 @@ class ShadowEvaluator(MeasuringEvaluator):
         return outputs
 
     def _count(self, rows: int) -> None:
-        """Report the progress after each tenth of the total number of rows."""
-        before, self._done = self._done, self._done + rows
-        if self._total and 10 * before // self._total < 10 * self._done // self._total:
-            self._progress("range_report", f"{self._done} of {self._total} operations")
+        for _ in range(rows):
+            next(self._progress, None)
 
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
         if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):

@@ -13,6 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import checked_floating_dtype
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.base import adjust
+from jax_lossscale.diagnostics._bits import rounded
 
 
 class Simulation(NamedTuple):
@@ -113,25 +114,27 @@ def simulate(
     dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
         raise ValueError("`simulate` requires either `grads_finite` or `largest`. Pass exactly one of them.")
-    if largest is not None:
-        seen = _checked_trace(largest, "largest")
-        overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
-        if overflowing.shape != seen.shape:
+    if largest is None:
+        if max_cotangent is not None:
             raise ValueError(
-                f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the same length as "
-                f"`largest`, which has length {len(seen)}."
+                "`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`."
             )
-        return _replay(loss_scale, seen, overflowing, dtype)
-    if max_cotangent is not None:
-        raise ValueError("`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`.")
-    if loss_scale.needs_largest:
+        if loss_scale.needs_largest:
+            raise ValueError(
+                f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on "
+                "the largest gradient of each step. Pass `largest` instead."
+            )
+        # A gradient of zero is finite at every scale, and an infinite gradient is not finite at any scale.
+        seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
+    else:
+        seen = _checked_trace(largest, "largest")
+    overflowing = seen if max_cotangent is None else _checked_trace(max_cotangent, "max_cotangent")
+    if overflowing.shape != seen.shape:
         raise ValueError(
-            f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
-            "largest gradient of each step. Pass `largest` instead."
+            f"`simulate(max_cotangent=...)` has length {len(overflowing)}, but must have the same length as `largest`, "
+            f"which has length {len(seen)}."
         )
-    # A gradient of zero is finite at every scale, and an infinite gradient is not finite at any scale.
-    seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
-    return _replay(loss_scale, seen, seen, dtype)
+    return _replay(loss_scale, seen, overflowing, dtype)
 
 
 def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
@@ -161,7 +164,7 @@ def _checked_trace(given: Any, name: str, of_flags: bool = False) -> jax.Array:
 def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array, dtype: jnp.dtype) -> Simulation:
     def step(loss_scale: LossScale, event: tuple[jax.Array, jax.Array]) -> Any:
         scale = jnp.asarray(loss_scale(), jnp.float32)
-        arrives, overflows = (_rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
+        arrives, overflows = (rounded(magnitude * scale.astype(magnitude.dtype), dtype) for magnitude in event)
         finite = jnp.isfinite(arrives) & jnp.isfinite(overflows)
         measured = jnp.where(finite, arrives.astype(jnp.float32) / scale, jnp.nan)
         return adjust(loss_scale, finite, measured), (scale, finite)
@@ -169,9 +172,3 @@ def _replay(loss_scale: LossScale, largest: jax.Array, max_cotangent: jax.Array,
     final, (scales, finite) = jax.lax.scan(step, loss_scale, (largest, max_cotangent))
     should_apply = finite if final.skip_nonfinite else jnp.ones_like(finite)
     return Simulation(scales, finite, should_apply, final)
-
-
-def _rounded(number: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round ``number`` to ``dtype`` and return the result in the original dtype of ``number``."""
-    # Without the optimization barrier, the compiler could remove the conversion to `dtype` and the conversion back.
-    return jax.lax.optimization_barrier(number.astype(dtype)).astype(number.dtype)

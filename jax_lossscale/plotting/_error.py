@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics import GradientComparison
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError
 from jax_lossscale.plotting._axes import BLUE, GRAY, GREEN, VERMILLION, draw_grid, given_or_new_axes
 
 if TYPE_CHECKING:

@@ -51,10 +51,9 @@ def plot_loss_scale(
       >>> [text.get_text() for text in ax.get_legend().get_texts()]
       ['skipped step (1)', 'growth (1)']
     """
-    sequences = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
-    columns = _columns(sequences, "plot_loss_scale")
+    history = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
+    steps, columns = _checked(history, "plot_loss_scale")
     (ax,) = given_or_new_axes(ax, "plot_loss_scale")
-    steps = _steps(columns, "plot_loss_scale")
     _draw_loss_scale(ax, steps, columns["loss_scale"], _was_skipped(columns))
     _finish(ax, steps)
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
@@ -107,8 +106,7 @@ def plot_run(
       ['loss', 'loss scale (power of two)', 'skipped steps (total)']
     """
     history = _by_name(history)
-    columns = _columns(history, "plot_run")
-    steps = _steps(columns, "plot_run")
+    steps, columns = _checked(history, "plot_run")
     skipped = _was_skipped(columns)
     total = columns.get("skipped_steps", None if skipped is None else skipped.cumsum())
     all_panels: list[tuple[str, Any, Any]] = [
@@ -148,8 +146,11 @@ def _by_name(history: Any) -> dict[str, Any]:
     return {name: [row[name] for row in history if name in row] for name in names}
 
 
-def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
-    """Return the entries of a history that can be drawn, as NumPy arrays of the same length."""
+def _checked(history: Mapping[str, Any], caller: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the step numbers of a history and its entries that can be drawn, as NumPy arrays of the same length.
+
+    If the history does not contain step numbers, the steps are counted from 1.
+    """
     columns = {name: np.asarray(jax.device_get(history[name])) for name in _HISTORY if name in history}
     shapes = {name: column.shape for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes.values()):
@@ -159,20 +160,15 @@ def _columns(history: Mapping[str, Any], caller: str) -> dict[str, np.ndarray]:
         )
     if "skipped" in columns and np.isnan(columns["skipped"].astype(float)).any():
         raise ValueError(f"`{caller}`: `skipped` must not contain NaN, because it must be known for every step.")
-    return {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
-
-
-def _steps(columns: dict[str, np.ndarray], caller: str) -> np.ndarray:
-    """Return the step numbers of a history. If the history does not contain step numbers, count the steps from 1."""
-    if "step" not in columns:
-        return np.arange(1, len(next(iter(columns.values()), ())) + 1)
-    steps = columns["step"]
+    columns = {name: column.astype(bool if name == "skipped" else float) for name, column in columns.items()}
+    count = len(next(iter(columns.values()), ()))
+    steps = columns.pop("step", np.arange(1, count + 1))
     if not (np.isfinite(steps).all() and (np.diff(steps) > 0).all()):
         raise ValueError(
             f"`{caller}` needs increasing step numbers, got {steps}. Plot one run at a time, and sort its history by "
             "step number."
         )
-    return steps
+    return steps, columns
 
 
 def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:

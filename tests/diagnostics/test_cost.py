@@ -208,75 +208,78 @@ def test_counts_above_2_to_the_24_are_exact():
     assert (measured.squares, measured.nonzero) == (2**25, 2**25)
 
 
-def test_progress_is_printed_to_stderr(capsys):
-    fun, *args = workloads.square_too_large()
-    compare_gradients(fun, *args, loss_scales=[1.0])
-    assert capsys.readouterr() == ("", "")  # There is no output by default.
-    compare_gradients(fun, *args, loss_scales=[1.0, 8.0], progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    first, second, *rows = captured.err.splitlines()
-    assert first == "compare_gradients: compared 1 of 2 loss scales (2^0)"
-    assert second == "compare_gradients: compared 2 of 2 loss scales (2^3)"
-    total = rows[-1].split()[1]
-    assert rows[-1] == f"range_report: {total} of {total} operations"
-    assert len(rows) == 10
-
-
-@pytest.mark.parametrize("report", [compare_gradients, range_report])
-def test_invalid_progress_raises_an_error(report):
-    with pytest.raises(ValueError, match=r"progress=...\)` must be"):
-        report(*workloads.healthy(), progress="yes")
-
-
 REPORTS = [compare_gradients, range_report, find_precision]
+
+
+def report_on_healthy(report, **options):
+    _, *args = workloads.healthy()
+    return report(jls.autocast(in_float32) if report is not find_precision else in_float32, *args, **options)
 
 
 def in_float32(params, x):
     return jnp.mean((x @ params["layer0"]["kernel"]) ** 2)
 
 
-@pytest.mark.parametrize("report", REPORTS)
+@pytest.fixture
+def bars(monkeypatch):
+    """Replace `tqdm` by a function that only appends its options to a list, and return the list."""
+    made = []
+    stand_in = types.SimpleNamespace(tqdm=lambda sequence, **options: made.append(options) or sequence)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", stand_in)
+    return made
+
+
 @pytest.mark.parametrize(
-    ("is_interactive", "seconds", "options", "is_printed"),
-    [
-        (True, 0.0, {}, True),
-        (True, 0.0, {"progress": False}, False),
-        (True, 600.0, {}, False),
-        (False, 0.0, {}, False),
-    ],
+    ("progress", "options"),
+    [(None, {"disable": None, "delay": 5.0}), (True, {"disable": False}), (False, {"disable": True})],
 )
-def test_progress_is_printed_in_terminals_and_notebooks_after_some_time(
-    report, is_interactive, seconds, options, is_printed, monkeypatch, capsys
-):
-    monkeypatch.setattr(_report, "is_interactive", lambda: is_interactive)
-    monkeypatch.setattr(_report, "SECONDS_WITHOUT_PROGRESS", seconds)
-    _, *args = workloads.healthy()
-    report(jls.autocast(in_float32) if report is not find_precision else in_float32, *args, **options)
+def test_bar_is_shown_if_requested_or_after_five_seconds(progress, options, bars):
+    """If `disable` is None, tqdm shows the bar only in terminals and notebooks."""
+    assert list(_report.progress_bar("report", progress)([1, 2])) == [1, 2]
+    assert bars == [{"desc": "report", "leave": False, **options}]
+
+
+def test_bar_of_tqdm(capsys):
+    pytest.importorskip("tqdm")
+    assert list(_report.progress_bar("report", True)([1, 2])) == [1, 2]
     out, err = capsys.readouterr()
-    assert out == ""
-    assert bool(err) == is_printed
-    assert all(line.startswith(f"{report.__name__}: ") for line in err.splitlines())
+    assert (out, "report:   0%" in err) == ("", True)
+    assert list(_report.progress_bar("report", None)([1, 2])) == [1, 2]
+    assert capsys.readouterr().err == ""
 
 
-def test_latest_progress_is_printed_after_five_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(_report, "is_interactive", lambda: True)
-    with _report.Progress("report", None) as progress:
-        progress("report", "1 of 3")
-        progress("report", "2 of 3")
-        assert capsys.readouterr().err == ""
-        progress._start()  # The timer calls this method after five seconds.
-        progress("report", "3 of 3")
-    progress("report", "done")
-    assert capsys.readouterr().err == "report: 2 of 3\nreport: 3 of 3\n"
+@pytest.mark.parametrize("report", REPORTS)
+def test_missing_tqdm_raises_an_error_only_if_a_bar_is_requested(report, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match=f"{report.__name__}.*needs tqdm. Install the extra `progress`"):
+        report_on_healthy(report, progress=True)
+    assert list(_report.progress_bar(report.__name__, None)([1, 2])) == [1, 2]
 
 
-class ZMQInteractiveShell:
-    """A stand-in for the shell of a Jupyter kernel."""
+@pytest.mark.parametrize("report", REPORTS)
+def test_progress_function_wraps_the_steps_of_a_report(report):
+    sizes, steps, closed = [], [], []
+
+    def progress(sequence):
+        sizes.append(len(sequence))
+        try:
+            for step in sequence:
+                steps.append(step)
+                yield step
+        finally:
+            closed.append(True)
+
+    report_on_healthy(report, progress=progress)
+    if report is find_precision:
+        assert sizes == [30]
+        assert steps == [*range(len(steps))]
+    else:
+        assert sizes == [len(steps)]
+    assert len(steps) > 3
+    assert closed  # The bar disappears as soon as the report is complete.
 
 
-@pytest.mark.parametrize(("is_terminal", "shell"), [(True, None), (False, ZMQInteractiveShell()), (False, None)])
-def test_terminals_and_notebooks_are_recognized(is_terminal, shell, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    assert _report.is_interactive() == (is_terminal or shell is not None)
+@pytest.mark.parametrize("report", REPORTS)
+def test_invalid_progress_raises_an_error(report):
+    with pytest.raises(ValueError, match=r"progress=...\)` must be a function, got 'yes'. True, False and None"):
+        report(*workloads.healthy(), progress="yes")

@@ -255,7 +255,7 @@ def test_similar_leaves_share_programs_in_eager_calls(of_tree, compilations):
 
 
 @of_trees
-def test_small_leaves_that_are_concatenated_have_the_same_results(of_tree):
+def test_results_are_the_same_under_jit(of_tree):
     leaves = [jnp.asarray(random_bits("float32", 50 + n, seed=n)) for n in range(4)]
     leaves += [jnp.asarray(random_bits("float16", 50)), jnp.asarray(random_bits("bfloat16", 9))]
     leaves += [jnp.array([1 + 0j, 1e-9 - 1e-8j]), 0.5, 3]

@@ -94,10 +94,11 @@ jls.DynamicLossScale.from_config({"other": 1})
 jls.FixedLossScale(0.5)
     `FixedLossScale(loss_scale_value=...)` must be at least 1, got 0.5. To disable scaling, use `NoOpLossScale`.
 jls.PrecisionPolicy([{"precision": "float32", "layers": "a"}])
-    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects, got {'precision': 'float32', 'layers': 'a'}:
-    PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries with their arguments, got
+    {'precision': 'float32', 'layers': 'a'}: PrecisionRule.__init__() got an unexpected keyword argument 'layers'.
 jls.PrecisionPolicy(rules=[3])
-    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries, got 3.
+    `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries with their arguments, got 3:
+    jax_lossscale._autocast.policy.PrecisionRule() argument after ** must be a mapping, not int.
 jls.PrecisionPolicy(recompute=-1.0)
     `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
     -1.0.
@@ -107,10 +108,6 @@ jls.PrecisionPolicy(rules=3)
 jls.PrecisionPolicy({"precision": "float32"})
     `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
     To pass a single rule, put it in a list.
-jls.PrecisionPolicy(errors=0.5)
-    `PrecisionPolicy(errors=...)` must be two numbers, got 0.5.
-jls.PrecisionPolicy(errors=(0.5, 0.1, 0.1))
-    `PrecisionPolicy(errors=...)` must be two numbers, got (0.5, 0.1, 0.1).
 jls.PrecisionPolicy(half_residual_stream=1)
     `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
@@ -147,13 +144,13 @@ jls.autocast(jnp.float8_e5m2)
 jls.autocast("cuda")
     `autocast(dtype=...)` must be a dtype, such as `jnp.float16`, got 'cuda'.
 jls.autocast(policy="fast")
-    `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
+    `autocast(policy=...)` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got 'fast'.
 jls.autocast(dtype=jnp.bfloat16)(3)
     `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
 jls.autocast(square, policy="fast")
-    `autocast(policy=...)` must be a `PrecisionPolicy` or None, got 'fast'.
+    `autocast(policy=...)` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got 'fast'.
 jls.all_finite("x")
     `all_finite(tree=...)` must be a pytree of arrays, got 'x'.
 jls.cast_floating(PARAMS, jnp.int32)
@@ -403,8 +400,8 @@ def test_error_describes_the_object_passed_instead_of_a_state(function, wrong):
     assert (f"The order is `{name}(" in message) == name.startswith("update")
 
 
-# The constructors of these classes have no arguments.
-TAKE_NOTHING = {"NoOpLossScale", "LossScale"}
+# The constructors of these classes have no arguments, or are not called by users.
+TAKE_NOTHING = {"NoOpLossScale", "LossScale", "PrecisionReport"}
 
 
 def public_functions():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jax_lossscale.diagnostics import GradientComparison, LeafGradientError
+from jax_lossscale.diagnostics import GradientComparison
+from jax_lossscale.diagnostics._gradient_errors import LeafGradientError
 from jax_lossscale.plotting import plot_gradient_error
 
 pytestmark = pytest.mark.ci

@@ -207,7 +207,8 @@ REFUSED = [
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
     ("find_precision", {"progress": 1}, "progress=...)` must be"),
-    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must contain values with the structure"),
+    ("find_precision", {"batches": [X[:3]]}, "batches=...)` must be a sequence of values with the structure"),
+    ("find_precision", {"batches": []}, "batches=...)` must be a sequence of values with the structure"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
     ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
 ]

@@ -115,7 +115,7 @@ def printed_places(loss, *args):
     """Return the layers and lines in the reports, each as an argument of a rule."""
     under_autocast = autocast(loss)
     ranges = range_report(under_autocast, *args, loss_scale=1.0)
-    policy = find_precision(loss, *args)
+    policy = find_precision(loss, *args).policy
     assert ranges.bad
     rows = [*ranges.bad, *autocast_report(loss, *args, policy=policy).matmuls, *policy.rules]
     places = {

@@ -1,0 +1,253 @@
+"""Evaluation of the value and the gradients of a function with some of its matmuls in half precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_lossscale._autocast import PrecisionPolicy, autocast
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics._loss_call import LossCall
+from jax_lossscale.diagnostics._precision_probes import (
+    COTANGENTS,
+    FLOAT32,
+    FLOAT32_RESULT,
+    MatmulsBySite,
+    Measured,
+    RoundingEvaluator,
+    with_probes,
+)
+
+# The maximum number of times that a search evaluates the gradients of each batch.
+MOST_GRADIENTS = 30
+# Changing the parameters by the fraction `_COARSE` changes the signs of ReLU inputs about as often as rounding to
+# float16 in every layer does. If this change to the parameters causes large errors even in float32, the precision of
+# the matmuls is not the cause, and the tolerance is increased by a factor of up to `_MOST_SENSITIVE`.
+_COARSE = 2.0**-9
+_MOST_SENSITIVE = 10.0
+# If a leaf contributes less than the fraction `_SMALL_SHARE` to the norm of the whole gradient, its error tolerance is
+# `_SMALL_LEAF` times as large, because small gradients are often the result of cancellation. For a leaf whose
+# contribution is below `_TINY_SHARE`, only elements that become zero or non-finite count as errors.
+_SMALL_SHARE = 0.01
+_TINY_SHARE = 0.001
+_SMALL_LEAF = 10.0
+
+
+class Result(NamedTuple):
+    """The result of one evaluation for one batch.
+
+    Attributes:
+      value: the value of the function.
+      leaves: the gradients by path, multiplied by the loss scale.
+      measured: the measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes.
+    """
+
+    value: Any
+    leaves: dict[str, Any]
+    measured: Any = None
+
+
+class Gradients:
+    """The value and the gradients of a function for one or more batches, at different precisions of its matmuls.
+
+    The program with probes is compiled only once. The batches are evaluated one by one when the returned iterator
+    requests their results, so only the gradients of one batch are in memory at a time.
+
+    Args:
+      batches: the calls of the function, one per batch.
+      dtype: the half-precision dtype.
+      names_parameters: whether the sites contain the paths of parameters.
+      progress: a function that wraps a sequence, such as `tqdm`.
+
+    Attributes:
+      batches: the calls of the function, one per batch.
+      dtype: the half-precision dtype.
+      sites: the sites of the matmuls that `autocast` computes in half precision by default.
+      numbers: the number of matmuls at each site, ``int[sites]``.
+      spent: the number of evaluations per batch so far.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[LossCall],
+        dtype: jnp.dtype,
+        names_parameters: bool,
+        progress: Callable[[Sequence[int]], Iterable[int]],
+    ) -> None:
+        self.batches, self.dtype, self.spent = batches, dtype, 0
+        self._steps = iter(progress(range(MOST_GRADIENTS)))
+        found: MatmulsBySite = {}
+        self._traced = batches[0]._replace(fun=with_probes(batches[0].fun, dtype, names_parameters, found)).scaled()
+        self.sites = tuple(found)
+        self.numbers = np.array([len(equations) for equations in found.values()], int)
+        # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
+        self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
+        self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
+
+    def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
+        """Evaluate the program with probes for each batch.
+
+        Args:
+          levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
+          scale: the loss scale.
+          by: the fraction by which the parameters are changed.
+        """
+        self._count()
+        return (self._result(batch, levels, scale, by) for batch in self.batches)
+
+    def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
+        """Evaluate the program with probes for each batch, with all matmuls in float32."""
+        return self.with_levels(np.full(len(self.sites), FLOAT32), scale, by)
+
+    def measured(self, scale: float) -> Measured:
+        """Return the measurements of the probes in float32, as arrays ``float32[sites, 2 * roles]``."""
+        return largest_of(self.in_float32(scale))
+
+    def with_policy(self, policy: PrecisionPolicy, scale: float) -> Iterator[Result]:
+        """Evaluate the original function under `autocast` with a policy, for each batch."""
+        self._count()
+        call = self.batches[0]
+        traced = call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled()
+        compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
+        inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
+        return (self._split(traced, compiled(*each)) for each in inputs)
+
+    def _count(self) -> None:
+        self.spent += 1
+        next(self._steps, None)
+
+    def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
+        args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
+        inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
+        strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
+        outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
+        measured = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields)))
+        for site_and_role, row in zip(self._row_names, np.asarray(rows), strict=True):
+            measured[site_and_role] = np.maximum(measured[site_and_role], row)
+        return self._split(self._traced, outputs)._replace(measured=measured)
+
+    def _split(self, traced: Traced, outputs: Any) -> Result:
+        return Result(*errors.value_and_leaves(traced.result(outputs), self.batches[0].has_aux))
+
+
+def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, strengths: Any, scale: Any, inputs: Any) -> Any:
+    """Evaluate a program with probes and return its outputs and the measurements of the probes."""
+    outputs, rows = RoundingEvaluator(dtype, strengths).evaluate(program, [scale, *inputs])
+    return outputs, jnp.asarray(rows)
+
+
+def largest_of(results: Iterable[Result]) -> Measured:
+    """Return the maxima of the measurements over all batches."""
+    largest = np.max([result.measured for result in results], axis=0)
+    return Measured(*np.moveaxis(largest, -1, 0))
+
+
+class Reference(NamedTuple):
+    """The float32 results for one batch.
+
+    Attributes:
+      value: the value of the function.
+      leaves: the gradients by path.
+      rounding: the measurements of the gradients of each leaf at slightly changed parameters, which show the rounding
+        errors of the float32 gradients.
+      tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored.
+      total: the norm of the whole gradient.
+    """
+
+    value: Any
+    leaves: dict[str, Any]
+    rounding: list[errors.Measurement]
+    tolerances: list[float]
+    total: float
+
+    def is_finite(self) -> bool:
+        """Return whether the value and the gradients are finite."""
+        return all(math.isfinite(number) for number in (self.value, *(leaf.largest for leaf in self.rounding)))
+
+    def gradient_leaves(self) -> list[errors.LeafGradientError]:
+        """Return a `LeafGradientError` for each float32 gradient."""
+        return errors.reports_of(self.leaves, [self.rounding], self.rounding)[0]
+
+    def errors_of(self, result: Result, scale: float) -> list[tuple[float, float, str]]:
+        """Return ``(error / tolerance, error, name)`` for the value, the gradient of each leaf, and the whole gradient.
+
+        Args:
+          result: the result of an evaluation for the same batch.
+          scale: the loss scale of this evaluation.
+        """
+        reports, total = errors.reports_of(
+            self.leaves, [errors.measure(result.leaves, self.leaves, scale)], self.rounding
+        )
+        found = [("the value", errors.relative_error(result.value, self.value))]
+        for leaf in reports:
+            is_tiny = leaf.norm < _TINY_SHARE * self.total and not leaf.nonfinite[0]
+            error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
+            found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
+        found.append(("the whole gradient", total.relative_error[0]))
+        return [
+            (error / tolerance, error, name)
+            for (name, error), tolerance in zip(found, self.tolerances, strict=True)
+            if tolerance
+        ]
+
+
+# The relative change in the value, and the measurements of the gradients, after a change to the parameters.
+_Change: TypeAlias = tuple[float, list[errors.Measurement]]
+
+
+def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], Measured]:
+    """Evaluate the gradients in float32, and at two nudges (small random changes to all parameters).
+
+    Return the reference for each batch, and the measurements of the probes without a loss scale.
+    """
+    exact = list(gradients.in_float32(1.0))
+
+    def change(exact: Result, nudged: Result) -> _Change:
+        return errors.relative_error(nudged.value, exact.value), errors.measure(nudged.leaves, exact.leaves, 1.0)
+
+    # `map` frees the gradients of each batch before the next batch is evaluated.
+    fine, coarse = (list(map(change, exact, gradients.in_float32(1.0, by))) for by in (errors.NUDGE, _COARSE))
+    return list(map(partial(_reference, tolerance), exact, fine, coarse)), largest_of(exact)
+
+
+def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
+    """Return the float32 results for a batch, and the tolerance for each error.
+
+    The fine nudge changes each parameter by about one float32 rounding error. If the fine nudge changes the value by
+    more than half the tolerance, the error of the value is ignored in trials. The same applies to the gradient of each
+    leaf. The coarse nudge changes each parameter by about one half-precision rounding error. If the coarse nudge causes
+    a disproportionately large error, for example because the inputs of ReLUs change sign, the tolerance is increased.
+
+    Args:
+      tolerance: the tolerance of the user.
+      exact: the result in float32.
+      fine: the change after a nudge by `errors.NUDGE`.
+      coarse: the change after a nudge by `_COARSE`.
+    """
+    (fine_of_value, rounding), (coarse_of_value, measured) = fine, coarse
+    reports, total = errors.reports_of(exact.leaves, [measured], rounding)
+
+    def allowed(coarse: float, fine: float) -> float:
+        """Return the tolerance for a quantity from its relative changes after the coarse and the fine nudge.
+
+        If the function has no kinks, such as those of ReLUs, the changes are proportional to the sizes of the nudges.
+        """
+        if coarse <= 2 * fine * _COARSE / errors.NUDGE:
+            return tolerance
+        return min(max(coarse, tolerance), _MOST_SENSITIVE * tolerance)
+
+    tolerances = [allowed(coarse_of_value, fine_of_value) * (fine_of_value <= tolerance / 2)]
+    for leaf in reports:
+        is_judged = leaf.norm > 0 and not leaf.rounding > tolerance / 2
+        times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
+        tolerances.append(is_judged * times * allowed(leaf.relative_error[0], leaf.rounding))
+    tolerances.append(allowed(total.relative_error[0], total.rounding))
+    return Reference(exact.value, exact.leaves, rounding, tolerances, total.norm)
