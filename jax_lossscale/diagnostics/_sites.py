@@ -93,8 +93,8 @@ class Dataflow(Propagation[frozenset[int]]):
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, sources)
         if derivative_of == "div" and name == "integer_pow":
             name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
-        elif name == "convert_element_type" and sources and sources[0].operation in SUMS_OF_MANY | MATMULS:
-            name = sources[0].operation  # the cast of a sum or matmul is reported as the sum or matmul
+        elif name == "convert_element_type" and sources and sources[-1].operation in SUMS_OF_MANY | MATMULS:
+            name = sources[-1].operation  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
