@@ -51,8 +51,9 @@ def value_and_scaled_grad(
 
     Warns:
       UserWarning: if the dtype of the loss cannot represent the largest value that the scale can reach, or if a scale
-        that changes during training becomes a constant of a traced program. The warnings are emitted when the returned
-        function is traced. A traced `FixedLossScale` is not checked, because its value is not known at trace time.
+        that changes during training becomes a constant of a traced program. Each returned function emits each warning
+        at most once, when it is traced. A traced `FixedLossScale` is not checked, because its value is not known at
+        trace time.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -90,16 +91,17 @@ def with_scaled_gradient(
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
+    warned, warned_of_frozen = False, in_a_loop
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        if not in_a_loop:
-            warn_if_frozen(loss_scale)
+        nonlocal warned, warned_of_frozen
+        warned_of_frozen = warned_of_frozen or warn_if_frozen(loss_scale)
         result = fun(*args, **kwargs)
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             return result  # if the result is not a pair, `jax.grad` raises a suitable error
         value, aux = result if has_aux else (result, None)
-        warn_if_half(value, loss_scale)
+        warned = warned or warn_if_half(value, loss_scale)
         value = seed_gradient(value, loss_scale)
         return (value, aux) if has_aux else value
 

@@ -15,22 +15,27 @@ from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._warn import warn_user
 
 
-def warn_if_half(value: Any, loss_scale: LossScale) -> None:
-    """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach."""
+def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
+    """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach.
+
+    Returns:
+      Whether a warning was emitted.
+    """
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return
+        return False
     largest_power = 2.0 ** (math.frexp(limits_of(dtype).largest)[1] - 1)
     bound = loss_scale.upper_bound
     if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
-        return
+        return False
     if bound is not None and np.all(np.asarray(bound) <= largest_power):
-        return
+        return False
     warn_user(
         f"The loss is {dtype.name}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
         "would overflow. Return the loss in float32 (for example, compute its final mean in float32), or limit the "
         f"loss scale with `max_loss_scale={largest_power}`."
     )
+    return True
 
 
 def is_frozen(loss_scale: LossScale) -> bool:
@@ -46,14 +51,17 @@ def is_frozen(loss_scale: LossScale) -> bool:
     return isinstance(jnp.logical_not(False), jax.core.Tracer)
 
 
-def warn_if_frozen(loss_scale: LossScale) -> None:
+def warn_if_frozen(loss_scale: LossScale) -> bool:
     """Warn if a loss scale that changes during training becomes a constant in the program that is being traced.
 
     Because the loss scale in the optimizer state changes, later gradients would be divided by a different scale than
     the one used to compute them.
+
+    Returns:
+      Whether a warning was emitted.
     """
     if not is_frozen(loss_scale):
-        return
+        return False
     warn_user(
         f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. "
         "This constant will never change, although the loss scale in the optimizer state does. If you write the "
@@ -61,3 +69,4 @@ def warn_if_frozen(loss_scale: LossScale) -> None:
         "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`. If a library computes the gradients, use "
         "`jls.MixedPrecision`."
     )
+    return True
