@@ -5,8 +5,9 @@ their float0 cotangents, booleans, random keys, functions and strings. All funct
 inexact leaves, which are floating or complex (see `is_inexact`). All other leaves are returned unchanged, as the same
 objects.
 
-The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
-dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
+Apart from casts, the computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is
+therefore a single dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the
+outer jaxpr.
 """
 
 from __future__ import annotations

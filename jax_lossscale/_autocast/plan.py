@@ -16,7 +16,6 @@ from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
 from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
-from jax_lossscale._program.subjaxprs import LOOPS
 
 
 class NodeKind(enum.Enum):
@@ -157,8 +156,3 @@ class Plan(NamedTuple):
         matmuls.
         """
         return self.is_half or bool(self.calls)
-
-    @property
-    def is_iterated(self) -> bool:
-        """Whether the jaxpr is inside the body of a loop."""
-        return any(eqn.primitive.name in LOOPS for eqn in self.within)

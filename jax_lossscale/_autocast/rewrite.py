@@ -42,7 +42,7 @@ from jax_lossscale._program.jaxpr import (
     with_dtype,
 )
 from jax_lossscale._program.remat3 import checkpoint
-from jax_lossscale._program.subjaxprs import subjaxprs, with_jaxprs
+from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -96,6 +96,7 @@ class Rewriting:
             for value_id, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
         }
         functions: dict[Any, Callable[..., list[Any]]] = {}
+        is_iterated = any(eqn.primitive.name in LOOPS for eqn in plan.within)
         for segment in plan.segments:
             scopes = _common_scopes(plan, segment)
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment, len(scopes))
@@ -105,7 +106,7 @@ class Rewriting:
                     # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
-                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not plan.is_iterated)
+                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not is_iterated)
             with in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))

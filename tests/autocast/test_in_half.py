@@ -424,7 +424,7 @@ def test_effects_occur_once(is_cast, capfd):
     half = jls.in_half(with_callback(kernel), with_callback(reference))
     jax.jit(jls.autocast(half) if is_cast else half)(W, X).block_until_ready()
     jax.effects_barrier()
-    assert jax.make_jaxpr(jls.in_half(with_callback(kernel)))(W, X).effects
+    assert jax.make_jaxpr(half)(W, X).effects
     assert capfd.readouterr().out == f"{'kernel' if is_cast else 'reference'} is told\n"
 
 
