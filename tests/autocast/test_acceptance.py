@@ -274,18 +274,4 @@ def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
 # Layers in a scan.
 
 
-def test_scan_over_stacked_layers_has_accurate_gradients():
-    stacked = jnp.stack([W / 2, W, W.T, W / 3, W, W.T])
-
-    def loss(stacked, x):
-        def layer(x, w):
-            y = (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
-            return x + jax.nn.gelu(y @ w) @ w.T, None
-
-        return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
-
-    assert distance(gradients(loss, stacked, X)[1], scaled_gradients(loss, stacked, X)[1]) < 2e-3
-    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
-
-
 # Training.

@@ -476,14 +476,6 @@ def test_value_that_is_moved_into_two_matmuls_is_cast_once():
     assert len(casts) == 3  # There is one cast of `y`, and one for each use of `w`.
 
 
-def test_without_recomputation_float32_values_are_saved():
-    def loss(w, x):
-        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
-
-    policy = jls.PrecisionPolicy(recompute=False)
-    assert "float32[4,16]" in saved(jls.autocast(loss, policy=policy), W, X)
-
-
 def test_mask_of_all_heads_is_not_saved_for_each_head():
     def loss(q, k, mask):
         scores = jnp.einsum("hqd,hkd->hqk", q, k)
