@@ -70,18 +70,6 @@ def test_step_equals_a_manual_step_with_the_train_state_of_flax(page):
     assert ours.opt_state.skipped_steps == 1
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_skipped_step_changes_only_counters(page, value):
-    after, loss = page.train_step(page.state, bad(page.batch, value))
-    assert not jnp.isfinite(loss)
-    assert_same_bits((after.params, after.batch_stats), (page.state.params, page.state.batch_stats))
-    assert_same_bits(after.opt_state.inner_state, page.state.opt_state.inner_state)
-    assert after.step == page.state.step + 1
-    assert after.opt_state.applied_steps == page.state.opt_state.applied_steps
-    # A nonfinite loss does not lower the scale.
-    assert after.opt_state.loss_scale() == page.state.opt_state.loss_scale()
-
-
 def simple(**fields):
     class WithFields(TrainState):
         count: jax.Array = None
