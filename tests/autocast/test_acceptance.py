@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reading import distance, equations, matmul_dtypes
+from reading import distance, matmul_dtypes, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -245,12 +245,7 @@ def test_carry_that_is_a_matmul_result_is_float32(loop):
     found, expected = jls.autocast(function)(W, X), function(W, X)
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
     assert distance(expected, found) < 2e-3
-    carries = [
-        eqn.outvars[0].aval.dtype
-        for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
-        if eqn.primitive.name == loop
-    ]
-    assert carries == [jnp.float32]
+    assert result_dtypes([loop], jls.autocast(function), W, X) == ["float32"]
 
 
 @pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])

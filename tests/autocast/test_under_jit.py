@@ -8,7 +8,6 @@ from reading import equations
 from small_programs import PROGRAMS, W, X
 
 import jax_lossscale as jls
-from benchmarks.autocast import models, untuned
 
 pytestmark = pytest.mark.as_for_users
 
@@ -114,13 +113,3 @@ def test_derivatives_of_the_rounding_are_those_of_the_identity(dtype):
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_small_programs_are_as_accurate_as_without_jit(program, dtype):
     check(program, (W, X), dtype, argnums=(0, 1))
-
-
-@pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("name", models.small() | untuned.small())
-@pytest.mark.parametrize("is_stream_half", [False, True], ids=["float32_stream", "half_stream"])
-def test_models_are_as_accurate_as_without_jit(name, is_stream_half, dtype):
-    model = (models.small() | untuned.small())[name]
-    policy = jls.PrecisionPolicy(half_residual_stream=is_stream_half)
-    check(model.loss(None), (jax.jit(model.params)(), model.batch(0)), dtype, policy)

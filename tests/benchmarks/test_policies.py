@@ -23,7 +23,6 @@ from benchmarks.policies.traces import (
     recorded,
     synthetic,
 )
-from benchmarks.policies.trainings import all_trainings, trained
 from jax_lossscale._optax.monitoring import seem_unscaled
 
 pytestmark = pytest.mark.ci
@@ -65,31 +64,6 @@ def test_automatic_scale_stays_near_the_best_fixed_scale_on_random_traces(seed):
     bits_below = first[applied] + unused[applied, 0] - real[len(real) // 500]
     assert bits_below.size == 0 or (np.percentile(bits_below, 95) <= 32 and np.max(bits_below) <= 50)
     assert skipped.sum() <= 20 + 0.6 * len(real)
-
-
-@pytest.mark.slow  # The training runs are slow.
-@pytest.mark.parametrize("name", ["digits, NaN every 30th step", "digits, 9 of 10 batches masked out"])
-def test_training_with_nans_or_zeros_reaches_the_float32_loss(name):
-    """The two training runs are shortened runs of the benchmark.
-
-    In one run, some gradients are NaN, and in the other, most are zero.
-    """
-    training = all_trainings()[name]._replace(steps=1000)
-    (loss,), (skipped,), *_ = trained(training, "auto", 1)
-    (expected,), (bad,), *_ = trained(training, "float32", 1)
-    assert loss <= 1.05 * expected + 0.01
-    assert skipped <= bad + 3
-
-
-@pytest.mark.slow  # The training runs are slow.
-def test_rare_kind_of_batches_is_learned():
-    """One batch in 50 contains rotated digits and needs a scale that is 2^14 times lower than that of the others."""
-    training = all_trainings()["digits, 1 batch in 50 rotated and 2^-14"]
-    (loss,), _, (rare,), (skipped,) = trained(training, "auto", 1)
-    (expected,), *_, (skipped_by_dynamic,) = trained(training, "dynamic", 1)
-    assert rare == 80
-    assert skipped <= skipped_by_dynamic + 2
-    assert loss <= 1.05 * expected
 
 
 @pytest.mark.parametrize("size", [8, 12, 16, 20, 24])

@@ -225,23 +225,6 @@ def bits(loss_scale):
     return math.log2(scale), round(margin), round(allowance)
 
 
-def test_overflows_at_the_target_raise_the_allowance_and_then_test_lower_scales():
-    """After two failed tests of lower scales, the margin is 1, and the allowance is negative until it decays to 0."""
-    largest = 2.0**-20.5
-    loss_scale = at_rest(Auto(), 8, True, largest)
-    margins_and_allowances = []
-    for _ in range(12):
-        loss_scale = adjust(at_rest(loss_scale, 12, True, largest), False, largest=largest)
-        margins_and_allowances.append(bits(loss_scale)[1:])
-    # The allowance grows by 2 bits if margin and allowance already exceed 5 bits.
-    growing = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8)]
-    assert margins_and_allowances == [*growing, (9, 8), (17, 8), (1, -8), (1, -8), (1, -8)]
-    loss_scale = at_rest(loss_scale, 6100, True, largest)
-    assert bits(loss_scale)[1:] == (1, 0)
-    assert loss_scale.log2_allowance < 0
-    assert at_rest(loss_scale, 100, True, largest).log2_allowance == 0
-
-
 def test_scale_recovers_from_one_overflow_in_eight_steps():
     before = at_rest(Auto(), 8, True, 2.0**-20.5)
     after = adjust(before, False, largest=np.nan)

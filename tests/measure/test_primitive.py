@@ -30,11 +30,6 @@ def scanned(tree):
     return flags / 3
 
 
-def exported(tree):
-    program = jax.export.export(jax.jit(as_flag), platforms=["cpu", "cuda", "rocm", "tpu"])(tree)
-    return jax.export.deserialize(program.serialize()).call(tree)
-
-
 def differentiated(tree):
     """Return half the derivative of a sum that is multiplied by 1 if the tree is finite and by 0 otherwise."""
     derivative = jax.grad(lambda leaf: as_flag((leaf, tree)) * jnp.sum(jnp.float32(2) * leaf[0, 0]))
@@ -68,7 +63,6 @@ TRANSFORMED = {
     "checkpoint": rematerialized,
     "jvp": lambda tree: jax.jvp(as_flag, (tree,), (tree,))[0],
     "linearize": lambda tree: jax.linearize(as_flag, tree)[0],
-    "export": exported,
     "disable_jit": without_jit,
     "x64": in_double_precision,
 }
