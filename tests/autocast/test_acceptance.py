@@ -264,9 +264,3 @@ def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
         return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((4096, 1, 1)))[0]
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 4096
-
-
-# Layers in a scan.
-
-
-# Training.

@@ -21,7 +21,6 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
 N = 8
 ROW, COLUMN = (lambda: jax.lax.broadcasted_iota(jnp.float32, (N, N), 0)), (lambda: jnp.arange(8.0)[None] + ROW() * 0)
 EYE = np.eye(N, dtype=np.float32)
-KEY = jax.random.key(0)
 
 
 def drawn(shape=(N, N)):

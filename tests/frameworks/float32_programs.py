@@ -1,4 +1,4 @@
-"""Checks of float32 functions under `autocast`: half-precision matmuls, accurate gradients and unchanged dtypes."""
+"""Checks of float32 functions under `autocast`: half-precision matmuls and accurate gradients."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The program on the haiku page, further networks, and unintended float16 parameters."""
+"""The program on the haiku page."""
 
 import warnings
 

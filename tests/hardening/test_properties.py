@@ -125,12 +125,6 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             chex.assert_trees_all_equal(after, state.loss_scale.adjust(verdict.grads_finite))
 
 
-# --- Scaling of pytrees ---
-
-
-# --- Serialization ---
-
-
 def test_events_skip_the_expected_steps():
     """Exactly the events with nonfinite values or `skip_if` skip the step at a scale that causes no overflow."""
     random = np.random.default_rng(0)
