@@ -128,16 +128,6 @@ def test_example_reaches_the_expected_result(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_classifier_resumes_bitwise_equal(tmp_path):
-    program = (EXAMPLES / "linen_classifier.py", "--steps", 40, "--checkpoint-every", 10)
-    never_killed = run_command(*program)
-    run_command(*program, "--checkpoints", tmp_path, "--kill-at", 35, code=-9)
-    resumed = run_command(*program, "--checkpoints", tmp_path)
-    assert re.match(r"resumed at step: [23]0\n", resumed)
-    assert resumed.partition("\n")[2] == never_killed
-
-
-@pytest.mark.slow
 def test_float16_has_a_smaller_log_probability_mismatch_than_bfloat16(capsys):
     mismatch = {}
     for dtype in DTYPES:

@@ -5,58 +5,12 @@ bitwise equal. Otherwise, each change of the scale may round differently, becaus
 and `DynamicLossScale` multiplies by its reciprocal. After n changes, the scale is within n units in the last place.
 """
 
-import json
 import math
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-
-import jax_lossscale as jls
-
-NO_FLOOR = 2.0**-126  # This is the smallest valid `min_loss_scale`.
-# A unit in the last place of a float32 is at most this fraction of the number.
-ULP = 2.0**-23
-
-
-def from_tf1(config):
-    return jls.DynamicLossScale(**config)
-
-
-def from_torch(config):
-    return jls.DynamicLossScale(
-        config["init_scale"],
-        config["growth_interval"],
-        config["growth_factor"],
-        backoff_factor=config["backoff_factor"],
-        min_loss_scale=NO_FLOOR,
-    )
-
-
-def from_keras(config):
-    return jls.DynamicLossScale(config["initial_scale"], config["dynamic_growth_steps"], min_loss_scale=NO_FLOOR)
-
-
-def from_megatron(config):
-    return jls.DynamicLossScale(
-        config["initial_scale"],
-        config["growth_interval"],
-        config["growth_factor"],
-        backoff_factor=config["backoff_factor"],
-        min_loss_scale=config["min_scale"],
-        hysteresis=config["hysteresis"],
-        hysteresis_refill="growth",
-    )
-
-
-FILES = {
-    "tf1_dynamic_loss_scale": from_tf1,
-    "torch_grad_scaler": from_torch,
-    "keras3_loss_scale_optimizer": from_keras,
-    "megatron_dynamic_grad_scaler": from_megatron,
-}
-RECORDS = {name: json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())["cases"] for name in FILES}
+from records import FILES, RECORDS, ULP
 
 
 def step(loss_scale, grad):
@@ -95,7 +49,7 @@ def test_dynamic_scale_reproduces_the_record(file, case):
 
 
 def test_number_and_length_of_the_records():
-    assert {name: len(cases) for name, cases in RECORDS.items()} == {
+    assert {name: len(RECORDS[name]) for name in FILES} == {
         "tf1_dynamic_loss_scale": 20,
         "torch_grad_scaler": 20,
         "keras3_loss_scale_optimizer": 20,

@@ -18,6 +18,17 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
+def primitives_of(function, *args):
+    """Return the names of the primitives of all equations of a function, in order."""
+    return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args))]
+
+
+def result_dtypes(names, function, *args):
+    """Return the dtype of the first result of each equation of a function whose primitive has one of these names."""
+    eqns = equations(jax.make_jaxpr(function)(*args))
+    return [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in names]
+
+
 def is_multiplication(eqn):
     """Return whether the contracted dimensions have size 1, as in an outer product."""
     left, right = (np.array(atom.aval.shape, object) for atom in eqn.invars[:2])

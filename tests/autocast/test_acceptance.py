@@ -1,11 +1,10 @@
 """Programs that other mixed-precision libraries fail on, or that need float32 arithmetic between the matmuls."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reading import distance, equations, matmul_dtypes
+from reading import distance, matmul_dtypes, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -31,42 +30,12 @@ def scaled_gradients(loss, *args):
     return step(*args)
 
 
-# Programs for which jaxamp or grampax raise an error or leave a matmul in float32. More of these programs are in
-# `small_programs`.
-
-
-def softmax_after_matmul(w, x):
-    return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+# Programs with delicate sums, differences, or ranges of values. `small_programs` contains programs for which jaxamp or
+# grampax raise an error or leave a matmul in float32.
 
 
 def inverse_before_matmul(w, x):
     return jnp.mean(jnp.tanh(x @ jnp.linalg.inv(w @ w.T + jnp.eye(8))))
-
-
-def one_added(w, x):
-    return jnp.mean((x @ w + 1.0) ** 2)
-
-
-MLP = eqx.nn.MLP(8, 8, 16, 2, key=KEY)
-
-
-def mlp(w, x):
-    return jnp.mean(jax.vmap(MLP)(x @ w) ** 2)
-
-
-def lstm(w, x):
-    def step(state, x):
-        hidden, cell = state
-        i, f, g, o = jnp.split(x @ jnp.tile(w, (1, 4)) + hidden @ jnp.tile(w.T, (1, 4)), 4, axis=-1)
-        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
-        hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
-        return (hidden, cell), hidden
-
-    zeros = jnp.zeros((4, 8))
-    return jnp.mean(jax.lax.scan(step, (zeros, zeros), jnp.stack([x, 2 * x, x]))[1] ** 2)
-
-
-# Programs with delicate sums, differences, or ranges of values.
 
 
 def masked_row(w, x):
@@ -74,12 +43,6 @@ def masked_row(w, x):
     q, k, v = (x @ w)[None, :, None], (x @ w.T)[None, :, None], x[None, :, None]
     mask = jnp.ones((1, 1, 4, 4), bool).at[0, 0, 1].set(False)
     return jnp.mean(jax.nn.dot_product_attention(q, k, v, mask=mask) ** 2)
-
-
-def masked_by_hand(w, x):
-    scores = (x @ w) @ (x @ w).T
-    mask = jnp.arange(4)[:, None] > 1
-    return jnp.mean((jax.nn.softmax(jnp.where(mask, jnp.finfo(jnp.float32).min, scores)) @ x) ** 2)
 
 
 def masked_by_a_literal(w, x):
@@ -144,19 +107,9 @@ def batch_norm_of_large_numbers(w, x):
     return jnp.mean(jnp.tanh(((y - mean) * jax.lax.rsqrt(variance + 1e-5)) @ w))
 
 
-def float32_batch(w, x):
-    """Return the loss of the first example of the README, in which the parameters and the batch are float32."""
-    return jnp.mean(jnp.square(x @ w[:, :1] - 0.25 * jnp.sum(x, axis=1, keepdims=True)))
-
-
 PROGRAMS = [
-    softmax_after_matmul,
     inverse_before_matmul,
-    one_added,
-    mlp,
-    lstm,
     masked_row,
-    masked_by_hand,
     masked_by_a_literal,
     masked_by_adding,
     clipped_probabilities,
@@ -170,7 +123,6 @@ PROGRAMS = [
     variance_near_1e5,
     seventy_thousand_and_one,
     batch_norm_of_large_numbers,
-    float32_batch,
 ]
 # Bounds for the relative errors, which allow for a few float16 rounding errors. Adjacent float32 values near 1e5 differ
 # by 0.008, which causes a larger error in a variance of about 1.
@@ -293,12 +245,7 @@ def test_carry_that_is_a_matmul_result_is_float32(loop):
     found, expected = jls.autocast(function)(W, X), function(W, X)
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
     assert distance(expected, found) < 2e-3
-    carries = [
-        eqn.outvars[0].aval.dtype
-        for eqn in equations(jax.make_jaxpr(jls.autocast(function))(W, X))
-        if eqn.primitive.name == loop
-    ]
-    assert carries == [jnp.float32]
+    assert result_dtypes([loop], jls.autocast(function), W, X) == ["float32"]
 
 
 @pytest.mark.parametrize("factor", [lambda w: jnp.ones((1, 1)), lambda w: jax.lax.stop_gradient(jnp.exp(w - w))])
@@ -317,23 +264,3 @@ def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
         return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((4096, 1, 1)))[0]
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 4096
-
-
-# Layers in a scan.
-
-
-def test_scan_over_stacked_layers_has_accurate_gradients():
-    stacked = jnp.stack([W / 2, W, W.T, W / 3, W, W.T])
-
-    def loss(stacked, x):
-        def layer(x, w):
-            y = (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
-            return x + jax.nn.gelu(y @ w) @ w.T, None
-
-        return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
-
-    assert distance(gradients(loss, stacked, X)[1], scaled_gradients(loss, stacked, X)[1]) < 2e-3
-    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
-
-
-# Training.

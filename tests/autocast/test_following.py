@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from reading import distance, equations, matmul_dtypes
+from reading import distance, equations, matmul_dtypes, primitives_of, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -18,12 +18,6 @@ import jax_lossscale as jls
 pytestmark = pytest.mark.ci
 
 HALF, FLOAT32 = "float16", "float32"
-
-
-def dtypes_of(names, function, *args):
-    """Return the dtypes of the results of the operations with the given names."""
-    eqns = equations(jax.make_jaxpr(function)(*args))
-    return [eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in names]
 
 
 def pooled(x):
@@ -59,7 +53,7 @@ SELECTIONS = {
 
 @pytest.mark.parametrize(("function", "name", "dtype"), SELECTIONS.values(), ids=SELECTIONS)
 def test_selection_has_the_dtype_of_its_operands(function, name, dtype):
-    found = dtypes_of([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
+    found = result_dtypes([name], jls.autocast(lambda w, x: jnp.exp(function(w, x))), W, X)
     assert found[-1] == dtype
 
 
@@ -129,8 +123,7 @@ def test_only_biases_have_rounded_cotangents(added, is_bias):
     def loss(w, x):
         return jnp.sum(jnp.sin(x @ w + added(w, x)))
 
-    program = jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X)
-    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_bias
+    assert primitives_of(jax.grad(jls.autocast(loss)), W, X).count("optimization_barrier") == is_bias
 
 
 # Functions of the result of a bias addition, and whether the cotangent of this result is computed in float32.
@@ -161,8 +154,8 @@ def test_only_float32_cotangents_of_biased_values_are_rounded(use, is_float32):
 
     arguments = W, jnp.ones(8), X
     _, pullback = jax.vjp(jls.autocast(function), *arguments)
-    program = jax.make_jaxpr(pullback)(jnp.zeros(jax.eval_shape(function, *arguments).shape))
-    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == is_float32
+    cotangent = jnp.zeros(jax.eval_shape(function, *arguments).shape)
+    assert primitives_of(pullback, cotangent).count("optimization_barrier") == is_float32
     exact, half = (jax.grad(f, 1)(*arguments) for f in (loss, jls.autocast(loss)))
     assert distance(exact, half) < 6e-3
 
@@ -183,7 +176,7 @@ def test_data_movement_of_a_value_that_arithmetic_also_uses_is_float32():
         y = x @ w
         return jnp.sin(y) + jnp.cos(y.T).T
 
-    assert dtypes_of(["transpose"], jls.autocast(function), W, X) == [FLOAT32, FLOAT32]
+    assert result_dtypes(["transpose"], jls.autocast(function), W, X) == [FLOAT32, FLOAT32]
 
 
 def biased(w, b, x):
@@ -192,8 +185,7 @@ def biased(w, b, x):
 
 def test_bias_and_matmul_have_the_same_cotangent():
     args = W, jnp.ones(8), X
-    program = jax.make_jaxpr(jax.grad(jls.autocast(biased), (0, 1)))(*args)
-    assert [eqn.primitive.name for eqn in equations(program)].count("optimization_barrier") == 1
+    assert primitives_of(jax.grad(jls.autocast(biased), (0, 1)), *args).count("optimization_barrier") == 1
     _, of_bias = jax.grad(jls.autocast(biased), (0, 1))(*args)
     y = (X.astype(jnp.float16) @ W.astype(jnp.float16)).astype(jnp.float32) + 1
     rounded = jnp.cos(y).astype(jnp.float16).astype(jnp.float32)
@@ -284,7 +276,7 @@ def test_custom_jvp_is_a_selection_if_its_derivative_is(rule, scale, dtype, reco
         return jnp.sum(function(x * scale) @ W)
 
     half = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute))
-    assert set(dtypes_of(["max"], half, X)) == {dtype}
+    assert set(result_dtypes(["max"], half, X)) == {dtype}
     assert distance(jax.grad(loss)(X), jax.grad(half)(X)) < 1e-2
 
 

@@ -98,18 +98,6 @@ def test_both_nnx_optimizers_agree_with_optax(compiled):
         assert opt["opt_state"]["loss_scale"]["current_loss_scale"] == state.loss_scale()
 
 
-@pytest.mark.parametrize(
-    "options", [{"value": jnp.nan}, {"skip_if": jnp.array(True)}, {"grads_finite": jnp.array(False)}], ids=str
-)
-def test_optimizer_update_accepts_value_skip_if_and_grads_finite(options):
-    model = Line()
-    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
-    grads = nnx.grad(lambda model: loss_fn(model, XS[0]))(model)
-    opt.update(model, grads, **options)
-    assert (opt.opt_state.skipped_steps[...], opt.step[...]) == (1, 1)
-    np.testing.assert_array_equal(model.slope[...], 1.0)
-
-
 class Deep(nnx.Module):
     """A module whose forward pass changes statistics and random streams and adds a variable."""
 
@@ -219,15 +207,6 @@ def test_invalid_restore_from_raises_before_any_change(wrong, words):
 def test_nnx_optimizer_rejects_an_optimizer_without_a_loss_scale():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         Optimizer(Line(), optax.sgd(0.1), wrt=nnx.Param)
-
-
-def test_functions_of_an_optimizer_state_accept_that_of_nnx(page):
-    state = page.opt.opt_state
-    assert jls.get_loss_scale(state)() == jls.metrics(state)["loss_scale"]
-    jls.raise_if_stuck(state)
-    assert "applied" in str(jls.diagnostics.explain(state))
-    for gradient in jls.scaled_grad, lambda fun, scale: jls.value_and_scaled_grad(fun, scale):
-        gradient(jnp.square, state)(1.0)
 
 
 # --- Gradient accumulation with nnx modules ---

@@ -1,4 +1,4 @@
-"""Restoring every class of loss scale with orbax, from abstract shapes and on another mesh."""
+"""Restoring every class of loss scale with orbax, from abstract shapes."""
 
 import warnings
 

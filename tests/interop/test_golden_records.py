@@ -4,23 +4,22 @@
 describes the source of the records. None of the other libraries is needed.
 """
 
-import json
+import dataclasses
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import jax
 import pytest
+import records
+from records import GOLDEN, RECORDS, ULP
 
 import jax_lossscale as jls
 
 pytestmark = pytest.mark.ci
 
-GOLDEN = Path(__file__).parent.parent / "golden"
-ULP = 2.0**-23
 adjust = jax.jit(jls.DynamicLossScale.adjust)
 
-PAGE = (GOLDEN.parent.parent / "docs" / "migrating.md").read_text()
+PAGE = (GOLDEN.parents[1] / "docs" / "migrating.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 CALLS = [block for block in BLOCKS if re.search(r"increment_period=(state|config)\[", block)]
 
@@ -29,25 +28,9 @@ def state_at(record, step):
     return {"current_loss_scale": record["scale"][step], "num_good_steps": record["counter"][step]}
 
 
-def torch_at(record, step):
-    config = record["config"]
-    return jls.DynamicLossScale(
-        config["init_scale"],
-        increment_period=config["growth_interval"],
-        multiplier=config["growth_factor"],
-        backoff_factor=config["backoff_factor"],
-        min_loss_scale=2.0**-126,
-        **state_at(record, step),
-    )
-
-
-def keras_at(record, step):
-    settings = record["config"]["initial_scale"], record["config"]["dynamic_growth_steps"]
-    return jls.DynamicLossScale(*settings, min_loss_scale=2.0**-126, **state_at(record, step))
-
-
-def tensorflow_at(record, step):
-    return jls.DynamicLossScale(**record["config"], **state_at(record, step))
+def with_the_same_state(file):
+    """Return a function of a record and a step that returns the loss scale after this step."""
+    return lambda record, step: dataclasses.replace(records.FILES[file](record["config"]), **state_at(record, step))
 
 
 def called_on_the_page(number, **names):
@@ -76,13 +59,10 @@ def megatron_at(record, step):
 
 
 FILES = {
-    "torch_grad_scaler": torch_at,
-    "keras3_loss_scale_optimizer": keras_at,
-    "tf1_dynamic_loss_scale": tensorflow_at,
+    **{file: with_the_same_state(file) for file in records.FILES},
     "megatron_dynamic_grad_scaler": megatron_at,
     "deepspeed_loss_scalers": deepspeed_at,
 }
-RECORDS = {name: json.loads((GOLDEN / f"{name}.json").read_text())["cases"] for name in FILES}
 CASES = [pytest.param(file, i, id=f"{file}-{i}") for file in FILES for i in range(len(RECORDS[file]))]
 
 

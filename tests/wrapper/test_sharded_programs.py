@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
 
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-TX = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0))
-MEASURING = jls.loss_scaled(optax.sgd(0.1), jls.AutoLossScale(8.0))
+TX = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0))
+MEASURING = jls.loss_scaled(optax.adam(0.1), jls.AutoLossScale(8.0))
 PROGRAMS = {
     "all_finite": (TX, lambda grads, state, params: jls.all_finite(grads)),
     "update": (TX, TX.update),

@@ -200,24 +200,6 @@ def test_value_and_extra_arguments_are_passed_to_the_inner_optimizer(wrap):
     tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
-def test_line_search_receives_the_loss_function_and_unscaled_gradients():
-    def loss_fn(params):
-        return jnp.sum((params - 1) ** 2)
-
-    tx = jls.loss_scaled(optax.lbfgs(), SCALE)
-
-    @jax.jit
-    def step(params, state):
-        value, grads = jls.value_and_scaled_grad(loss_fn, state)(params)
-        true_grads = state.loss_scale.unscale(grads)
-        return tx.update_and_apply(grads, state, params, value=value, grad=true_grads, value_fn=loss_fn)
-
-    params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
-    for _ in range(3):
-        params, state = step(params, state)
-    chex.assert_trees_all_close(params, jnp.ones(3), rtol=1e-4)
-
-
 def test_schedule_does_not_advance_on_a_skipped_step():
     tx = jls.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), SCALE)
     state = tx.init(PARAMS)

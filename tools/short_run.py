@@ -1,13 +1,13 @@
-"""Effect of the initial skipped steps on a run of 200 steps that trains a hidden Markov model."""
+"""Effect of the initial skipped steps on a run of 200 steps that trains a hidden Markov model.
+
+`docs/accuracy.md` contains the results of ``python tools/short_run.py``, which depend on the processor.
+"""
 
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 
 import jax_lossscale as jls
-
-pytestmark = [pytest.mark.slow, pytest.mark.as_for_users]
 
 STATES, SYMBOLS, LENGTH, BATCH_SIZE, BATCHES, STEPS = 16, 32, 100, 32, 7, 200
 
@@ -69,16 +69,15 @@ def train(seed, loss_fn_of_run, loss_scale):
     return float(loss_fn(params, data[BATCHES * BATCH_SIZE :])), int(opt_state.skipped_steps)
 
 
-def test_automatic_scale_costs_a_few_skipped_steps_and_a_slightly_higher_loss():
-    """The ranges include the results on two kinds of processors, which round differently."""
-    above, skipped = {}, {}
+def main():
+    print("| loss scale | seed | skipped steps | loss above float32 |")
+    print("|---|---|---|---|")
     for loss_scale in ("auto", "dynamic"):
         for seed in range(3):
             exact, _ = train(seed, loss_fn, None)
-            reached, skipped[loss_scale, seed] = train(seed, jls.autocast(loss_fn), loss_scale)
-            above[loss_scale, seed] = 100 * (reached / exact - 1)
-    assert all(skipped["auto", seed] in (2, 3) for seed in range(3))
-    assert [skipped["dynamic", seed] for seed in range(3)] == [0, 0, 0]
-    assert all(above["auto", seed] > above["dynamic", seed] for seed in range(3))
-    assert [above["auto", seed] for seed in range(3)] == pytest.approx([0.04, 0.05, 0.26], abs=0.04)
-    assert all(abs(above["dynamic", seed]) < 0.1 for seed in range(3))
+            reached, skipped = train(seed, jls.autocast(loss_fn), loss_scale)
+            print(f"| {loss_scale} | {seed} | {skipped} | {reached / exact - 1:.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
