@@ -1,5 +1,6 @@
 """Programs that other mixed-precision libraries fail on, or that need float32 arithmetic between the matmuls."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +31,42 @@ def scaled_gradients(loss, *args):
     return step(*args)
 
 
-# Programs with delicate sums, differences, or ranges of values. `small_programs` contains programs for which jaxamp or
-# grampax raise an error or leave a matmul in float32.
+# Programs for which jaxamp or grampax raise an error or leave a matmul in float32. More of these programs are in
+# `small_programs`.
+
+
+def softmax_after_matmul(w, x):
+    return jnp.mean(jax.nn.softmax(x @ w) ** 2)
 
 
 def inverse_before_matmul(w, x):
     return jnp.mean(jnp.tanh(x @ jnp.linalg.inv(w @ w.T + jnp.eye(8))))
+
+
+def one_added(w, x):
+    return jnp.mean((x @ w + 1.0) ** 2)
+
+
+MLP = eqx.nn.MLP(8, 8, 16, 2, key=KEY)
+
+
+def mlp(w, x):
+    return jnp.mean(jax.vmap(MLP)(x @ w) ** 2)
+
+
+def lstm(w, x):
+    def step(state, x):
+        hidden, cell = state
+        i, f, g, o = jnp.split(x @ jnp.tile(w, (1, 4)) + hidden @ jnp.tile(w.T, (1, 4)), 4, axis=-1)
+        cell = jax.nn.sigmoid(f) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    zeros = jnp.zeros((4, 8))
+    return jnp.mean(jax.lax.scan(step, (zeros, zeros), jnp.stack([x, 2 * x, x]))[1] ** 2)
+
+
+# Programs with delicate sums, differences, or ranges of values.
 
 
 def masked_row(w, x):
@@ -43,6 +74,12 @@ def masked_row(w, x):
     q, k, v = (x @ w)[None, :, None], (x @ w.T)[None, :, None], x[None, :, None]
     mask = jnp.ones((1, 1, 4, 4), bool).at[0, 0, 1].set(False)
     return jnp.mean(jax.nn.dot_product_attention(q, k, v, mask=mask) ** 2)
+
+
+def masked_by_hand(w, x):
+    scores = (x @ w) @ (x @ w).T
+    mask = jnp.arange(4)[:, None] > 1
+    return jnp.mean((jax.nn.softmax(jnp.where(mask, jnp.finfo(jnp.float32).min, scores)) @ x) ** 2)
 
 
 def masked_by_a_literal(w, x):
@@ -107,9 +144,19 @@ def batch_norm_of_large_numbers(w, x):
     return jnp.mean(jnp.tanh(((y - mean) * jax.lax.rsqrt(variance + 1e-5)) @ w))
 
 
+def float32_batch(w, x):
+    """Return the loss of the first example of the README, in which the parameters and the batch are float32."""
+    return jnp.mean(jnp.square(x @ w[:, :1] - 0.25 * jnp.sum(x, axis=1, keepdims=True)))
+
+
 PROGRAMS = [
+    softmax_after_matmul,
     inverse_before_matmul,
+    one_added,
+    mlp,
+    lstm,
     masked_row,
+    masked_by_hand,
     masked_by_a_literal,
     masked_by_adding,
     clipped_probabilities,
@@ -123,6 +170,7 @@ PROGRAMS = [
     variance_near_1e5,
     seventy_thousand_and_one,
     batch_norm_of_large_numbers,
+    float32_batch,
 ]
 # Bounds for the relative errors, which allow for a few float16 rounding errors. Adjacent float32 values near 1e5 differ
 # by 0.008, which causes a larger error in a variance of about 1.

@@ -93,6 +93,11 @@ def test_function_that_is_also_a_module_with_a_dtype_is_not_a_dtype():
     assert matmul_dtypes(jls.autocast(Dense()), W, X) == ["float16"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", jnp.float16, np.dtype("float16")])
+def test_dtype_may_be_a_name_a_type_or_a_dtype(dtype):
+    assert matmul_dtypes(jls.autocast(network, dtype), W, X) == [jnp.dtype(dtype).name] * 2
+
+
 class Batch(NamedTuple):
     x: jax.Array
     label: str = "digits"

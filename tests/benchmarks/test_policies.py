@@ -118,10 +118,47 @@ def test_scaled_runs_are_not_reported_as_unscaled(name):
     assert {HEALTHY[name][column].kind for column in np.nonzero(reported)[1]} == set()
 
 
+@pytest.mark.parametrize("inside", [0, 1, 2, 4, 6, 8, 12])
+@pytest.mark.parametrize("steps", [50, 100])
+def test_scaled_gradients_that_shrink_by_2_to_the_10_are_not_reported(steps, inside):
+    first = np.arange(-20, 12, 0.25)
+    largest = first - 10 * np.minimum(np.arange(1000)[:, None] / steps, 1)
+    assert not seem_unscaled(states(largest, largest + inside)).any()
+
+
+@pytest.mark.parametrize("log2_start", [-24, -10, 0, 20, 40])
+def test_scaled_runs_with_other_initial_scales_are_not_reported(log2_start):
+    loss_scale = jls.AutoLossScale(2.0**log2_start)
+    assert not seem_unscaled(states(*stacked(RECORDED), True, loss_scale)).any()
+
+
 def test_recorded_training_runs_without_scaling_are_reported():
     reported = seem_unscaled(states(*stacked(RECORDED), False))
     assert not reported[:19].any()
     assert reported[19:200].all()
+
+
+SEVERAL_SIZES = {
+    "mixtures": mixtures(2000, runs=2),
+    "random traces": [hostile(np.random.default_rng([5, seed]), 2000) for seed in range(200)],
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_SIZES)
+def test_scaled_gradients_of_several_sizes_are_not_reported(name):
+    assert not seem_unscaled(states(*stacked(SEVERAL_SIZES[name]))).any()
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1, 1.2, 2])
+def test_exponential_convergence_is_not_reported(rate):
+    """Log2 of the gradients falls by ``rate`` per step, so the gradients shrink while the scale grows."""
+    largest = np.maximum(np.arange(-20, 8, 0.5) - rate * np.arange(200)[:, None], -120)
+    assert not seem_unscaled(states(largest, largest)).any()
+
+
+def test_tiny_gradients_with_alternating_sizes_are_not_reported():
+    largest = np.tile([-50.0, -64.0], 300)[:, None]
+    assert not seem_unscaled(states(largest, largest)).any()
 
 
 def test_unscaled_gradients_are_reported_after_zeros_and_late_in_a_run():

@@ -160,6 +160,22 @@ def test_autocast_rejects_changing_a_module_that_is_not_an_argument():
     assert distance_of_all(jls.autocast(lambda x: frozen(x))(X), frozen(X)) < 2e-3
 
 
+@pytest.mark.slow
+def test_scaled_backward_of_a_module_has_the_same_gradients_and_changes():
+    models, results = (Network(), Network()), []
+    for model, inside in zip(models, (lambda fun: fun, lambda fun: jls.scaled_backward(fun, 2.0**10)), strict=True):
+        for method in (lambda model: model), (lambda model: model.__call__):
+
+            def loss(model, inside=inside, method=method):
+                return jnp.mean(inside(method(model))(X) ** 2)
+
+            results.append(nnx.grad(loss)(model))
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        assert distance_of_all(nnx.to_pure_dict(found), nnx.to_pure_dict(expected)) < 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *map(changeable, models))
+    assert models[0].num_calls == models[1].num_calls == 2
+
+
 def test_scaled_backward_rejects_changing_a_closed_over_module():
     model = Network()
     for fun in (lambda x: model(x)), jls.autocast(model):

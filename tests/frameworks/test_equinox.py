@@ -72,6 +72,26 @@ def test_auxiliary_results_and_function_arguments():
     assert_same_bits(scaled_grads, jax.tree.map(lambda leaf: SCALE * leaf, grads))
 
 
+@pytest.mark.parametrize("kind", ["number", "loss scale", "state", "none"])
+def test_loss_scale_may_be_a_number_loss_scale_or_state(kind):
+    tx = jls.loss_scaled(optax.sgd(0.1), SCALE)
+    model = Small()
+    params = eqx.filter(model, eqx.is_inexact_array)
+    scales = {
+        "number": SCALE,
+        "loss scale": jls.DynamicLossScale(SCALE),
+        "state": tx.init(params),
+        "none": jls.NoOpLossScale(),
+    }
+    expected = eqx.filter_grad(loss_fn)(model, jnp.ones(3)).weight * (1.0 if kind == "none" else SCALE)
+    grads = eqx.filter_jit(lambda model, scale: filter_value_and_scaled_grad(loss_fn, scale)(model, jnp.ones(3))[1])(
+        model, scales[kind]
+    )
+    np.testing.assert_allclose(grads.weight, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="filter_value_and_scaled_grad"):
+        filter_value_and_scaled_grad(loss_fn, tx)
+
+
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
 def test_update_and_apply_of_a_module_equals_apply_updates(jit):
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))

@@ -1,7 +1,7 @@
 """Invalid arguments raise a `ValueError` immediately. The message names the argument, its value and a fix.
 
 This file contains the full text of each message. A new public function without a message here fails the test. Other
-tests check that a configuration can only build loss scales and has no other effect.
+tests check that a configuration or a saved state can only build loss scales and has no other effect.
 """
 
 import functools
@@ -12,6 +12,7 @@ import pkgutil
 import re
 import sys
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -33,6 +34,7 @@ TX = jls.loss_scaled(optax.sgd(0.1), "dynamic")
 STATE = TX.init(PARAMS)
 ADAM = jls.loss_scaled(optax.adam(0.1))
 LOSS = jnp.float32(1)
+DYNAMIC = jls.DynamicLossScale()
 COMPILED = jax.jit
 
 
@@ -485,3 +487,25 @@ def test_audit_hook_detects_eval():
 @given(identifier=configs | json_values)
 def test_get_only_builds_loss_scales(identifier):
     refused_or_a_loss_scale(jls.get, identifier)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(kind=st.sampled_from(OWN_KINDS), config=st.dictionaries(names, json_values, max_size=4) | json_values)
+def test_from_config_only_builds_loss_scales(kind, config):
+    refused_or_a_loss_scale(kind.from_config, config)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_flax_restores_corrupted_bytes_as_a_valid_loss_scale_or_raises(data):
+    """The saved bytes are changed at random. A restored loss scale must have the configuration of the target."""
+    target = jls.DynamicLossScale(8)
+    saved = bytearray(flax.serialization.to_bytes(target))
+    for position in data.draw(st.lists(st.integers(0, len(saved) - 1), min_size=1, max_size=3)):
+        saved[position] = data.draw(st.integers(0, 255))
+    try:
+        restored = flax.serialization.from_bytes(target, bytes(saved))
+    except Exception:  # flax raises many types of exceptions for invalid bytes.
+        return
+    assert type(restored) is jls.DynamicLossScale
+    assert restored.get_config() == target.get_config()

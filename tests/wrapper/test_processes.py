@@ -6,6 +6,7 @@ must be bitwise equal to the results of four devices in this process.
 
 import contextlib
 import functools
+import signal
 import socket
 import sys
 import time
@@ -39,7 +40,7 @@ def in_processes(number, bad_shard, folder):
     for _ in range(3):
         port = free_port()
         programs = [["data_parallel.py", port, number, process, bad_shard] for process in range(number)]
-        codes = start_and_wait(programs, folder)
+        codes = start_and_wait(programs, folder, lambda codes: None not in codes or any(codes))
         # Another program may have taken the port between its release here and its use by the coordinator.
         if not failed(codes) or not is_taken(port):
             break
@@ -50,8 +51,8 @@ def in_processes(number, bad_shard, folder):
     )
 
 
-def start_and_wait(programs, folder):
-    """Return the exit codes when all programs have ended, when one of them has failed, or after a timeout.
+def start_and_wait(programs, folder, is_over):
+    """Return the exit codes when ``is_over`` returns True or after a timeout.
 
     The code is None if a process had to be killed.
     """
@@ -65,7 +66,7 @@ def start_and_wait(programs, folder):
         deadline = time.monotonic() + SECONDS
         while True:
             codes = [process.poll() for process in processes]
-            if None not in codes or any(codes) or time.monotonic() > deadline:
+            if is_over(codes) or time.monotonic() > deadline:
                 return codes
             time.sleep(0.05)
 
@@ -99,6 +100,34 @@ def test_several_processes_give_the_same_bits_as_one_process(number, tmp_path):
                         by_one = by_one[:, : DEVICES // number]  # A process reads only its own devices.
                     assert by_process.dtype == by_one.dtype
                     assert by_process.tobytes() == by_one.tobytes(), f"{name}: {value} in process {process}"
+
+
+# If a process ends, its connections are closed, and the next collective of the other processes fails, including the
+# collective of the finiteness check. A frozen process sends no heartbeats, so the JAX coordinator ends the other
+# processes.
+
+LEFT = {"killed": -signal.SIGKILL, "ends": 0, "raises": 1, "frozen": None}
+FIRST, LAST = 0, -1  # The first process is the coordinator.
+
+
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [
+        pytest.param(how, who, marks=() if (how, who) == ("killed", LAST) else pytest.mark.slow)
+        for how in LEFT
+        for who in (FIRST, LAST)
+    ],
+)
+def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
+    port, number = free_port(), 2
+    ways = ["never"] * number
+    ways[who] = how
+    programs = [["leaving.py", port, number, process, way] for process, way in enumerate(ways)]
+    codes = start_and_wait(programs, tmp_path, lambda codes: codes.count(None) == (how == "frozen"))
+    assert codes.pop(who) == LEFT[how]
+    assert None not in codes  # All other processes have ended by themselves.
+    assert 0 not in codes  # No other process has ended with success.
+    assert not list(tmp_path.glob("*.npz"))
 
 
 # --- Check that the training run contains skipped steps and scale growth ---
