@@ -91,7 +91,7 @@ OTHERS = {
     "jax_lossscale/_warn.py": ["gradients/test_gradients.py"],
     "jax_lossscale/_version.py": ["test_release.py"],
     "jax_lossscale/diagnostics": ["diagnostics"],
-    "jax_lossscale/interop": ["interop", "frameworks", "test_golden.py"],
+    "jax_lossscale/interop": ["interop", "frameworks", "test_golden.py", "test_peers.py", "test_peer_faults.py"],
     "jax_lossscale/plotting": ["plotting"],
     "jax_lossscale/demo": ["demo"],
     "jax_lossscale/__main__.py": ["demo"],

@@ -1,11 +1,14 @@
-"""Restoring every class of loss scale with orbax, from abstract shapes."""
+"""Restoring every class of loss scale with orbax, from abstract shapes and on another mesh."""
 
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -61,3 +64,30 @@ def test_run_restored_from_a_checkpoint_continues_bitwise_equal(name, tmp_path):
     assert isinstance(restored["opt_state"], jls.LossScaledState)
     assert_same_bits(restored, run)
     assert_same_bits(steps(tx, restored, range(4, 8)), steps(tx, run, range(4, 8)))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "auto"])
+def test_run_on_eight_devices_continues_on_another_mesh(name, tmp_path):
+    tx = jls.loss_scaled(optax.sgd(0.125, momentum=0.5), LOSS_SCALES[name])
+
+    def on(mesh, spec):
+        def sharding(leaf):
+            return NamedSharding(mesh, spec if leaf.ndim == 2 else P())
+
+        return sharding, lambda tree: jax.tree.map(lambda leaf: jax.device_put(leaf, sharding(leaf)), tree)
+
+    auto = AxisType.Auto
+    _, on_eight = on(jax.make_mesh((8,), ("shard",), axis_types=(auto,)), P("shard"))
+    sharding, on_four = on(jax.make_mesh((2, 2), ("data", "model"), axis_types=(auto, auto)), P("data", "model"))
+    start = on_eight({"params": PARAMS, "opt_state": tx.init(jax.tree.map(jnp.asarray, PARAMS))})
+    run = steps(tx, start, range(4), on_eight)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), run)
+    restored = saved_and_restored(run, target, tmp_path)
+    for leaf in restored["params"]["kernel"], restored["opt_state"].inner_state[0].trace["kernel"]:
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(8, 2)}
+    after, expected = steps(tx, restored, [4, 2, 5], on_four), steps(tx, run, [4, 2, 5], on_eight)
+    assert after["opt_state"].skipped_steps == 2
+    assert_same_bits(after["opt_state"].loss_scale, expected["opt_state"].loss_scale)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jax.device_get((after, expected))[0], expected
+    )

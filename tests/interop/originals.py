@@ -1,8 +1,10 @@
 """Wrappers with a common interface around the loss scales of other libraries.
 
 Each wrapper is created with a configuration, is stepped with a finiteness flag, and returns its scale and counter.
+Tests of libraries that are not installed are skipped.
 """
 
+import importlib
 import warnings
 
 import jax
@@ -14,7 +16,14 @@ def needs(package):
     """Return the package, or skip the test if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip(package, reason=f"{package} is not installed")
+        return pytest.importorskip(package, reason=f"{package} is not installed; the golden records replace it")
+
+
+def ours(peer):
+    """Return the module of jax_lossscale that converts from and to another library."""
+    if peer in ("flax", "jmp"):
+        needs(peer)
+    return importlib.import_module(f"jax_lossscale.interop.{peer}")
 
 
 class Torch:

@@ -1,4 +1,8 @@
-"""The behavior of other libraries that the second table of `docs/differences.md` describes."""
+"""The behavior of other libraries that the second table of `docs/differences.md` describes.
+
+`tests/test_peers.py` tests the first table. Other tests check the behavior of jax_lossscale. Tests of libraries that
+are not installed are skipped.
+"""
 
 import importlib
 import math
@@ -9,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from originals import PEERS, needs
 
-from peers.originals import PEERS, needs
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture

@@ -1,11 +1,7 @@
 """Comparison with float32 of the libraries in the tables of `docs/guide/libraries.md`.
 
-::
-
-    pip install brax diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix
-    python -m pytest tools/test_libraries.py
-
-The test of a library that is not installed is skipped.
+The test of a library that is not installed is skipped. To run all tests, install the libraries: ``pip install brax
+diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix``.
 """
 
 import os
@@ -22,7 +18,7 @@ import pytest
 
 import jax_lossscale as jls
 
-pytestmark = pytest.mark.filterwarnings("default")  # Other libraries cause warnings.
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]  # Other libraries cause warnings.
 
 X = jax.random.normal(jax.random.key(0), (32, 8))
 Y = jnp.sin(jnp.sum(X, axis=1, keepdims=True))
@@ -260,7 +256,7 @@ def test_loss_with_a_solver_raises_on_overflow_only_if_configured(on_error, stop
     """The test runs in a subprocess because Equinox reads its setting when it is imported."""
     for name in "lineax", "optimistix", "diffrax":
         library(name)
-    environment = {**os.environ, "EQX_ON_ERROR": on_error, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "EQX_ON_ERROR": on_error, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", SOLVER], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode != 0) == stops, done.stderr
     assert ("EquinoxRuntimeError" in done.stderr) == stops
