@@ -5,9 +5,8 @@ their float0 cotangents, booleans, random keys, functions and strings. All funct
 inexact leaves, which are floating or complex (see `is_inexact`). All other leaves are returned unchanged, as the same
 objects.
 
-Apart from casts, the computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is
-therefore a single dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the
-outer jaxpr.
+The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
+dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
 """
 
 from __future__ import annotations
@@ -104,6 +103,29 @@ def _replace(
     return jax.tree.unflatten(structure, leaves)
 
 
+def device_of(leaf: Any) -> Any:
+    """Return the mesh or the set of devices to which a leaf is committed, or ``None`` if it is not committed."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+        return None
+    return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
+
+
+def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
+    """Return ``function(leaves)``, computed with a separate call for the leaves on each device or mesh.
+
+    A compiled function cannot process arrays that are committed to different devices. ``function`` must process each
+    leaf independently of all other leaves.
+    """
+    devices = list(map(device_of, leaves))
+    if len({device for device in devices if device is not None}) <= 1:
+        return function(leaves)
+    results: dict[int, jax.Array] = {}
+    for device in dict.fromkeys(devices):
+        positions = [position for position, other in enumerate(devices) if other == device]
+        results.update(zip(positions, function([leaves[position] for position in positions]), strict=True))
+    return [results[position] for position in range(len(leaves))]
+
+
 def applied(loss_scale: ArrayLike) -> jax.Array:
     """Return the loss scale as a constant without a derivative, clipped to the range from ``2**-126`` to ``2**126``.
 
@@ -135,7 +157,14 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     Leaves whose dtype is in ``keep`` are not cast. If a leaf is a `jax.ShapeDtypeStruct`, its dtype attribute is
     changed accordingly.
     """
-    return map_inexact(lambda leaves: [_at_least_float32(leaf, keep) for leaf in leaves], tree)
+
+    def widen_leaves(leaves: list[Any]) -> list[Any]:
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        if is_abstract:
+            return [_at_least_float32(leaf, keep) for leaf in leaves]
+        return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
+
+    return map_inexact(widen_leaves, tree)
 
 
 def cast_floating(
@@ -178,11 +207,16 @@ def cast_floating(
     check_tree(tree, "cast_floating(tree=...)", "The order is `cast_floating(tree, dtype)`.")
     dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
-    def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+    def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
         is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.asarray(leaf).astype(dtype) if is_floating and (where is None or where(path, leaf)) else leaf
+        return bool(is_floating and (where is None or where(path, leaf)))
 
-    return jax.tree_util.tree_map_with_path(cast, tree)
+    chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
+
+    def cast(leaves: list[Any]) -> list[jax.Array]:
+        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
+
+    return _replace(cast, tree, jax.tree.leaves(chosen))
 
 
 def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTree) -> chex.ArrayTree:
@@ -283,6 +317,16 @@ def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     dtypes = dict.fromkeys(jnp.finfo(array.dtype).dtype for array in arrays)
     reciprocals = {dtype: 1 / scale.astype(dtype) for dtype in dtypes}
     return [_multiply(array, reciprocals[jnp.finfo(array.dtype).dtype]) for array in arrays]
+
+
+@partial(_compiled, static_argnums=1)
+def _widen(leaves: list[ArrayLike], keep: tuple[DTypeLike, ...]) -> list[jax.Array]:
+    return [_at_least_float32(leaf, keep) for leaf in leaves]
+
+
+@partial(_compiled, static_argnums=1)
+def _cast(leaves: list[ArrayLike], dtype: jnp.dtype) -> list[jax.Array]:
+    return [jnp.asarray(leaf).astype(dtype) for leaf in leaves]
 
 
 @_compiled

@@ -264,7 +264,7 @@ def test_scaling_and_unscaling_functions_apply_the_same_scale(scale):
     np.testing.assert_array_equal(loss_scale.unscale(grads), leaf)
 
 
-# Each function except `cast_floating` is compiled. The scale and the predicate are already on the device.
+# Each function is compiled. The scale and the predicate are already on the device.
 COMPILED = {
     "scale": jls.FixedLossScale(2).scale,
     "unscale": jls.FixedLossScale(2).unscale,
@@ -275,7 +275,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in COMPILED if name != "cast_floating"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_eager_call_compiles_one_program_once(name, compilations):
     # These shapes occur nowhere else, so a separate operation would cause a compilation.
     tree = [np.ones((11, 300 + i), np.float32) for i in range(12)] + [1.0, np.ones(313, np.float16), None, "name"]
@@ -489,13 +489,23 @@ def across_devices():
     return {"b": np.float16(2), **tree, "a": jnp.float16(3), "static": "relu", "frozen": None}
 
 
-def test_casts_leave_arrays_on_their_devices():
+def test_leaves_stay_on_their_devices_with_one_dispatch_per_device(monkeypatch):
+    calls = []
+    for name in "_widen", "_cast":
+        compiled = getattr(_tree, name)
+        monkeypatch.setattr(_tree, name, lambda *args, compiled=compiled: (calls.append(args), compiled(*args))[1])
     tree = across_devices()
     for cast in _tree.widen, partial(jls.cast_floating, dtype=jnp.float32):
+        calls.clear()
         result = cast(tree)
+        assert sorted(len(leaves) for leaves, _ in calls) == [2, 4, 4, 4]
         assert jax.tree.structure(result) == jax.tree.structure(tree)
         assert [leaf.sharding for leaf in jax.tree.leaves(result["mesh"])] == [leaf.sharding for leaf in tree["mesh"]]
         for name in ("first", "second"):
             assert {device for leaf in result[name] for device in leaf.devices()} == set(tree[name][0].devices())
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old), result, tree)
         assert {leaf.dtype for leaf in _tree.inexact_leaves(result)} == {jnp.dtype("float32")}
+        for together, number in ([tree["first"], tree["a"], tree["b"]], 1), ([tree["first"], tree["second"]], 2):
+            calls.clear()
+            cast(together)
+            assert len(calls) == number

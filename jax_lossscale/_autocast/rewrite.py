@@ -275,7 +275,9 @@ class Rewriting:
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.
         known = known_results(forward, call.known)[len(eqn.outvars) :] if forward else call.known
-        unrounded = () if forward else call.unrounded  # The results of a backward pass are cotangents.
+        # The results of a backward pass and of the transpose of a `linear_call` are cotangents.
+        is_backward = forward is not None or eqn.primitive.name == "linear_call"
+        unrounded = () if is_backward else call.unrounded
         return self._plan_and_evaluate(plan.within, closed, inputs, known, unrounded, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:

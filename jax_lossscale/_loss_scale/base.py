@@ -237,9 +237,15 @@ def register(cls: _T) -> _T:
     leaf_names = tuple(field.name for field in fields if not field.metadata.get("static"))
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
 
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return (
+            tuple(_as_array(getattr(node, name)) for name in leaf_names),
+            tuple(getattr(node, name) for name in config_names),
+        )
+
     def flatten_with_keys(node: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
-        leaves = tuple((key, _as_array(getattr(node, key.name))) for key in keys)
-        return leaves, tuple(getattr(node, name) for name in config_names)
+        leaves, config = flatten(node)
+        return tuple(zip(keys, leaves, strict=True)), config
 
     def unflatten(config: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         node: Any = object.__new__(cls)
@@ -247,7 +253,7 @@ def register(cls: _T) -> _T:
             object.__setattr__(node, name, value)
         return node
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
 
 

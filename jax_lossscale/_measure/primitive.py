@@ -7,13 +7,14 @@ location of the arrays                   implementation
 =======================================  ==========================================================================
 on the only device of the program        `of_local`, which processes many arrays together
 in a `jax.shard_map` over all mesh axes  `of_local`, because each shard is on a single device
+on a mesh with explicit axes             `of_local` in a `jax.shard_map`, because the types contain the shardings
 on any other mesh                        `of_each`, which processes each array separately
 =======================================  ==========================================================================
 
-On a mesh with axes that are not bound by `jax.shard_map`, the arrays can have different shardings. If two such arrays
-were processed together, XLA would first have to convert both arrays to the same sharding and would therefore gather
-whole gradients. If each array is processed separately, each reduction returns a scalar, and XLA merges the all-reduces
-of these scalars.
+On a mesh with axes that are neither explicit nor bound by `jax.shard_map`, the shardings of the arrays are not known
+when the program is lowered. If two arrays were processed together, XLA would first have to convert both arrays to the
+same sharding and would therefore gather whole gradients. If each array is processed separately, each reduction returns
+a scalar, and XLA merges the all-reduces of these scalars.
 
 The number of devices is not known when a program is traced, but it is known when the program is lowered. The largest
 magnitude is therefore computed by a primitive whose lowering rule selects the implementation. The primitive does not
@@ -29,7 +30,9 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
+from jax_lossscale._measure.devices import largest_on_all
 from jax_lossscale._measure.largest import of_each, of_local, width
 
 
@@ -59,11 +62,43 @@ def _batch(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array,
 
 
 def _lower(context: mlir.LoweringRuleContext, *leaves: Any) -> Any:
-    is_on_one_device = getattr(context.module_context.axis_context, "num_devices", None) == 1
-    return mlir.lower_fun(of_local if is_on_one_device else of_each, multiple_results=False)(context, *leaves)
+    if getattr(context.module_context.axis_context, "num_devices", None) == 1:
+        answer = of_local
+    else:
+        answer = _of_sharded if _have_explicit_shardings(context.avals_in) else of_each
+    return mlir.lower_fun(answer, multiple_results=False)(context, *leaves)
 
 
 _largest_magnitude.def_impl(of_each)  # used only inside `jax.disable_jit`
 _largest_magnitude.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[_largest_magnitude] = _batch
 mlir.register_lowering(_largest_magnitude, _lower)
+
+
+def _have_explicit_shardings(types: Sequence[Any]) -> bool:
+    """Return whether the types of the arrays contain the complete shardings of the arrays over a single mesh.
+
+    The types contain the complete shardings if all arrays that are on a mesh are on the same mesh, if all axes of this
+    mesh are explicit, and if no array is an unreduced sum.
+    """
+    meshes = {array.sharding.mesh for array in types if not array.sharding.mesh.empty}
+    are_explicit = [len(mesh.explicit_axes) == len(mesh.axis_names) for mesh in meshes]
+    return are_explicit == [True] and not any(array.sharding.spec.unreduced for array in types)
+
+
+def _of_sharded(*leaves: jax.Array) -> jax.Array:
+    shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+    mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
+    split_over = {name for sharding in shardings for name in _axis_names(sharding.spec)}
+    names = tuple(name for name in mesh.axis_names if name in split_over)
+
+    def of_shards(*shards: jax.Array) -> jax.Array:
+        return largest_on_all(of_local(*shards), names)
+
+    specs = tuple(sharding.spec for sharding in shardings)
+    return jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*leaves)
+
+
+def _axis_names(spec: PartitionSpec) -> list[str]:
+    of_dimensions = [names if isinstance(names, tuple) else (names,) for names in spec if names is not None]
+    return [name for names in of_dimensions for name in names]

@@ -38,7 +38,8 @@ class EvaluateRule(Protocol):
         Args:
           closed: the jaxpr.
           inputs: the inputs of the jaxpr. Unless ``forward`` is given, the first inputs of the jaxpr correspond to the
-            operands of the equation.
+            operands of the equation. In the transpose of a `linear_call`, the cotangents are in the positions of the
+            linear operands. Neither the cotangents nor the linear operands of a `linear_call` are constants.
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of a backward pass. The outputs of
             ``forward`` are the results of the equation, followed by the residuals, which are the first inputs of
             ``closed``.
@@ -248,6 +249,26 @@ def custom_vmap_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> lis
     return function(*inputs)
 
 
+def linear_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluate a `jax.custom_derivatives.linear_call` and return its outputs."""
+    number = eqn.params["num_callee_consts"] + eqn.params["num_res"]
+    residual_types, linear_types = _types(eqn)[:number], _types(eqn)[number:]
+
+    def function(residuals: Sequence[Any], linear: Sequence[Any]) -> list[Any]:
+        return evaluate(eqn.params["callee"], [*residuals, *linear])
+
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def original(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            positions = range(number, number + len(linear_types))
+            of_linear = _as_function(eqn, [*residuals, *linear_types], positions)
+            return jax.linear_transpose(of_linear, *linear_types)(cotangents)
+
+        jaxpr = with_remat2(jax.make_jaxpr(original)(residual_types, [variable.aval for variable in eqn.outvars]))
+        return evaluate(jaxpr, [*residuals, *cotangents])
+
+    return jax.custom_derivatives.linear_call(function, transpose, inputs[:number], inputs[number:])
+
+
 def axes_of_shard_map(eqn: Any) -> frozenset[str]:
     """Return the names of the mesh axes that a `jax.shard_map` binds."""
     # Before jax 0.10.2, the parameter `newly_manual_axes` was called `manual_axes`.
@@ -293,6 +314,7 @@ RULES: dict[str, Callable[[EvaluateRule, Any, Sequence[Any]], list[Any]]] = {
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
     "custom_vmap_call": custom_vmap_call,
+    "linear_call": linear_call,
     "shard_map": shard_map,
 }
 

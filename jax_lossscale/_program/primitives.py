@@ -104,7 +104,7 @@ LINEAR_ALGEBRA = _names(
 OPAQUE = _names(
     "call_exported compute_on custom_partitioning dot_product_attention_bwd_wrapper "
     "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper "
-    "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback linear_call pallas_call pure_callback "
+    "dot_product_attention_fwd_wrapper ffi_call fused_call io_callback pallas_call pure_callback "
     "scaled_dot scaled_matmul_wrapper tpu_custom_call xla_call_module"
 )
 # The start and done operations of asynchronous collectives. The operation that starts a collective returns a future,

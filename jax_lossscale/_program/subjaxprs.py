@@ -132,6 +132,7 @@ def _cond(eqn: Any) -> SubJaxprs:
 _RULES: dict[str, Callable[[Any], SubJaxprs]] = {
     **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
     "custom_vmap_call": _called("call"),
+    "linear_call": _called("callee"),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -95,8 +95,8 @@ def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], orig
 _FORWARD_OVERFLOWS = {
     "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
     "dot_general": "Make the operands smaller before the matmul (for example, divide one of them by the square root "
-    "of the size of the contracted axis), or make the matmul return float32 (with `jls.keep_float32` under `autocast`, or "
-    "with `preferred_element_type` in code with manual casts).",
+    "of the size of the contracted axis), or make the matmul return float32 (with `jls.keep_float32` under `autocast`, "
+    "or with `preferred_element_type` in code with manual casts).",
     "conv_general_dilated": "Normalize the inputs, or compute the convolution in float32.",
     "reduce_sum": "Compute the sum and the subsequent division in float32: use `jnp.mean`, or divide the result of "
     "`jnp.sum(x, dtype=jnp.float32)`.",

@@ -132,6 +132,16 @@ def custom_vmap(w, x):
     return end(jax.vmap(lambda x: function(w, x))(x))
 
 
+def linear_call(w, x):
+    def forward(w, x):
+        return x @ w
+
+    def transpose(w, y):
+        return y @ w.T
+
+    return end(jax.custom_derivatives.linear_call(forward, transpose, jax.lax.stop_gradient(w), x @ w) @ w)
+
+
 def shard_map(w, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

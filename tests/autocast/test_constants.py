@@ -21,6 +21,7 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8)), jnp.float32)
 N = 8
 ROW, COLUMN = (lambda: jax.lax.broadcasted_iota(jnp.float32, (N, N), 0)), (lambda: jnp.arange(8.0)[None] + ROW() * 0)
 EYE = np.eye(N, dtype=np.float32)
+KEY = jax.random.key(0)
 
 
 def drawn(shape=(N, N)):
@@ -32,8 +33,14 @@ TOO_LARGE = {
     "a number": lambda: jnp.full((N, N), 1e6),
     "a power": lambda: (ROW() + 1) ** 8,
     "a power of floats": lambda: (ROW() + 1.0) ** 7.5,
+    "a power of a number": lambda: 100.0 ** ROW(),
+    "a square": lambda: jnp.square(300 * COLUMN()),
     "a negative power": lambda: (1e-4 + 0 * ROW()) ** -2,
     "an absolute value": lambda: jnp.abs(-1e5 - ROW()),
+    "logspace": lambda: jnp.logspace(0, 9, 64).reshape(N, N),
+    "geomspace": lambda: jnp.geomspace(1, 1e9, 64).reshape(N, N),
+    "linspace": lambda: jnp.linspace(0, 1e6, 64).reshape(N, N),
+    "arange": lambda: jnp.arange(64.0).reshape(N, N) * 1e4,
     "cumsum": lambda: jnp.cumsum(jnp.full((N, N), 3e4), axis=0),
     "cumprod": lambda: jnp.cumprod(jnp.full((N, N), 10.0), axis=0),
     "sum": lambda: jnp.broadcast_to(jnp.full((N, N), 3e4).sum(0), (N, N)),
@@ -41,19 +48,31 @@ TOO_LARGE = {
     "exp": lambda: jnp.exp(2 * ROW()),
     "exp2": lambda: jnp.exp2(3 * ROW()),
     "expm1": lambda: jnp.expm1(2 * ROW()),
+    "sinh": lambda: jnp.sinh(2 * ROW()),
+    "cosh": lambda: jnp.cosh(-2 * ROW()),
     "a quotient": lambda: 1 / (1e-6 * (ROW() + 1)),
     "a reciprocal square root": lambda: jax.lax.rsqrt(1e-12 * (ROW() + 1)),
+    "tan": lambda: jnp.tan(ROW() * 0 + 1.5707963),
+    "gammaln": lambda: jax.scipy.special.gammaln(1e4 * (ROW() + 1)),
     "random normal": lambda: 1e6 * drawn(),
+    "random normal with a global key": lambda: 1e6 * jax.random.normal(KEY, (N, N)),
+    "a masked value": lambda: 1e6 * (1 - (ROW() > 3).astype(jnp.float32)),
+    "random integers": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
     "bits": lambda: jax.lax.bitcast_convert_type(jnp.full((N, N), 0x4B000000, jnp.int32), jnp.float32),
+    "integers": lambda: (jnp.arange(64) * 3000).reshape(N, N).astype(jnp.float32),
     "integers that overflow": lambda: (jnp.full((N, N), 2**30, jnp.int32) * 3).astype(jnp.float32),
     "unsigned": lambda: jnp.full((N, N), -1, jnp.int32).astype(jnp.uint32).astype(jnp.float32),
     "a shift": lambda: (jnp.ones((N, N), jnp.int32) << 20).astype(jnp.float32),
     "chosen": lambda: jnp.where(ROW() > 3, 1e6, 0.0),
+    "select": lambda: jnp.select([ROW() > 3, COLUMN() > 3], [1e6 * ROW(), ROW()], 0.0),
     "a maximum": lambda: jnp.maximum(ROW(), 1e6 * EYE),
     "a clip": lambda: jnp.clip(1e7 * EYE, 0.0, 1e6),
     "sorted": lambda: jnp.sort(1e6 * drawn(), axis=0),
+    "gathered": lambda: jnp.asarray(1e6 * EYE)[jnp.arange(N)[::-1]],
+    "stacked": lambda: jnp.stack([ROW()[0], *[1e6 * EYE[n] for n in range(1, N)]]),
     "joined": lambda: jnp.concatenate([EYE[:4], 1e6 * EYE[4:]]),
     "padded": lambda: jnp.pad(EYE[:4, :4], 2, constant_values=1e6),
+    "rolled": lambda: jnp.roll(1e6 * EYE, 1, axis=0),
     "written": lambda: jnp.zeros((N, N)).at[0].set(1e6),
     "scatter-add": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
     "the complement of a mask": lambda: 1e6 * (1 - jnp.exp(jnp.where(ROW() > COLUMN(), -jnp.inf, 0.0))),
@@ -120,6 +139,7 @@ OF_ONE = {
     **{name: getattr(jnp, name) for name in "negative round sign sin sinh sqrt square tanh cbrt".split()},
     **{name: getattr(jax.lax, name) for name in ("erf", "erfc", "logistic", "rsqrt")},
     **{f"power of {n}": lambda x, n=n: jax.lax.integer_pow(x, n) for n in (-3, -2, -1, 2, 3, 4)},
+    "integers": lambda x: x.astype(jnp.int32).astype(jnp.float32),
     "applied": lambda x: x.at[0].apply(lambda row: row * row),
     "bytes": lambda x: x.astype(jnp.int8).astype(jnp.float32),
     "half": lambda x: x.astype(jnp.float16).astype(jnp.float32),
@@ -229,7 +249,14 @@ def custom_vmap(c):
     return lambda x: function(x, c)
 
 
-RULES = [custom_vjp, custom_vjp_with_a_residual_of_constants, custom_jvp]
+def linear_call(c):
+    def transpose(c, g):
+        return g @ c.T + g @ EYE
+
+    return lambda x: jax.custom_derivatives.linear_call(lambda c, x: x @ c + x @ EYE, transpose, c, x)
+
+
+RULES = [custom_vjp, custom_vjp_with_a_residual_of_constants, custom_jvp, linear_call]
 DERIVATIVES = {
     **{rule.__name__: (rule, jax.value_and_grad) for rule in RULES},
     "custom_vmap": (custom_vmap, lambda function: lambda x: jax.vmap(function)(x[None])),

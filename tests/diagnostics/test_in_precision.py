@@ -152,6 +152,18 @@ def custom_vmap(dtype):
     return lambda x: fun(x.astype(dtype)) + jax.vmap(fun)(x.astype(dtype)), (draw(4),)
 
 
+def linear_call(dtype):
+    weights = draw(4, seed=1).astype(jnp.float16).astype(dtype)
+
+    def fun(x):
+        x = x.astype(dtype)
+        return jax.custom_derivatives.linear_call(
+            lambda w, x: w * x[0] + x[1], lambda w, ct: (3 * w * ct, 5 * ct), weights, (x, x)
+        )
+
+    return fun, (draw(4),)
+
+
 def constants_within_a_checkpoint(dtype):
     relu, table = jax.nn.relu, (np.arange(4) / 3).astype(dtype)
     return lambda x: jax.checkpoint(lambda x: relu(jnp.sin(x) * table))(x.astype(dtype)), (draw(4),)
@@ -215,6 +227,7 @@ PROGRAMS = [
     custom_vjp_within_a_scan,
     custom_vjp_of_structures,
     custom_vmap,
+    linear_call,
     constants_within_a_checkpoint,
     vectorized,
     differentiated,

@@ -30,6 +30,17 @@ def scanned(tree):
     return flags / 3
 
 
+def exported(tree):
+    program = jax.export.export(jax.jit(as_flag), platforms=["cpu", "cuda", "rocm", "tpu"])(tree)
+    return jax.export.deserialize(program.serialize()).call(tree)
+
+
+def stored_for_any_number_of_rows(tree):
+    (rows,) = jax.export.symbolic_shape("rows")
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), tree)
+    return jax.export.export(jax.jit(as_flag))(types).call(tree)
+
+
 def differentiated(tree):
     """Return half the derivative of a sum that is multiplied by 1 if the tree is finite and by 0 otherwise."""
     derivative = jax.grad(lambda leaf: as_flag((leaf, tree)) * jnp.sum(jnp.float32(2) * leaf[0, 0]))
@@ -63,6 +74,7 @@ TRANSFORMED = {
     "checkpoint": rematerialized,
     "jvp": lambda tree: jax.jvp(as_flag, (tree,), (tree,))[0],
     "linearize": lambda tree: jax.linearize(as_flag, tree)[0],
+    "export": exported,
     "disable_jit": without_jit,
     "x64": in_double_precision,
 }
@@ -75,6 +87,11 @@ def test_result_is_the_same_under_every_transformation(transformed, leaf):
     spoiled[7, -1] = -np.inf
     assert transformed({"a": jnp.asarray(leaf), "b": jnp.ones(3)}) == 1
     assert transformed({"a": jnp.asarray(spoiled), "b": jnp.ones(3)}) == 0
+
+
+def test_export_with_symbolic_shapes():
+    assert stored_for_any_number_of_rows([GOOD]) == 1
+    assert stored_for_any_number_of_rows([BAD]) == 0
 
 
 def test_eval_shape_returns_a_boolean_scalar():

@@ -200,6 +200,24 @@ def test_value_and_extra_arguments_are_passed_to_the_inner_optimizer(wrap):
     tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
+def test_line_search_receives_the_loss_function_and_unscaled_gradients():
+    def loss_fn(params):
+        return jnp.sum((params - 1) ** 2)
+
+    tx = jls.loss_scaled(optax.lbfgs(), SCALE)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jls.value_and_scaled_grad(loss_fn, state)(params)
+        true_grads = state.loss_scale.unscale(grads)
+        return tx.update_and_apply(grads, state, params, value=value, grad=true_grads, value_fn=loss_fn)
+
+    params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    for _ in range(3):
+        params, state = step(params, state)
+    chex.assert_trees_all_close(params, jnp.ones(3), rtol=1e-4)
+
+
 def test_schedule_does_not_advance_on_a_skipped_step():
     tx = jls.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)), SCALE)
     state = tx.init(PARAMS)
@@ -379,6 +397,30 @@ def test_program_without_a_loss_scale_equals_that_of_the_inner_optimizer():
 
 # --- Use inside other transformations ---
 
+HOLDERS = {
+    "alone": lambda tx: tx,
+    "in a chain": lambda tx: optax.chain(optax.identity(), tx, optax.identity()),
+    "in a mask that includes all leaves": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
+    "in MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_wrapper_works_inside_other_transformations(hold):
+    tx = hold(jls.loss_scaled(optax.adam(0.1), SCALE))
+    assert len(tx) == 2
+    state = jax.jit(tx.init)(PARAMS)
+    update = jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = update(GRADS, state, PARAMS)
+    assert update._cache_size() == 1
+    assert jls.all_finite(updates)
+    assert jls.get_loss_scale(state)() == 8.0
+    assert jls.metrics(state).keys() == {
+        "loss_scale", "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips",
+    }  # fmt: skip
+    assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
+
 
 def test_scan_carries_the_state_and_vmap_skips_members_separately():
     tx = jls.loss_scaled(optax.adam(0.1), SCALE)
@@ -448,10 +490,8 @@ def test_flax_rejects_the_state_of_another_configuration():
 
 def test_init_warns_of_float16_parameters_if_gradients_are_checked():
     params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
-    for given in params, jax.eval_shape(lambda: params):
-        with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\"") as caught:
-            jls.loss_scaled(optax.sgd(0.1)).init(given)
-        assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
+        jls.loss_scaled(optax.sgd(0.1)).init(params)
     jls.loss_scaled(optax.sgd(0.1), None).init(params)  # Without a loss scale, there is no warning.
     jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
 
@@ -465,45 +505,6 @@ def test_step_without_gradients_counts_as_finite():
 def test_nested_loss_scaled_is_rejected():
     with pytest.raises(ValueError, match="twice"):
         jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS)
-
-
-@pytest.mark.parametrize("scale", ["dynamic", jls.DynamicLossScale(min_loss_scale=2.0**-126)], ids=["default", "low"])
-def test_finite_step_after_160_nan_steps_is_applied(scale):
-    """Keras, flax and `optax.apply_if_finite` do not recover from 160 nonfinite steps."""
-    tx = jls.loss_scaled(optax.sgd(1.0), scale)
-    step = jax.jit(tx.update_and_apply)
-    params = jnp.float32(1.0)
-    state = tx.init(params)
-    for _ in range(160):
-        params, state = step(jnp.float32(jnp.nan), state, params)
-    assert params == 1.0
-    grads = jls.scaled_grad(lambda p: 2.0 * p, state)(params)
-    params, state = step(grads, state, params)
-    assert params == -1.0
-    assert (state.applied_steps, state.skipped_steps) == (1, 160)
-
-
-@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-@pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0, None], ids=str)
-@pytest.mark.parametrize("optimizer", [optax.adam, optax.adafactor])
-def test_zero_float16_gradients_never_become_nan(optimizer, loss_scale):
-    """In float16, the epsilon of Adam is zero, so an inner optimizer in float16 would divide zero by zero."""
-    tx = jls.loss_scaled(optimizer(0.1), loss_scale)
-    for params in jnp.ones(3), jnp.ones(3, jnp.float16):
-        updates, _ = tx.update(jnp.zeros(3, jnp.float16), tx.init(params), params)
-        assert jls.all_finite(updates)
-
-
-def test_multi_steps_around_the_wrapper_can_skip_nonfinite_microbatches():
-    wrapped = jls.loss_scaled(optax.sgd(1.0), 8.0)
-    tx = optax.MultiSteps(wrapped, every_k_schedule=2, should_skip_update_fn=optax.skip_not_finite)
-    params = jnp.float32(0.0)
-    state = tx.init(params)
-    for scaled in 8.0, jnp.inf, 24.0:
-        updates, state = tx.update(jnp.float32(scaled), state, params)
-        params = optax.apply_updates(params, updates)
-    assert params == -2.0
-    assert jls.get_loss_scale(state)() == 8.0
 
 
 # --- Masks around the wrapper ---
