@@ -121,7 +121,10 @@ def test_reference_shows_functions_and_not_modules(site):
 # Each line contains a search query, and the page or section that must be among the first three results.
 SEARCHES = """
 tensorboard                                  guide/logging/#every-n-steps-tensorboard-wandb-csv
+wandb                                        guide/logging/#every-n-steps-tensorboard-wandb-csv
+gradscaler                                   migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
 torch.amp.GradScaler                         migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
+amp                                          migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
 pytorch                                      migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
 deepspeed                                    migrating/#from-deepspeed
 lossscaleoptimizer                           migrating/#from-keras
@@ -132,8 +135,13 @@ jls.value_and_scaled_grad                    api/gradients/#jax_lossscale.value_
 trainstate                                   api/interop/#jax_lossscale.interop.flax.TrainState
 cheat sheet                                  api/
 install with pip                             #install-with-pip-required-versions
+pip install                                  #install-with-pip-required-versions
+changelog                                    changelog/
+faq                                          faq/
 float8                                       faq/#what-about-float8
+webgpu                                       why/#float16-or-bfloat16-which-one-to-use
 V100                                         why/#float16-or-bfloat16-which-one-to-use
+bfloat16 or float16                          why/#float16-or-bfloat16-which-one-to-use
 memory saved                                 why/#memory-saved-time-saved
 softmax in float16                           why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
@@ -146,7 +154,11 @@ which layer overflows                        troubleshooting/#which-layer-is-nan
 mixed precision policy per layer             guide/precision/#a-mixed-precision-policy-per-layer-what-autocast-should-keep-in-float32
 rotary                                       guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 RoPE                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+position                                     guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+Fourier                                      guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+timestep                                     guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 FFT                                          guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
+dice                                         guide/precision/#operations-that-need-float32-rotary-embeddings-rope-position-timestep-fourier-fft-counts-dice
 strict                                       guide/precision/#check-which-matmuls-are-in-float16
 flash attention                              guide/precision/#kernels-that-support-only-16-bits
 cast by hand                                 guide/precision/#manual-casts-casting-by-hand
@@ -170,7 +182,11 @@ batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/
 troubleshooting                              troubleshooting/
+bf16                                         why/#float16-or-bfloat16-which-one-to-use
+tutorial                                     notebooks/quickstart/
+getting started                              notebooks/quickstart/
 quickstart                                   notebooks/quickstart/
+speedup                                      performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
 fallback                                     guide/precision/#kernels-that-support-only-16-bits
 tensor core                                  performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
 layernorm                                    why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums

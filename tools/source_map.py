@@ -81,6 +81,7 @@ CORE = {
         "diagnostics/test_traced_gradients.py",
         "diagnostics/true_statements/test_autocast_report.py",
         "frameworks/test_autocast_nnx.py",
+        "frameworks/test_lora.py",
     ],
 }
 

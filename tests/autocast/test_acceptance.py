@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from reading import distance, matmul_dtypes, result_dtypes
 from small_programs import W, X
@@ -312,3 +313,47 @@ def test_gradient_of_a_weight_shared_by_iterations_is_summed_in_float32():
         return jax.lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((4096, 1, 1)))[0]
 
     assert jax.grad(jls.autocast(loss))(jnp.ones((1, 1))) == 4096
+
+
+# Layers in a scan.
+
+
+def test_scan_over_stacked_layers_has_accurate_gradients():
+    stacked = jnp.stack([W / 2, W, W.T, W / 3, W, W.T])
+
+    def loss(stacked, x):
+        def layer(x, w):
+            y = (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+            return x + jax.nn.gelu(y @ w) @ w.T, None
+
+        return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
+
+    assert distance(gradients(loss, stacked, X)[1], scaled_gradients(loss, stacked, X)[1]) < 2e-3
+    assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), stacked, X)) == {"float16"}
+
+
+# Training.
+
+
+def test_training_reaches_the_loss_of_float32():
+    x = jax.random.normal(KEY, (64, 8))
+    y = jnp.sin(x @ jax.random.normal(jax.random.key(8), (8, 1)))
+    params = {"in": jax.random.normal(KEY, (8, 32)) / 3, "out": jax.random.normal(KEY, (32, 1)) / 6}
+
+    def loss_fn(params, x, y):
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+
+    def trained(loss_fn, loss_scale):
+        tx = jls.loss_scaled(optax.adam(3e-2), loss_scale)
+
+        @jax.jit
+        def step(state, _):
+            params, opt_state = state
+            loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, x, y)
+            return tx.update_and_apply(grads, opt_state, params, value=loss), loss
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=200)[1]
+
+    plain, half = trained(loss_fn, None), trained(jls.autocast(loss_fn), "auto")
+    assert plain[-1] < 0.1 * plain[0]
+    assert abs(half[-1] - plain[-1]) < 0.02 * plain[0]

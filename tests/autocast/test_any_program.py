@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from any_jax import needs_jax
 from exact import InexactError, evaluated, exact_in
-from exact_programs import EXCEPTIONS, FLOAT32, MODES, STRUCTURES, arrays, loss_of, program_of, shorter
+from exact_programs import EXCEPTIONS, FLOAT32, MODES, STRUCTURES, arrays, gradients_of, loss_of, program_of, shorter
 from jax.extend.core.primitives import convert_element_type_p
 from reading import matmul_dtypes_in
 
@@ -144,6 +144,25 @@ def test_exact_programs_are_unchanged_by_autocast(structure):
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_thousands_of_exact_programs_are_unchanged_by_autocast(structure):
     check_some(structure, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_programs_are_unchanged_when_compiled_and_when_eager(seed):
+    numbers = random.Random(seed)
+    w, x = arrays(seed)
+    while True:
+        loss = loss_of(program_of(numbers, list(STRUCTURES), numbers.choice(list(STRUCTURES))))
+        plain = jax.make_jaxpr(functools.partial(gradients_of, loss))(w, x)
+        try:
+            expected = evaluated(plain, [w, x], exact_in("float16"))
+            break
+        except InexactError:
+            continue
+    function = functools.partial(gradients_of, jls.autocast(loss))
+    for call in (jax.jit(function), function):
+        for value, other in zip(jax.tree.leaves(call(w, x)), expected, strict=True):
+            np.testing.assert_array_equal(value, other)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -413,6 +413,38 @@ def test_float32_result_rule_keeps_half_precision_operands(function):
     assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(float32_result(w, x))), (0, 1))(W, X)) < 2e-3
 
 
+def test_policy_without_recomputation_has_no_checkpoint():
+    def loss(w, x):
+        return jnp.mean(network(w, x) ** 2)
+
+    def names(function):
+        return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(function))(W, X))}
+
+    saved = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
+    assert names(jls.autocast(loss)) & {"checkpoint", "remat2"}
+    assert not names(saved) & {"checkpoint", "remat2"}
+    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(saved)(W, X)) < 1e-3
+
+
+def residual(w, x):
+    for _ in range(3):
+        x = x + jnp.tanh(x @ w) @ w.T
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
+def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
+    """The sums are computed in float32 and are stored in float16."""
+    half = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
+    for function, dtype in ((jls.autocast(residual), FLOAT32), (half, HALF)):
+        saved = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
+        large = [leaf.dtype.name for leaf in jax.tree.leaves(saved) if leaf.shape == x.shape]
+        assert (FLOAT32 in large) == (dtype == FLOAT32)
+    plain, rounded = (jax.value_and_grad(f, (0, 1))(w, x) for f in (residual, half))
+    assert distance(plain, rounded) < 4e-3
+    assert set(matmul_dtypes(jax.grad(half), w, x)) == {HALF}
+
+
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [

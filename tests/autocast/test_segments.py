@@ -471,6 +471,14 @@ def test_value_that_is_moved_into_two_matmuls_is_cast_once():
     assert len(casts) == 3  # There is one cast of `y`, and one for each use of `w`.
 
 
+def test_without_recomputation_float32_values_are_saved():
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w) @ w))
+
+    policy = jls.PrecisionPolicy(recompute=False)
+    assert "float32[4,16]" in saved(jls.autocast(loss, policy=policy), W, X)
+
+
 def test_mask_of_all_heads_is_not_saved_for_each_head():
     def loss(q, k, mask):
         scores = jnp.einsum("hqd,hkd->hqk", q, k)
@@ -489,6 +497,29 @@ def test_random_numbers_are_drawn_once():
 
     text = str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(W, X))
     assert text.count("random_bits[") == 1
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this JAX has one `jax.checkpoint` only")
+def test_remat3_compiles_to_the_same_operations():
+    """The jaxpr of this `jax.checkpoint` contains unused equations, which XLA removes."""
+
+    def loss(w, v, x):
+        return jnp.sum(jnp.square(jnp.exp(jnp.sin(x @ w)) @ v))
+
+    def counted():
+        compiled = jax.jit(jax.grad(jls.autocast(loss))).lower(W, W.T, X).compile()
+        text = compiled.as_text()
+        return [text.count(f" {name}(") for name in ("exponential", "sine", "dot")], compiled(W, W.T, X)
+
+    plain, expected = counted()
+    jax.config.update("jax_remat3", True)
+    try:
+        other, found = counted()
+    finally:
+        jax.config.update("jax_remat3", False)
+        jax.clear_caches()
+    assert other == plain
+    assert jnp.allclose(expected, found, rtol=1e-3)
 
 
 KEEPING = jax.checkpoint_policies.dots_saveable

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 with warnings.catch_warnings():
@@ -43,6 +44,20 @@ def test_nonfinite_batch_leaves_parameters_and_statistics_unchanged(page, value)
     params, model_state, opt_state, loss = page.train_step(params, model_state, opt_state, page.batch)
     assert jls.all_finite((params, model_state, loss))
     assert opt_state.applied_steps == page.opt_state.applied_steps + 1
+
+
+PLAIN = hk.without_apply_rng(hk.transform(lambda x: hk.Conv1D(3, 1)(x)))
+
+
+def test_init_warns_of_float16_parameters_created_from_float16_input():
+    tx = jls.loss_scaled(optax.adam(1e-3))
+    params = PLAIN.init(jax.random.key(0), jnp.ones((1, 4, 2), jnp.float16))
+    first = r"got 2 float16 parameters, the first at \"\['conv1_d'\]\['b'\]\".*jls.cast_floating\(params, jnp.float32\)"
+    for given in params, jax.eval_shape(lambda: params):
+        with pytest.warns(UserWarning, match=first) as caught:
+            tx.init(given)
+        assert caught[0].filename == __file__
+    tx.init(PLAIN.init(jax.random.key(0), jnp.ones((1, 4, 2), jnp.bfloat16)))
 
 
 def convolutions(x):

@@ -1,5 +1,7 @@
 """`accumulate_gradients`: gradients of the whole batch, with one finiteness check and one scale update per step."""
 
+import gc
+import weakref
 from functools import partial
 
 import jax
@@ -147,6 +149,53 @@ def test_accumulation_under_strict_promotion(loss_scale, dtype):
 # --- Eager calls, outside `jax.jit` ---
 
 
+def squares_times(factor):
+    return lambda w, x: factor * jnp.mean((w * x) ** 2)
+
+
+class Model:
+    """A callable object whose attribute `factor` changes between calls."""
+
+    factor = 1.0
+
+    def __call__(self, w, x):
+        return squares_times(self.factor)(w, x)
+
+
+MODEL = Model()
+
+
+CHANGING = {
+    "object": (MODEL, partial(setattr, MODEL, "factor")),
+    "partial of an object": (partial(MODEL), partial(setattr, MODEL, "factor")),
+    "bound method": (MODEL.__call__, partial(setattr, MODEL, "factor")),
+}
+
+
+@pytest.mark.parametrize(("fun", "change"), CHANGING.values(), ids=CHANGING)
+def test_eager_calls_use_the_current_attributes_of_the_function(fun, change):
+    values = []
+    for factor in 1.0, 2.0, 4.0:
+        change(factor)
+        values.append(float(jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.5), jnp.arange(4.0)).value))
+    assert values == [7.875, 15.75, 31.5]
+
+
+def test_eager_calls_keep_no_reference_to_the_function():
+    class Function:
+        def __call__(self, w, x):
+            return jnp.mean(w * x)
+
+    def called():
+        fun = Function()
+        jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4))
+        return weakref.ref(fun)
+
+    functions = [called() for _ in range(3)]
+    gc.collect()
+    assert [function() for function in functions] == [None] * 3
+
+
 STEERING = [2, True, np.True_, np.int64(2), "ab", np.dtype(np.float32), np.array([len], object)]
 
 
@@ -158,6 +207,28 @@ def test_arguments_outside_the_batch_are_passed_unchanged(steer):
         return jnp.mean(w * x)
 
     assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4), steer, named=steer).grads == 8.0
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, w, x):
+        return jnp.mean(w * x)
+
+
+FUNCTIONS = {
+    "unhashable": Unhashable(),
+    "partial": partial(lambda factor, w, x: factor * jnp.mean(w * x), 1.0),
+    "partial of an array": partial(lambda factor, w, x: factor * jnp.mean(w * x), jnp.float32(1.0)),
+    "jitted": jax.jit(lambda w, x: jnp.mean(w * x)),
+    "bound method": Unhashable().__call__,
+}
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_any_callable_is_accepted(fun):
+    for _ in range(2):
+        assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)).grads == 8.0
 
 
 @pytest.mark.ci
@@ -240,8 +311,12 @@ def test_shard_map_over_some_axes_of_a_mesh():
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
+    "uneven": ({"num_microbatches": 4}, (BATCH,), "got a batch of 6 examples"),
+    "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "got a batch of 0 examples"),
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
+    "no arrays": ({}, (None,), "same number of examples"),
+    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not have arguments in common"),
     "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not have arguments in common"),
     "split, from the end, and differentiated": (
         {"argnums": 1, "batch_argnums": -1},

@@ -218,6 +218,14 @@ def test_part_has_unscaled_derivatives_of_every_order_in_every_mode(modes):
     np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), expected(x)))(0.7), rtol=1e-5)
 
 
+@pytest.mark.parametrize("modes", ORDERS, ids=lambda modes: " of ".join(mode.__name__ for mode in modes))
+def test_higher_derivatives_of_a_scaled_gradient_are_scaled_once(modes):
+    actual, expected = jax.grad(lambda x: jls.scale_gradient(jnp.sin(x) ** 3, 8.0)), jax.grad(lambda x: jnp.sin(x) ** 3)
+    for mode in modes:
+        actual, expected = mode(actual), mode(expected)
+    np.testing.assert_allclose(*jax.jit(lambda x: (actual(x), 8 * expected(x)))(0.7), rtol=1e-5)
+
+
 def test_forward_mode_is_the_identity():
     for function in (jls.scale_gradient, jls.unscale_gradient):
         assert jax.jvp(lambda x, f=function: f(x, 8.0), (2.0,), (3.0,)) == (2.0, 3.0)
@@ -232,6 +240,30 @@ def test_derivative_with_respect_to_the_scale_is_zero():
 
     assert jax.value_and_grad(true_grad)(8.0) == (6.0, 0.0)
     assert jax.grad(lambda scale: part(0.3, scale))(8.0) == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
+def test_part_may_have_a_different_scale_on_each_device(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, scales = jnp.linspace(-1, 1, 8), 2.0 ** jnp.arange(8)
+
+    def grad_of(part, in_specs):
+        def local(w, x, *scale):
+            if not check_vma:
+                return jax.lax.psum(jax.grad(lambda w: part(w, x, *scale))(w), "data")
+            # JAX sums this gradient over all devices, because `w` does not vary over devices.
+            return jax.grad(lambda w: part(w, x, *scale))(w)
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma))
+
+    def loss(w, x):
+        return jnp.tanh(w * x[0])
+
+    def in_parts(w, x, scale):
+        return jls.scale_gradient(loss(*jls.unscale_gradient((w, x), scale[0])), scale[0])
+
+    expected = grad_of(loss, (P(), P("data")))(0.7, x)
+    np.testing.assert_allclose(grad_of(in_parts, (P(), P("data"), P("data")))(0.7, x, scales), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

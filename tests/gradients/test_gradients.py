@@ -187,6 +187,26 @@ def test_loss_scale_is_found_in_containers(name):
     np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
 
 
+HOLDING_NONE = {
+    "string": ("8", "a number"),
+    "bool": (True, "a number"),
+    "array of one": (np.ones(1), "a number"),
+    "class": (jls.DynamicLossScale, "a number"),
+    "empty": ([], "contain the state of an optimizer"),
+    "plain state": (optax.adam(1e-3).init(X), "contain the state of an optimizer"),
+    "optimizer": (TX, r"`tx.init\(params\)`"),
+    "chain": (optax.chain(TX), r"`tx.init\(params\)`"),
+    "two states": ((TX.init(X), TX.init(X)), "must contain exactly one `LossScale`, got 2"),
+}
+
+
+@pytest.mark.parametrize(("loss_scale", "message"), HOLDING_NONE.values(), ids=HOLDING_NONE)
+@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
+def test_arguments_without_a_loss_scale_are_rejected(function, loss_scale, message):
+    with pytest.raises(ValueError, match=rf"`{function.__name__}\(loss_scale=...\)`.*{message}"):
+        function(loss, loss_scale)
+
+
 def test_batch_of_loss_scales_is_rejected():
     with pytest.raises(
         ValueError,

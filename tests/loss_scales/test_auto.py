@@ -225,6 +225,76 @@ def bits(loss_scale):
     return math.log2(scale), round(margin), round(allowance)
 
 
+def test_margin_and_allowance_after_three_overflows():
+    """The overflows occur at the target, directly afterwards, and while the scale climbs back.
+
+    The first overflow adds one bit of allowance, the second changes neither margin nor allowance, and the third raises
+    the margin and adds another bit of allowance.
+    """
+    after = lambda loss_scale, finite: adjust(loss_scale, finite, largest=2.0**-20.5)  # noqa: E731
+    loss_scale = at_rest(Auto(), 8, True, 2.0**-20.5)
+    assert bits(loss_scale) == (35, 1, 0)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (35 - 1 - 8, 1, 1)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (26 - 8, 1, 1)
+    loss_scale = after(after(loss_scale, True), True)
+    assert bits(loss_scale) == (34 - 7 + 1, 1, 1)
+    loss_scale = after(loss_scale, False)
+    assert bits(loss_scale) == (28 - 1 - 1 - 8, 1 + 34 - 27, 2)
+    assert bits(at_rest(loss_scale, 7, True, 2.0**-20.5))[0] == 25
+    assert bits(at_rest(loss_scale, 20, True, 2.0**-20.5))[0] == 26
+
+
+def test_overflows_at_the_target_raise_the_allowance_and_then_test_lower_scales():
+    """After two failed tests of lower scales, the margin is 1, and the allowance is negative until it decays to 0."""
+    largest = 2.0**-20.5
+    loss_scale = at_rest(Auto(), 8, True, largest)
+    margins_and_allowances = []
+    for _ in range(12):
+        loss_scale = adjust(at_rest(loss_scale, 12, True, largest), False, largest=largest)
+        margins_and_allowances.append(bits(loss_scale)[1:])
+    # The allowance grows by 2 bits if margin and allowance already exceed 5 bits.
+    growing = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 7), (1, 8)]
+    assert margins_and_allowances == [*growing, (9, 8), (17, 8), (1, -8), (1, -8), (1, -8)]
+    loss_scale = at_rest(loss_scale, 6100, True, largest)
+    assert bits(loss_scale)[1:] == (1, 0)
+    assert loss_scale.log2_allowance < 0
+    assert at_rest(loss_scale, 100, True, largest).log2_allowance == 0
+
+
+def overflow_below_the_target(margin, allowance):
+    """Return the margin and the allowance after an overflow 5 bits below the target."""
+    before = replace(at_rest(Auto(), 8, True, 2.0**-20.5), log2_margin=margin, log2_allowance=allowance)
+    climbing = replace(before, current_loss_scale=2.0 ** (36 - margin - abs(allowance) - 5))
+    return bits(adjust(climbing, False, largest=2.0**-20.5))[1:]
+
+
+def test_overflow_below_the_target_can_end_the_tests_of_lower_scales():
+    """At the scale of the second test, gradients may underflow, which keeps the scale below its target."""
+    assert overflow_below_the_target(17.0, 8.0) == (1, -8)
+    assert overflow_below_the_target(16.0, 8.0) == (22, 8)
+    assert overflow_below_the_target(17.0, 7.0) == (23, 8)
+
+
+@pytest.mark.parametrize("allowance", [-8.0, -4.0, 0.0, 4.0])
+def test_overflows_below_the_target_limit_margin_plus_allowance_to_30(allowance):
+    most = 30 - abs(allowance)
+    assert overflow_below_the_target(most - 7, allowance)[0] == most - 1
+    assert overflow_below_the_target(most - 3, allowance)[0] == most
+    assert overflow_below_the_target(most, allowance)[0] == most
+
+
+def test_overflows_reset_the_margin_if_the_allowance_is_negative():
+    largest = 2.0**-20.5
+    given_up = replace(at_rest(Auto(), 8, True, largest), log2_allowance=-5.0)
+    at_target = at_rest(given_up, 12, True, largest)
+    assert bits(at_target) == (30, 1, -5)
+    below = adjust(at_rest(adjust(at_target, False, largest=largest), 3, True, largest), False, largest=largest)
+    assert bits(below)[1:] == (1 + 30 - 25 + 1, -5)
+    assert bits(adjust(at_rest(below, 12, True, largest), False, largest=largest))[1:] == (1, -5)
+
+
 def test_scale_recovers_from_one_overflow_in_eight_steps():
     before = at_rest(Auto(), 8, True, 2.0**-20.5)
     after = adjust(before, False, largest=np.nan)

@@ -168,6 +168,16 @@ def test_one_element_anywhere_in_a_large_leaf_is_found(dtype, read):
 
 
 @every_reading
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_elements_with_an_overflowing_sum_are_finite(dtype, bad, read):
+    leaf = np.full(SIZE, jnp.finfo(dtype).max, dtype)
+    if bad is not None:
+        leaf[2**15] = bad
+    assert answer_of(read([leaf, -leaf])) == oracle([leaf])
+
+
+@every_reading
 def test_one_element_of_one_of_many_leaves_is_found(read):
     shapes = [(200, 200), (2**15 + 3,), (7, 3), ()]
     tree = [np.ones(shapes[n % 4], ("float16", "bfloat16", "float32", "complex64")[n // 4 % 4]) for n in range(120)]

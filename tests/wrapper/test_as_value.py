@@ -103,6 +103,17 @@ def test_init_accepts_abstract_parameters(dtype, loss_scale):
 # --- Pytrees with leaves that are not arrays ---
 
 
+def test_leaves_that_are_not_arrays_are_returned_unchanged():
+    tx = make()
+    others = {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3, "dtype": jnp.float16}
+    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
+    params, state = tx.update_and_apply(grads, tx.init(model), model)
+    expected, _ = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, params.pop("layer"), expected)
+    assert params == others
+    assert state.applied_steps == 1
+
+
 @pytest.mark.parametrize("skip_if", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_arrays_without_gradients_are_returned_unchanged(compiled, skip_if):

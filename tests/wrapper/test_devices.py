@@ -1,8 +1,13 @@
 """`loss_scaled` on eight host devices: all devices make the same decision, and shardings are preserved.
 
-The tests run only the optimizer step: on a mesh, inside `jax.shard_map` and under `jax.pmap`.
-`test_mesh_configurations.py` trains on a mesh.
+The first tests run only the optimizer step: on a mesh, inside `jax.shard_map` and under `jax.pmap`. The other tests run
+a whole training step on a mesh.
 """
+
+import functools
+import itertools
+import re
+from typing import NamedTuple
 
 import chex
 import jax
@@ -10,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh
+from any_jax import MORE_COLLECTIVES, needs_jax, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -171,6 +176,203 @@ def test_nonfinite_member_skips_the_step_of_all_members_under_pmap_and_vmap(name
     bad = step(params.at[3, 1].set(jnp.nan), good[1], good[0])
     chex.assert_trees_all_equal((bad[0], bad[1].inner_state), (good[0], good[1].inner_state))
     assert bad[1].loss_scale().tolist() == [4.0] * 8
+
+
+# --- A whole training step: float16 forward and backward pass, and the optimizer ---
+
+START = jls.DynamicLossScale(2.0**10)
+RANDOM = np.random.default_rng(0)
+PARAMS = {
+    "kernel": RANDOM.normal(size=(8, 32)).astype(np.float32),
+    "bias": np.zeros(32, np.float32),
+    "readout": RANDOM.normal(size=(32, 8)).astype(np.float32),
+    "offset": np.zeros(8, np.float32),
+}
+BATCH = {name: RANDOM.normal(size=(16, 8)).astype(np.float16) for name in ("x", "y")}
+
+
+def loss_fn(params, batch, **dot_options):
+    compute = jls.cast_floating(params, jnp.float16)
+    hidden = jnp.tanh(batch["x"] @ compute["kernel"] + compute["bias"][None])
+    error = jnp.dot(hidden, compute["readout"], **dot_options) + compute["offset"][None] - batch["y"]
+    return jnp.mean(jnp.square(error.astype(jnp.float32)))
+
+
+def with_one_element(array, value):
+    """Return a copy with one changed element, which belongs to one example and to one shard."""
+    changed = np.array(array)
+    changed[11, 2] = value
+    return changed
+
+
+# Each entry contains a batch with one changed element, and the loss scale after the step. A nonfinite loss does not
+# lower the scale.
+SPOILED_BATCHES = {
+    "a NaN in the batch": ({**BATCH, "x": with_one_element(BATCH["x"], np.nan)}, 2.0**10),
+    "an infinity in the batch": ({**BATCH, "y": with_one_element(BATCH["y"], np.inf)}, 2.0**10),
+    "a gradient beyond the range of float16": ({**BATCH, "y": with_one_element(BATCH["y"], 6e4)}, 2.0**9),
+}
+
+
+@functools.cache
+def loss_and_grads_on_one_device():
+    return jax.jit(jax.value_and_grad(loss_fn))(PARAMS, BATCH)
+
+
+def assert_is_the_first_step_on_one_device(inner_state, loss):
+    expected_loss, expected_grads = loss_and_grads_on_one_device()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
+    # The first moments are 0.1 times the gradients. Rounding in float16 depends on the order of the sum, which differs
+    # on a mesh.
+    grads = jax.tree.map(lambda moment: 10 * np.asarray(moment), inner_state[0].mu)
+    chex.assert_trees_all_close(grads, jax.device_get(expected_grads), rtol=1e-2, atol=2e-2)
+
+
+def bits(tree):
+    """Return the bytes of each leaf."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def on_each_device(scalar):
+    """Return the copy of a replicated scalar on each device. The copies can differ if the program is wrong."""
+    return [shard.data.item() for shard in scalar.addressable_shards]
+
+
+def shard_bits(tree):
+    """Return the bytes of each shard on each device."""
+    return [bits([shard.data for shard in leaf.addressable_shards]) for leaf in jax.tree.leaves(tree)]
+
+
+class Layout(NamedTuple):
+    mesh: dict[str, int]
+    batch: P
+    params: dict[str, P]
+    gathers: int  # The model itself contains this number of collectives of whole arrays.
+    verdicts: int  # Gradients are sharded over this number of different sets of mesh axes.
+
+
+LAYOUTS = {
+    "data parallel": Layout({"data": 8}, P("data"), dict.fromkeys(PARAMS, P()), 0, 0),
+    "fully sharded": Layout({"data": 8}, P("data"), dict.fromkeys(PARAMS, P("data")), len(PARAMS), 1),
+    "data and model": Layout(
+        {"data": 2, "model": 4},
+        P("data"),
+        {"kernel": P(None, "model"), "bias": P("model"), "readout": P("model"), "offset": P()},
+        0,
+        1,
+    ),
+}
+
+
+class Training:
+    """A compiled training step on a mesh, together with the initial parameters and state."""
+
+    def __init__(self, layout, axis_type, skip):
+        is_explicit = axis_type is AxisType.Explicit
+        self.layout = layout
+        self.mesh = jax.make_mesh(
+            tuple(layout.mesh.values()), tuple(layout.mesh), axis_types=(axis_type,) * len(layout.mesh)
+        )
+        tx = jls.loss_scaled(optax.adam(0.1), START, skip=skip)
+        gather = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        # With explicit axes, the user must specify the output sharding of a matmul whose contracted dimension is
+        # sharded.
+        dot_options = {"out_sharding": P("data")} if is_explicit else {}
+
+        def sharded_loss_fn(params, batch):
+            if layout.gathers:
+                compute = jls.cast_floating(params, jnp.float16)
+                params = jax.tree.map(lambda leaf: gather(leaf, P()), compute)
+            return loss_fn(params, batch, **dot_options)
+
+        def step(params, state, batch, spoil):
+            loss, grads = jls.value_and_scaled_grad(sharded_loss_fn, state)(params, batch)
+            grads = {**grads, "kernel": grads["kernel"] + spoil}
+            return *tx.update_and_apply(grads, state, params, value=loss), loss
+
+        with set_mesh(self.mesh):
+            self.params = {name: self.put(PARAMS[name], spec) for name, spec in layout.params.items()}
+            # The moments have the shardings of the parameters. The scalars are replicated.
+            state = tx.init(self.params)
+            self.state = jax.tree.map(lambda leaf: leaf if leaf.ndim else self.put(leaf, P()), state)
+            arguments = self.params, self.state, self.placed_batch(BATCH), self.placed_spoil(0.0)
+            self.compiled = jax.jit(step).lower(*arguments).compile()
+
+    def put(self, array, spec):
+        return jax.device_put(array, NamedSharding(self.mesh, spec))
+
+    def placed_batch(self, batch):
+        return {name: self.put(array, self.layout.batch) for name, array in batch.items()}
+
+    def placed_spoil(self, value):
+        """Return the array that is added to the gradient of the kernel. All but one element is zero."""
+        spoil = np.zeros((8, 32), np.float32)
+        spoil[5, 13] = value
+        return self.put(spoil, self.layout.params["kernel"])
+
+    def step(self, params, state, batch=BATCH, spoil=0.0):
+        return self.compiled(params, state, self.placed_batch(batch), self.placed_spoil(spoil))
+
+
+@functools.cache
+def training(layout, axis_type, skip):
+    return Training(LAYOUTS[layout], MESH[axis_type], skip)
+
+
+# These cases cover every pair of options. All other combinations are marked as slow.
+QUICK = [
+    *(("data parallel", "auto", "cond"), ("data parallel", "explicit", "select")),
+    *(("fully sharded", "auto", "select"), ("fully sharded", "explicit", "cond")),
+    *(("data and model", "auto", "cond"), ("data and model", "explicit", "select")),
+]
+on_every_mesh = pytest.mark.parametrize(
+    ("layout", "axis_type", "skip"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(LAYOUTS, MESH, SKIPS)
+    ],
+)
+
+
+@on_every_mesh
+def test_training_step_on_a_mesh_equals_one_device_and_keeps_shardings(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    params, state, loss = run.step(run.params, run.state)
+    assert_is_the_first_step_on_one_device(state.inner_state, loss)
+    assert not set(bits(params)) & set(bits(run.params))
+    assert on_each_device(state.applied_steps) == [1] * 8
+    for before, after in zip(jax.tree.leaves((run.params, run.state)), jax.tree.leaves((params, state)), strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+    for name, spec in run.layout.params.items():
+        for leaf in params[name], state.inner_state[0].mu[name], state.inner_state[0].nu[name]:
+            assert leaf.sharding.is_equivalent_to(NamedSharding(run.mesh, spec), leaf.ndim)
+
+
+@on_every_mesh
+def test_nonfinite_batch_or_gradient_skips_the_training_step_on_a_mesh(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    params, state, _ = run.step(run.params, run.state)
+    spoiled = [(batch, 0.0, scale) for batch, scale in SPOILED_BATCHES.values()]
+    spoiled += [(BATCH, value, 2.0**9) for value in (np.nan, -np.inf)]
+    for batch, value, scale in spoiled:
+        after, after_state, _ = run.step(params, state, batch, value)
+        assert on_each_device(after_state.loss_scale()) == [scale] * 8
+        assert on_each_device(after_state.grads_finite) == [False] * 8
+        assert on_each_device(after_state.skipped_steps) == [1] * 8
+        assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
+
+
+@needs_jax("0.7.2", MORE_COLLECTIVES)
+@on_every_mesh
+def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout, axis_type, skip):
+    run = training(layout, axis_type, skip)
+    text = run.compiled.as_text()
+    found = re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\((.*)", text)
+    maxima = re.findall(r"^(%[\w.\-]+) \(.*\n(?:  .*\n)*?  ROOT .* maximum\(", text, re.MULTILINE)
+    verdicts = [rest for _, rest in found if any(f"to_apply={name}," in f"{rest}," for name in maxima)]
+    assert len(verdicts) == run.layout.verdicts
+    moves = [kind for kind, _ in found if kind != "all-reduce"]
+    assert moves == ["all-gather"] * run.layout.gathers  # The forward pass contains these all-gathers.
 
 
 @pytest.mark.parametrize("loss_scale", ["auto", None])

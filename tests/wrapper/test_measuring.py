@@ -143,6 +143,22 @@ def test_only_debug_nans_raises_at_a_skipped_step_if_largest_is_nan(loss_scale, 
             assert train_step(PARAMS, state, INF)[1].skipped_steps == 1
 
 
+def test_largest_is_nan_if_grads_finite_is_false():
+    before = TX.init(PARAMS)
+    for grads in (scaled(before), scaled(before, NAN)):
+        _, state = TX.update(grads, before, PARAMS, grads_finite=False)
+        assert np.isnan(state.largest)
+
+
+def test_nonfinite_gradients_are_not_treated_as_zeros_if_grads_finite_is_true():
+    """If the gradients were treated as zeros, the scale would rise."""
+    state = TX.init(PARAMS)
+    for _ in range(4):
+        _, state = TX.update(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS, grads_finite=True)
+    assert (state.loss_scale(), state.applied_steps) == (8.0, 4)
+    assert np.isnan(jls.metrics(state)["largest"])
+
+
 def test_loss_scale_in_the_state_can_be_replaced_and_restored():
     _, state = TX.update_and_apply(scaled(TX.init(PARAMS)), TX.init(PARAMS), PARAMS)
     changed = optax.tree_utils.tree_set(state, loss_scale=jls.DynamicLossScale(8.0))

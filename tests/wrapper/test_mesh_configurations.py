@@ -25,14 +25,9 @@ pytestmark = pytest.mark.ci
 
 STEPS = 12
 REPLICATED = dict.fromkeys(PARAMS, P())
-TENSOR_PARALLEL = {"kernel": P(None, "model"), "bias": P("model"), "readout": P("model")}
-FULLY_SHARDED = dict.fromkeys(PARAMS, P(("data", "model")))
 LABELS = {"kernel": "adam", "bias": "sgd", "readout": "adam"}
 # For each configuration: the specs of the parameters, the specs of the moments, and the optimizer.
 CONFIGURATIONS = {
-    "data parallel": (REPLICATED, REPLICATED, lambda: jls.loss_scaled(optax.adamw(1e-2))),
-    "FSDP": (FULLY_SHARDED, FULLY_SHARDED, lambda: jls.loss_scaled(optax.adamw(1e-2))),
-    "data and tensor parallel": (TENSOR_PARALLEL, TENSOR_PARALLEL, lambda: jls.loss_scaled(optax.adamw(1e-2))),
     "FSDP and tensor parallelism": (SPECS, SPECS, lambda: jls.loss_scaled(optax.adamw(1e-2))),
     "ZeRO-1": (REPLICATED, SPECS, lambda: jls.loss_scaled(optax.adamw(1e-2))),
     "MultiSteps": (SPECS, SPECS, lambda: jls.loss_scaled(optax.MultiSteps(optax.adamw(1e-2), 2))),

@@ -117,6 +117,15 @@ def test_every_step_equals_a_step_with_value_and_scaled_grad(loss_scale):
     assert before[1].skipped_steps >= 3
 
 
+@pytest.mark.parametrize("loss_scale", [jls.AutoLossScale(2.0**60), jls.DynamicLossScale(2.0**60)])
+def test_scale_comes_down_from_a_very_large_initial_value(loss_scale):
+    mp = jls.MixedPrecision(adam(), loss_scale)
+    _, state, losses = train(mp.loss(loss_fn), mp.optimizer, steps=STEPS + 20)
+    assert 1 <= int(state.skipped_steps) <= 30
+    assert is_near_float32(losses[-1])
+    assert jls.metrics(state)["loss_scale"] < 2.0**60
+
+
 def test_value_aux_and_gradients_are_unscaled():
     mp = jls.MixedPrecision(adam(), 2.0**30)
 
@@ -330,6 +339,21 @@ def test_several_devices(axis_type, is_set, devices):
     with any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         _, state, losses = train(mp.loss(loss_fn), mp.optimizer, params=params, data=data)
     assert_trained(losses, state)
+    assert state.loss_scale() > 2.0**30
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_argument_mesh_for_a_compiled_init(axis_type):
+    mesh = mesh_of(axis_type)
+    mp = jls.MixedPrecision(adam(), mesh=mesh)
+    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
+    replicated = NamedSharding(mesh, P())
+    init = jax.jit(lambda: (PARAMS, mp.optimizer.init(PARAMS)), out_shardings=replicated)
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    params, state = init()
+    for _ in range(STEPS):
+        params, state, loss = jax.block_until_ready(step(params, state, data))
+    assert_trained([loss], state)
     assert state.loss_scale() > 2.0**30
 
 
@@ -714,6 +738,22 @@ def test_a_replaced_scale_is_used(replace, loss_scale):
     # The next gradients are computed at the new scale, which is smaller than necessary, so some of them are zero.
     exact = jls.value_and_scaled_grad(jls.autocast(loss_fn), replaced)(PARAMS, DATA)[1]["weights"] / replaced
     np.testing.assert_allclose(jax.grad(mp.loss(loss_fn))(PARAMS, DATA)["weights"], exact, rtol=1e-5)
+
+
+def test_a_rollback_continues_with_the_scale_of_the_checkpoint():
+    """The steps after a rollback are the same as those after the checkpoint, apart from the first one."""
+    mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**30, increment_period=1000))
+    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
+    checkpoint = PARAMS, mp.optimizer.init(PARAMS)
+    *checkpoint, _ = step(*checkpoint, DATA)
+    params, state = checkpoint
+    for _ in range(5):
+        params, state, _ = step(params, state, (jnp.nan * X, Y))
+    assert state.loss_scale() == 2.0**25
+    params, state = checkpoint
+    for _ in range(5):
+        params, state, _ = step(params, state, DATA)
+        assert state.loss_scale() == 2.0**30
 
 
 @pytest.mark.parametrize(("loss_scale", "other"), [("auto", "dynamic"), ("dynamic", None)])

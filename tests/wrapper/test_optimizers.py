@@ -131,9 +131,7 @@ def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(ho
             chex.assert_trees_all_equal(after, params)
         params = after
     chex.assert_trees_all_close(params, expected, rtol=2e-5, atol=1e-6)
-    metrics = jls.metrics(state)
-    assert list(metrics) == ["loss_scale", "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips"]
-    assert metrics["skipped_steps"] == 1
+    assert jls.metrics(state)["skipped_steps"] == 1
 
 
 # --- Types that a step must not change, checked without compilation ---
