@@ -370,7 +370,7 @@ class _SharedLossScale:
 
     @contextlib.contextmanager
     def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Inside the ``with`` block, let `source` return ``loss_scale``."""
+        """Make `source` return a `_Value` that contains ``loss_scale`` within the ``with`` block."""
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
         token = self._value.set(_Value(loss_scale))
         try:
@@ -381,10 +381,10 @@ class _SharedLossScale:
             self._value.reset(token)
 
     def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, choose these devices for the reference.
+        """Select the devices of the parameters for the reference, if the parameters are committed to devices.
 
-        The CPU is ignored if there is an accelerator, because parameters that were created on the CPU are usually moved
-        to the accelerator before the first step.
+        This has no effect after the reference has been created. A single CPU is ignored if there is an accelerator,
+        because parameters that were created on the CPU are usually moved to the accelerator before the first step.
         """
         if isinstance(self._placement, Mesh):
             return
@@ -450,7 +450,7 @@ class _UnscaledWrapper(Wrapper):
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
 
     def init(self, params: optax.Params) -> LossScaledState:
-        """Return the state before the first step and create the shared loss scale on the devices of the parameters."""
+        """Return the state before the first step and record the devices for the shared loss scale."""
         if self.dtype == jnp.float16:
             _warn_if_all_bfloat16(params)
         self.shared.is_initialized = True

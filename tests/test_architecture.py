@@ -201,7 +201,7 @@ def test_import_loads_only_the_dependencies():
 def test_imports_of_the_core_are_declared_dependencies():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     named = {re.match(r"\w+", dependency)[0] for dependency in project["dependencies"]}
-    core = [path for path in MODULES if layer_of(MODULES[path]) not in ("demo", "interop", "plotting")]
+    core = ["test_tree.py", "loss_scales/test_dynamic.py", "wrapper/test_measuring.py"]) not in ("demo", "interop", "plotting")]
     imported = {name.partition(".")[0] for path in core for name in imported_names(path)}
     assert "scipy" in imported  # The package imports scipy inside a function.
     assert "tqdm" in imported  # The reports also work without tqdm.

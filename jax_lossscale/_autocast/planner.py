@@ -236,11 +236,14 @@ class Planner:
         within: tuple[Any, ...],
         constants: Constants,
     ) -> tuple[list[Segment], set[ValueId]]:
-        """Group the nodes of a graph into segments, and select the values that each segment saves.
+        """Group the nodes of a graph into segments.
+
+        Determine, for each segment, the values that are converted to float32 within the segment, the cotangents that
+        are rounded, and the values that are saved.
 
         Returns:
           The segments, and the set of all values that are stored in half precision. This set contains the values in
-          ``half`` and, if the policy requires it, the residual streams.
+          ``half`` and, if the policy requires it, the residual streams, except constants.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)

@@ -27,8 +27,8 @@ LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Upper limit, in bits, for the sum of the margin and the allowance. The limit applies if gradients overflow even though
-# the scale is below its target. Normal float16 numbers span 30 powers of two.
+# Upper limit, in bits, for the sum of the new margin and the previous magnitude of the allowance. The limit applies if
+# gradients overflow even though the scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # The base-2 logarithm of the target that is used until the first nonzero gradient. Until then, the scale rises to 1 bit
 # below this target. At a scale of 2**39, gradients above 2**-64 do not underflow in float16.
@@ -47,7 +47,7 @@ class AutoLossScale(BoundedLossScale):
     The scale is as large as possible while the largest recent gradient, called the peak, remains a few bits (powers of
     two) below the float16 limit. Values inside the backward pass can be larger than the gradients of all parameters, so
     the number of bits that must remain free is learned from overflows. The required number of free bits is the sum of
-    a margin and the magnitude of an allowance, both of which increase after overflows and then decay slowly.
+    a margin and the magnitude of an allowance, both of which usually increase after overflows and then decay slowly.
 
     Each step updates the state of the loss scale by the following rule. All quantities in the rule are base-2
     logarithms, including ``scale`` and ``largest``, which is the largest unscaled gradient of the step. The target is
@@ -242,18 +242,19 @@ class AutoLossScale(BoundedLossScale):
         return jnp.clip(s, target - 1, target), peak, margin, allowance
 
     def _after_overflow(self, now: _Bits) -> _Bits:
+        """Return the state after an overflow, before the scale is clipped to its bounds."""
         s, peak, margin, allowance = now
-        target, is_used_up = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
-        searched = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
-        proved = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
-        increased = allowance + jnp.where((allowance >= 0) & ~is_used_up, 1.0, 0.0)
+        target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
+        margin_of_search = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
+        margin_below_scale = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
+        increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
         # The rows of the table in the class docstring: a condition, the new margin and the new allowance.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
-            (peak <= LOG2_NOTHING, searched, allowance),
-            (is_used_up & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
-            (s < target, proved, increased),
-            (is_used_up, margin + LOG2_MOVE, allowance),
+            (peak <= LOG2_NOTHING, margin_of_search, allowance),
+            (allowance_is_large & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
+            (s < target, margin_below_scale, increased),
+            (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
             (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),

@@ -118,7 +118,7 @@ class Wrapper:
     def _check_gradients(
         self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
     ) -> None:
-        """Raise a `ValueError` that names the argument if ``grads`` is not a pytree of complete gradients."""
+        """Raise a `ValueError` if ``grads`` is not a pytree, contains a masked leaf, or is a pair with the loss."""
         _tree.check_tree(grads, name)
         if loss_scale.checks_gradients:
             _check_not_masked(grads, name, self.takes_scaled_gradients)
@@ -270,7 +270,7 @@ def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
 
 
 def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names the method and the argument if an optional argument is not valid."""
+    """Raise a `ValueError` that names the method and the argument if an optional or extra argument is not valid."""
     if inputs.value is not None and not is_number(inputs.value):
         got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
         raise ValueError(
@@ -285,7 +285,7 @@ def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[
         hint = did_you_mean(argument, StepInputs._fields)
         if hint:
             raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # The inner optimizer would also ignore `restore_from`.
+    # `restore_from` is an argument of `interop.flax.Optimizer.update`. Here, it would have no effect.
     if "restore_from" in extra_args:
         raise ValueError(
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "

@@ -314,17 +314,20 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, text: list[str])
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
-    """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite."""
+    """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite.
+
+    Return the last recorded cause. If no step was recorded, return "lower_bound", "many_skips" or ``None``.
+    """
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     cause = None if loss_scale.checks_gradients or not skipped else "skip_if"
-    may_be_the_batch = False
+    nan_is_from_batch = False
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(_num_steps(state) - 1 - int(record.step))
         text.append(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
-        may_be_the_batch = _conclude(record, loss_scale, text)
-    moves = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
-    was_lowered_to_its_floor = moves and skipped > 0 and bool(is_at_its_floor(loss_scale))
+        nan_is_from_batch = _conclude(record, loss_scale, text)
+    is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
+    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         text.append(
@@ -333,32 +336,34 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         )
         if record is None:
             text.append(_HOW_TO_RECORD)
-    are_many = _about_frequent_skips(cause, may_be_the_batch, state, text)
+    are_many = _about_frequent_skips(cause, nan_is_from_batch, state, text)
     return cause or ("lower_bound" if was_lowered_to_its_floor else "many_skips" if are_many else None)
 
 
-def _about_frequent_skips(cause: str | None, may_be_the_batch: bool, state: LossScaledState, text: list[str]) -> bool:
-    """Add the fraction of skipped steps and advice if it is large, and return whether it is large.
+def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: LossScaledState, text: list[str]) -> bool:
+    """If too many steps were skipped, add the fraction of skipped steps and advice. Return whether anything was added.
 
     Args:
       cause: the last recorded cause, or ``None``.
-      may_be_the_batch: whether ``text`` already suggests to examine the batch.
+      nan_is_from_batch: whether the last recorded NaN was probably caused by the batch, because a later step at the
+        same or a higher loss scale was finite.
       state: the state of the run.
       text: the list of sentences.
     """
     loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
-    # The steps that lowered the loss scale from its initial value are not counted.
+    # The steps that lowered the loss scale from its initial value are not counted. Each of them is assumed to lower the
+    # scale by 1 bit, as with a `DynamicLossScale`.
     start = getattr(loss_scale, "initial_loss_scale", None) or float(loss_scale())
     unexplained = skipped - max(0.0, math.log2(start) - math.log2(float(loss_scale())))
     are_many = steps >= _FEW_STEPS and unexplained > _LARGE_FRACTION_OF_SKIPS * steps
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
     may_be_of_one_kind = loss_scale.skip_nonfinite and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
-    if may_be_the_batch or cause not in (None, *_GRADIENT_CAUSES):
+    if nan_is_from_batch or cause not in (None, *_GRADIENT_CAUSES):
         may_be_of_one_kind = False
     if are_many:
         text.append(f"{skipped / steps:.0%} of all steps were skipped.")
-        if not may_be_the_batch:
+        if not nan_is_from_batch:
             _advise_on_many_skips(cause, loss_scale, text)
     elif may_be_of_one_kind:
         text.append(f"{skipped / steps:.1%} of all steps were skipped.")
@@ -368,7 +373,11 @@ def _about_frequent_skips(cause: str | None, may_be_the_batch: bool, state: Loss
 
 
 def _conclude(record: BadStep, loss_scale: LossScale, text: list[str]) -> bool:
-    """Add a conclusion from all steps since the recorded step, and return whether a NaN may be caused by the batch."""
+    """Add a conclusion from all steps since the recorded step.
+
+    Return whether the recorded NaN was probably caused by the batch, because a later step at the same or a higher loss
+    scale was finite.
+    """
     if record.cause == "loss":
         text.append(f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}")
         text.append(_IF_AGAIN)

@@ -1,4 +1,4 @@
-"""Errors of half-precision gradients relative to float32 gradients, and the choice of the initial loss scale.
+"""Errors of half-precision gradients relative to float32 gradients, and the selection of the initial loss scale.
 
 For each leaf and each loss scale, the device computes a few numbers, such as a squared error, from which the host then
 computes the error of the leaf.

@@ -93,7 +93,11 @@ class Search:
         self._known: dict[bytes, Trial] = {}
 
     def found(self) -> tuple[Trial, Trial]:
-        """Return the trial with all matmuls in half precision, and the lowest-precision trial that is accurate."""
+        """Return the trial with all matmuls in half precision, and the result of the search.
+
+        The result is an accurate trial whose precision the search could not lower further, or the trial with all
+        matmuls in float32 if no trial is accurate.
+        """
         first = trial = self._trial(np.full(len(self._largest), HALF))
         if not trial.is_accurate:
             # Overflows in the forward pass are fixed first, because they do not depend on the loss scale.
@@ -178,7 +182,7 @@ class Search:
     def _too_small(self, measured: Measured) -> np.ndarray:
         """Return a mask of the values that underflow.
 
-        A value underflows if its relative error exceeds about eight times the mean relative rounding error of normal
+        A value underflows if its relative error exceeds about eleven times the mean relative rounding error of normal
         numbers.
         """
         return np.asarray(measured.error > 2 * float(jnp.finfo(self.gradients.dtype).eps))
@@ -188,7 +192,7 @@ class Search:
         return self._compared(self.gradients.with_policy(policy, trial.scale), trial.levels, trial.scale)
 
     def reasons(self, trial: Trial) -> list[str]:
-        """For each site, return why its matmuls are not in half precision, or "" if they are in half precision.
+        """Return, for each site, why its matmuls are not in half precision, or "" if they are in half precision.
 
         If the limit on gradient evaluations is reached, a generic sentence replaces each reason that is still unknown.
         """
@@ -249,7 +253,7 @@ class Search:
 
 
 def _levels_without(is_out: np.ndarray) -> np.ndarray:
-    """For each matmul, return the lowest precision level at which no value is out of the range of the dtype.
+    """Return, for each matmul, the lowest precision level at which no value is out of the range of the dtype.
 
     Args:
       is_out: whether a value is out of range in half precision, ``bool[sites, roles]``.
