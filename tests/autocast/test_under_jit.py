@@ -120,7 +120,9 @@ def test_derivatives_of_the_rounding_are_those_of_the_identity(dtype):
 
 # XLA for CPUs does not omit roundings to float16, so float16 is tested less often.
 @pytest.mark.ci
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16], ids=["float16", "bfloat16"]
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_small_programs_are_as_accurate_as_without_jit(program, dtype):
     arguments = [(W, X), (W.T, -X), (W[::-1], X[:, ::-1]), (-W, X[::-1])]
