@@ -130,7 +130,7 @@ BREAKS = {
     ],
     "The automatic scale is found within 16 steps": [(AUTO, "LOG2_MOVE = 8", "LOG2_MOVE = 1")],
     "The automatic scale adapts to rare kinds of batches": [
-        (AUTO, "(is_used_up, margin + LOG2_MOVE, allowance)", "(is_used_up, margin, allowance)")
+        (AUTO, "(allowance_is_large, margin + LOG2_MOVE, allowance)", "(allowance_is_large, margin, allowance)")
     ],
     "Every optimizer takes the same steps as without loss scaling": [
         (
