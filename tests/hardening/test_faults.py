@@ -15,7 +15,7 @@ from runs import KINDS, SinkingLossScale
 
 import jax_lossscale as jls
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow  # `test_properties.py` checks each step in CI.
 
 STEPS, MICROBATCHES, FEATURES = 10_000, 4, 8
 FAULTS = (
