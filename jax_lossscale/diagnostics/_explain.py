@@ -25,7 +25,7 @@ from jax_lossscale._optax.monitoring import (
 )
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._report import Report, Rows, power_of_two
+from jax_lossscale.diagnostics._report import Report, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -113,9 +113,6 @@ class Explanation(Report[str]):
 
     def _header(self) -> str:
         return "\n".join(self.sentences)
-
-    def _rows(self) -> Rows:
-        return ()
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> Explanation:
