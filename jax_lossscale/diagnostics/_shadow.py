@@ -114,8 +114,7 @@ class MeasuringEvaluator(Walk[Any]):
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
         """Return the outputs of an equation whose sub-jaxprs are entered, and the rows recorded in the sub-jaxprs."""
         with in_context(eqn):
-            outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
-            return outputs, rows
+            return self.rules[eqn.primitive.name](self, eqn, inputs)
 
     def nothing(self, program: ClosedJaxpr) -> Rows:
         """Return rows of zeros for a jaxpr that is not evaluated."""
@@ -163,19 +162,16 @@ class MeasuringEvaluator(Walk[Any]):
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
-        def of(number: int) -> Callable[..., Any]:
-            def taken(operands: list[Any]) -> Any:
-                outputs, rows = self.evaluate(branches[number], operands)
-                of_others = map(self.nothing, branches)
-                return outputs, [rows if n == number else other for n, other in enumerate(of_others)]
-
-            return taken
+        def taken(number: int, operands: list[Any]) -> Any:
+            of_branches = list(map(self.nothing, branches))
+            outputs, of_branches[number] = self.evaluate(branches[number], operands)
+            return outputs, [row for rows in of_branches for row in rows]
 
         index, *operands = inputs
-        outputs, of_branches = lax.switch(jnp.int32(self.decided(index)), [*map(of, range(len(branches)))], operands)
-        return outputs, [row for rows in of_branches for row in rows]
+        functions = [partial(taken, number) for number in range(len(branches))]
+        return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, Callable[..., Any]]] = {
+    rules: ClassVar[dict[str, Callable[..., tuple[list[Any], Rows]]]] = {
         **dict.fromkeys(FOLLOWED, _call),
         "scan": _scan,
         "while": _while,
