@@ -227,16 +227,12 @@ def compare_gradients(
     scales = None if loss_scales is None else _checked_scales(loss_scales)
     call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
     gradients = TracedGradients(call, dtype, has_reference=reference is not None)
+    call.check_has_gradients("compare_gradients")
     float32_program = None
     if reference is not None:
         reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
         float32_program = reference_call.value_and_grad()
     errors = errors_by_scale(gradients, float32_program, scales, shown)
-    if errors is None:
-        raise ValueError(
-            f"`compare_gradients(argnums={argnums})` selects no floating-point or complex argument. Select an "
-            "argument with parameters."
-        )
     ranges = functools.cache(lambda scale: ranges_at(gradients, scale))
     finding = Finder(gradients, errors, ranges).found()
     at = finding.at

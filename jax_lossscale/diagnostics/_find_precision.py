@@ -169,11 +169,7 @@ def find_precision(
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
-    if not jax.tree.leaves([call.args[position] for position in call.positions]):
-        raise ValueError(
-            f"`find_precision(argnums={argnums})` selects no floating-point or complex argument. Select an "
-            "argument with parameters."
-        )
+    call.check_has_gradients("find_precision")
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
     return _found(call, Search(Gradients(of_batches, dtype, names_parameters, shown), tolerance), tolerance)

@@ -67,8 +67,8 @@ class Search:
        the gradients are accurate, and then lowers the precision of matmuls as long as the gradients stay accurate. The
        precision is raised first where values overflow, then where values underflow, and then where rounding does the
        most damage.
-    3. `verified` evaluates the function under `autocast` with the policy that contains these precisions. If the policy
-       is not accurate, `find_precision` calls `raise_levels`, and then `verified` again.
+    3. `verified` evaluates the function under `autocast` with a policy for the precisions that `found` returned. While
+       the policy is not accurate, `find_precision` calls `raise_levels` and `verified` in turn.
     4. `reasons` describes why each matmul is not in half precision.
 
     Each evaluation of the gradients counts towards the limit `MOST_GRADIENTS`.
@@ -174,8 +174,7 @@ class Search:
                 found += of_batch
         # The program may raise an error in a callback, for example if the input of a linear solver is not finite.
         except (RuntimeError, ValueError) as error:
-            if not errors.is_raised_in_callback(error):
-                raise
+            errors.raise_unless_in_callback(error)
             found.append((math.inf, math.inf, "the value"))
         return Trial(levels, scale, *max(found))
 

@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics._loss_call import LossCall
 from jax_lossscale.diagnostics._precision_probes import (
@@ -88,8 +87,8 @@ class Gradients:
         self._traced = batches[0]._replace(fun=with_probes(batches[0].fun, dtype, names_parameters, found)).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
-        self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
+        # The index of the matmul site and the role of the measured value, for each row of measurements.
+        self._sites_and_roles = RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
     def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
@@ -118,7 +117,7 @@ class Gradients:
         traced = call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
-        return (self._split(traced, compiled(*each)) for each in inputs)
+        return (Result(*call.value_and_leaves(traced, compiled(*each))) for each in inputs)
 
     def _count(self) -> None:
         self.spent += 1
@@ -127,20 +126,17 @@ class Gradients:
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
         args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
-        strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
-        outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
+        are_rounded = jnp.asarray([levels < FLOAT32_RESULT, levels < FLOAT32])
+        outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
         measured = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields)))
-        for site_and_role, row in zip(self._row_names, np.asarray(rows), strict=True):
+        for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
-        return self._split(self._traced, outputs)._replace(measured=measured)
-
-    def _split(self, traced: Traced, outputs: Any) -> Result:
-        return Result(*errors.value_and_leaves(traced.result(outputs), self.batches[0].has_aux))
+        return Result(*batch.value_and_leaves(self._traced, outputs), measured)
 
 
-def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, strengths: Any, scale: Any, inputs: Any) -> Any:
+def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: Any, inputs: Any) -> Any:
     """Evaluate a program with probes and return its outputs and the measurements of the probes."""
-    outputs, rows = RoundingEvaluator(dtype, strengths).evaluate(program, [scale, *inputs])
+    outputs, rows = RoundingEvaluator(dtype, are_rounded).evaluate(program, [scale, *inputs])
     return outputs, jnp.asarray(rows)
 
 
@@ -221,10 +217,11 @@ def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Referenc
 def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
     """Return the float32 results for a batch, and the tolerance for each error.
 
-    The fine nudge changes each parameter by about one float32 rounding error. If the fine nudge changes the value by
-    more than half the tolerance, the error of the value is ignored in trials. The same applies to the gradient of each
-    leaf. The coarse nudge changes each parameter by about one half-precision rounding error. If the coarse nudge causes
-    a disproportionately large error, for example because the inputs of ReLUs change sign, the tolerance is increased.
+    The fine nudge multiplies each parameter by ``1 ± 2**-22``, a change of a few float32 rounding errors. If the fine
+    nudge changes the value by more than half the tolerance, the error of the value is ignored in trials. The same
+    applies to the gradient of each leaf. The coarse nudge multiplies each parameter by ``1 ± 2**-9``, a change of a few
+    float16 rounding errors. If the coarse nudge causes a disproportionately large error, for example because the inputs
+    of ReLUs change sign, the tolerance is increased.
 
     Args:
       tolerance: the tolerance of the user.
