@@ -6,6 +6,8 @@ combines the results of the checks over all devices, and then decides whether th
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import chex
@@ -155,8 +157,5 @@ def _is_conclusive(grads_finite: jax.Array, gradient_scale: jax.Array | None, sc
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
     """Return whether all flags are true, ignoring any ``None``. Return ``None`` if all flags are ``None``."""
-    result = None
-    for flag in flags:
-        if flag is not None:
-            result = flag if result is None else result & flag
-    return result
+    given = [flag for flag in flags if flag is not None]
+    return functools.reduce(operator.and_, given) if given else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._matmuls import MatmulSummary
-from jax_lossscale.diagnostics._range_report import ranges_at
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
@@ -233,8 +231,7 @@ def compare_gradients(
         reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
         float32_program = reference_call.value_and_grad()
     errors = errors_by_scale(gradients, float32_program, scales, shown)
-    ranges = functools.cache(lambda scale: ranges_at(gradients, scale))
-    finding = Finder(gradients, errors, ranges).found()
+    finding = Finder(gradients, errors).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(

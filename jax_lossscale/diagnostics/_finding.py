@@ -5,9 +5,10 @@ The result is a `Finding`, which contains one cause and the sentences of the ver
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import half_dtypes
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
-from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
+from jax_lossscale.diagnostics._range_report import OperationRange, ranges_at
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
@@ -52,22 +53,18 @@ class Finding(NamedTuple):
         return " ".join(filter(None, self.sentences))
 
 
-# A function that returns the range report at a given loss scale. Each call compiles a program, so the range report is
-# computed only if necessary.
-Ranges: TypeAlias = Callable[[float], RangeReport]
-
-
 class Finder:
     """Search for the most fundamental cause of the gradient errors.
 
     Args:
       gradients: the traced gradients of the function.
       errors: the errors of the gradients at each loss scale.
-      ranges: a function that returns the range report at a given loss scale.
     """
 
-    def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
-        self._gradients, self._errors, self._ranges = gradients, errors, ranges
+    def __init__(self, gradients: TracedGradients, errors: GradientErrors) -> None:
+        self._gradients, self._errors = gradients, errors
+        # Each call compiles a program, so the range report at a loss scale is computed only if necessary.
+        self._ranges = functools.cache(functools.partial(ranges_at, gradients))
         self._dtype = gradients.dtype.name
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
