@@ -93,10 +93,8 @@ class FixedLossScale(LossScale):
         Raises:
           ValueError: if the scale is traced or is a batch of scales, because such scales are not JSON-serializable.
         """
-        return {
-            "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),
-            "skip_nonfinite": self.skip_nonfinite,
-        }
+        value = finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value")
+        return {"loss_scale_value": value, "skip_nonfinite": self.skip_nonfinite}
 
 
 @register

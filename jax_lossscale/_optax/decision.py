@@ -98,9 +98,8 @@ def decide(
     next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
     must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
     should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
-    return StepDecision(
-        should_apply, next_loss_scale, checks, loss_scale() if gradient_scale is None else gradient_scale
-    )
+    applied_scale = loss_scale() if gradient_scale is None else gradient_scale
+    return StepDecision(should_apply, next_loss_scale, checks, applied_scale)
 
 
 def _check(

@@ -165,13 +165,11 @@ class Finder:
             f"zero in {self._dtype}."
         )
         begins = self._begins(locations, not self._has_diverged) or division
-        cast = [
-            location.largest for location in report.forward_overflows() if location.operation == "convert_element_type"
-        ]
+        casts = [each for each in report.forward_overflows() if each.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, but {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
-            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # the cast operand is in float32
+            if any(math.isclose(largest, cast.largest, rel_tol=1e-6) for cast in casts)  # the operand is in float32
         ]
         sentences = [f"{wrong} No loss scale fixes this.", begins, *too_large]
         return Finding("forward overflow", sentences, at, inaccurate)

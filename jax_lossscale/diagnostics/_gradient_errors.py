@@ -277,9 +277,8 @@ class GradientErrors(NamedTuple):
 
     def working(self) -> list[int]:
         """Return the indices of the loss scales at which all gradients are accurate."""
-        return [
-            n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)
-        ]
+        errors = self.total.relative_error
+        return [n for n in self.finite() if errors[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)]
 
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
@@ -302,13 +301,9 @@ class GradientErrors(NamedTuple):
         if not finite:
             return scales[0]
         best = self.best()
-        wrong = len(self.inaccurate_leaves(best))
-        good = [
-            scales[n]
-            for n in finite
-            if len(self.inaccurate_leaves(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
-        ]
-        return _largest_with_headroom(good, scales[finite[-1]])
+        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= len(self.inaccurate_leaves(best))]
+        as_good = [scales[n] for n in good if errors[n] <= _AS_GOOD * errors[best] + 1e-6]
+        return _largest_with_headroom(as_good, scales[finite[-1]])
 
 
 def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> float:

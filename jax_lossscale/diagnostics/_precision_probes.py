@@ -33,7 +33,7 @@ from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced, rounded
-from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows, Rule
 
 # Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
@@ -198,9 +198,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         count = len(eqn.outvars)
         return outputs[:count], [vary(jnp.max(row, axis=0), self._axes) for row in outputs[count:]]
 
-    rules: ClassVar[dict[str, Callable[..., tuple[list[Any], Rows]]]] = MeasuringEvaluator.rules | {
-        "shard_map": _shard_map
-    }
+    rules: ClassVar[dict[str, Rule]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
 
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:

@@ -179,20 +179,16 @@ class Reference(NamedTuple):
           result: the result of an evaluation for the same batch.
           scale: the loss scale of this evaluation.
         """
-        reports, total = errors.reports_of(
-            self.leaves, [errors.measure(result.leaves, self.leaves, scale)], self.rounding
-        )
+        measured = errors.measure(result.leaves, self.leaves, scale)
+        reports, total = errors.reports_of(self.leaves, [measured], self.rounding)
         found = [("the value", errors.relative_error(result.value, self.value))]
         for leaf in reports:
             is_tiny = leaf.norm < _TINY_SHARE * self.total and not leaf.nonfinite[0]
             error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
             found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
         found.append(("the whole gradient", total.relative_error[0]))
-        return [
-            (error / tolerance, error, name)
-            for (name, error), tolerance in zip(found, self.tolerances, strict=True)
-            if tolerance
-        ]
+        with_tolerances = zip(found, self.tolerances, strict=True)
+        return [(error / tolerance, error, name) for (name, error), tolerance in with_tolerances if tolerance]
 
 
 # The relative change in the value, and the measurements of the gradients, after a change to the parameters.

@@ -141,11 +141,8 @@ class RangeReport(Report[OperationRange]):
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """Return the operations in the forward pass that overflow, regardless of the loss scale."""
-        return tuple(
-            operation
-            for operation in self.bad
-            if operation.overflow and not (operation.is_backward or operation.derivative_of)
-        )
+        forward = (operation for operation in self.bad if not (operation.is_backward or operation.derivative_of))
+        return tuple(operation for operation in forward if operation.overflow)
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
         """Return the operations in the forward pass at which errors originate, with the worst operation first."""

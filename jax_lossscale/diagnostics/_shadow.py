@@ -42,6 +42,7 @@ _SMALLEST_SHARE = 1 / 256
 # The measurements of a program, in the order of its operations. Each row of measurements contains several numbers, and
 # larger numbers are worse.
 Rows: TypeAlias = list[jax.Array]
+Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
 
 
 class MeasuringEvaluator(Walk[Any]):
@@ -171,12 +172,7 @@ class MeasuringEvaluator(Walk[Any]):
         functions = [partial(taken, number) for number in range(len(branches))]
         return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, Callable[..., tuple[list[Any], Rows]]]] = {
-        **dict.fromkeys(FOLLOWED, _call),
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-    }
+    rules: ClassVar[dict[str, Rule]] = {**dict.fromkeys(FOLLOWED, _call), "scan": _scan, "while": _while, "cond": _cond}
 
 
 def _worst(worst: Rows, rows: Rows) -> Rows:
@@ -283,11 +279,8 @@ class ShadowEvaluator(MeasuringEvaluator):
         ]
         known = [value.statistics for value in inputs if value.statistics is not None]
         of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
-        rows = [
-            _row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS)
-            for variable, value in zip(eqn.outvars, outputs, strict=True)
-            if is_measured(eqn, variable)
-        ]
+        measured = [value for value, variable in zip(outputs, eqn.outvars, strict=True) if is_measured(eqn, variable)]
+        rows = [_row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS) for value in measured]
         if not self._is_compiled:
             self._count(len(rows))
         self.rows += rows
