@@ -25,8 +25,7 @@ from jax_lossscale._measure import all_finite
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._loss_call import LossCall
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
+from jax_lossscale.diagnostics._loss_call import LossCall, TracedGradients
 
 # If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.

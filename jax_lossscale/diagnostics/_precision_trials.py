@@ -14,16 +14,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics import _precision_probes as probes
 from jax_lossscale.diagnostics._loss_call import LossCall
-from jax_lossscale.diagnostics._precision_probes import (
-    COTANGENTS,
-    FLOAT32,
-    FLOAT32_RESULT,
-    MatmulsBySite,
-    Measured,
-    RoundingEvaluator,
-    with_probes,
-)
 
 # The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
@@ -83,12 +75,13 @@ class Gradients:
     ) -> None:
         self.batches, self.dtype, self.spent = batches, dtype, 0
         self._steps = iter(progress(range(MOST_GRADIENTS)))
-        found: MatmulsBySite = {}
-        self._traced = batches[0]._replace(fun=with_probes(batches[0].fun, dtype, names_parameters, found)).scaled()
+        found: probes.MatmulsBySite = {}
+        probed = probes.with_probes(batches[0].fun, dtype, names_parameters, found)
+        self._traced = batches[0]._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         # The index of the matmul site and the role of the measured value, for each row of measurements.
-        self._sites_and_roles = RoundingEvaluator(dtype).names(self._traced.jaxpr)
+        self._sites_and_roles = probes.RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
     def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
@@ -104,9 +97,9 @@ class Gradients:
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
         """Evaluate the program with probes for each batch, with all matmuls in float32."""
-        return self.with_levels(np.full(len(self.sites), FLOAT32), scale, by)
+        return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
-    def measured(self, scale: float) -> Measured:
+    def measured(self, scale: float) -> probes.Measured:
         """Return the measurements of the probes in float32, as arrays ``float32[sites, 2 * roles]``."""
         return largest_of(self.in_float32(scale))
 
@@ -126,9 +119,9 @@ class Gradients:
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
         args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
-        are_rounded = jnp.asarray([levels < FLOAT32_RESULT, levels < FLOAT32])
+        are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
         outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
-        measured = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields)))
+        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.Measured._fields)))
         for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
         return Result(*batch.value_and_leaves(self._traced, outputs), measured)
@@ -136,14 +129,14 @@ class Gradients:
 
 def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: Any, inputs: Any) -> Any:
     """Evaluate a program with probes and return its outputs and the measurements of the probes."""
-    outputs, rows = RoundingEvaluator(dtype, are_rounded).evaluate(program, [scale, *inputs])
+    outputs, rows = probes.RoundingEvaluator(dtype, are_rounded).evaluate(program, [scale, *inputs])
     return outputs, jnp.asarray(rows)
 
 
-def largest_of(results: Iterable[Result]) -> Measured:
+def largest_of(results: Iterable[Result]) -> probes.Measured:
     """Return the maxima of the measurements over all batches."""
     largest = np.max([result.measured for result in results], axis=0)
-    return Measured(*np.moveaxis(largest, -1, 0))
+    return probes.Measured(*np.moveaxis(largest, -1, 0))
 
 
 class Reference(NamedTuple):
@@ -195,7 +188,7 @@ class Reference(NamedTuple):
 _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 
 
-def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], Measured]:
+def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
     """Evaluate the gradients in float32, and at two nudges (small random changes to all parameters).
 
     Return the reference for each batch, and the measurements of the probes without a loss scale.
