@@ -70,10 +70,7 @@ class FixedLossScale(LossScale):
         """Return the scale itself."""
         return self.loss_scale_value
 
-    @property
-    def lower_bound(self) -> ArrayLike:
-        """Return the scale itself."""
-        return self.loss_scale_value
+    lower_bound = upper_bound
 
     def __call__(self) -> jax.Array:
         """Return the scale as a ``float32[]``."""
