@@ -37,6 +37,9 @@ BENCHMARKS = {
         "autocast",
         "`jls.autocast` compared with manual casts: steps for an H100 (group `bench-cuda`), saved bytes, errors",
     ),
+    "untuned": Benchmark(
+        "autocast.untuned.table", "training steps of 24 models that `jls.autocast` was not tuned for (`bench-cuda`)"
+    ),
     "cuda": Benchmark("gpu.cuda", "the optimizer step, compiled for an H100 but not run (group `bench-cuda`)"),
 }
 

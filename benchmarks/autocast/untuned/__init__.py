@@ -4,7 +4,7 @@ The modules, in reading order:
 
 - `layers`: shared layers, and the batches;
 - `images`, `language`, `sequences`, `stylegan`, `others`: the models;
-- `table`: training steps of all models, compiled for an H100.
+- `table`: the benchmark, ``python -m benchmarks untuned``.
 """
 
 from __future__ import annotations
