@@ -48,6 +48,9 @@ ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
     ),
+    "older_gpus": Benchmark(
+        "autocast.older_gpus", "training steps in float16, compiled for a V100 and a T4 (group `bench-cuda`)"
+    ),
     "collectives": Benchmark(
         "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"
     ),
