@@ -1,4 +1,4 @@
-"""Training steps for a GPU: they are always compiled for an H100 or another GPU, and timed if there is a GPU."""
+"""Training steps that are compiled for an H100 or another GPU."""
 
 from __future__ import annotations
 
