@@ -73,15 +73,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     state = _own_numbers(opt_state, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     measured = {} if state.largest is None else {"largest": state.largest}
-    return {
-        "loss_scale": state.loss_scale(),
-        "grads_finite": state.grads_finite,
-        "applied_steps": state.applied_steps,
-        "skipped_steps": state.skipped_steps,
-        "consecutive_skips": state.consecutive_skips,
-        **recorded,
-        **measured,
-    }
+    names = "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips"
+    return {"loss_scale": state.loss_scale(), **{name: getattr(state, name) for name in names}, **recorded, **measured}
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:

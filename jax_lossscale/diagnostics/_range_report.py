@@ -372,17 +372,7 @@ def _operation_range(
     numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
     is_nan = numbers.pop("nan") > 0 and not measured.overflow
     numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
-    return OperationRange(
-        operation=site.operation,
-        derivative_of=site.derivative_of,
-        layer=site.location.layer,
-        source=site.location.source,
-        is_backward=site.location.is_backward,
-        shape=site.aval.shape,
-        dtype=site.aval.dtype.name,
-        log2_overflow=log2_overflow,
-        log2_underflow=log2_underflow,
-        suggestion=suggestion,
-        changes_result=is_harmful or measured.nan > 0,
-        **numbers,
-    )
+    numbers |= {"log2_overflow": log2_overflow, "log2_underflow": log2_underflow}
+    at, aval = site.location, site.aval
+    facts = site.operation, site.derivative_of, at.layer, at.source, at.is_backward, aval.shape, aval.dtype.name
+    return OperationRange(*facts, suggestion=suggestion, changes_result=is_harmful or measured.nan > 0, **numbers)

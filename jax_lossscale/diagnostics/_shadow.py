@@ -313,14 +313,10 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
         difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
 
-    flags = (
-        is_finite & (magnitude >= limits.overflow) & is_half,
-        is_nan,
-        (magnitude > 0) & (magnitude <= limits.zero) & is_half,
-        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half,
-        magnitude > 0,
-        is_inlier & (magnitude > 0),
-    )
+    overflows, is_nonzero = is_finite & (magnitude >= limits.overflow) & is_half, magnitude > 0
+    becomes_zero = is_nonzero & (magnitude <= limits.zero) & is_half
+    becomes_subnormal = (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half
+    flags = overflows, is_nan, becomes_zero, becomes_subnormal, is_nonzero, is_inlier & is_nonzero
     *counts, off, norm, off_inliers, norm_inliers = reduced(
         sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
     )
