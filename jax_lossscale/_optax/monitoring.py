@@ -132,7 +132,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     meaning = "`patience` is the number of consecutive skipped steps."
     patience = count(patience, "raise_if_stuck(patience=...)", 1, meaning)
     state = concrete_state(opt_state, "raise_if_stuck(opt_state=...)")
-    skips = np.asarray(state.consecutive_skips)
+    skips, record = np.asarray(state.consecutive_skips), state.last_bad_step
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
@@ -147,7 +147,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
-    elif np.any((skips >= patience) & _had_nonfinite_loss(state)):
+    elif record is not None and np.any((skips >= patience) & (np.asarray(record.kind) == list(CAUSES).index("loss"))):
         situation = f"the last one because its loss was not finite, which no loss scale can change (it is {scale})"
     elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
         situation = (
@@ -182,15 +182,6 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     return scaling_evidence.seem_unscaled(
         state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
     )
-
-
-def _had_nonfinite_loss(state: LossScaledState) -> np.ndarray:
-    """Return, as a NumPy boolean, whether the last step is known to be skipped because its loss was not finite."""
-    record = state.last_bad_step
-    if record is None:
-        return np.asarray(False)
-    is_loss = np.asarray(record.kind) == list(CAUSES).index("loss")
-    return np.asarray(is_loss & (np.asarray(state.consecutive_skips) > 0))
 
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:

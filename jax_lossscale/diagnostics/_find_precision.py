@@ -196,11 +196,10 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
         return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
     first, best = search.found()
-    while True:
-        verified = search.verified(best, policy(best))
-        if verified.ratio <= 1 or not (best.levels < FLOAT32).any():
-            break
+    verified = search.verified(best, policy(best))
+    while verified.ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
+        verified = search.verified(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
