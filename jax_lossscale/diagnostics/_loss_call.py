@@ -22,9 +22,8 @@ from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, is_half
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
-from jax_lossscale.diagnostics._operations import operations
+from jax_lossscale.diagnostics._operations import MatmulSummary, first_float32, operations, summary_of
 
 
 class LossCall(NamedTuple):

@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
