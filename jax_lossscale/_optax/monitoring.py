@@ -179,9 +179,8 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)
     num_steps = np.asarray(state.applied_steps) + np.asarray(state.skipped_steps)
-    return scaling_evidence.seem_unscaled(
-        state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
-    )
+    largest = cast(jax.Array, state.largest)
+    return scaling_evidence.seem_unscaled(state.scaling_evidence, num_steps, state.loss_scale.log2_peak, largest)
 
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:

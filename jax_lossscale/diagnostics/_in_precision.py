@@ -190,9 +190,7 @@ class Evaluator(Walk[Any]):
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         avals = [atom.aval for atom in eqn.invars]
-        original = [
-            as_dtype(each, aval.dtype) if is_half(aval) else each for each, aval in zip(inputs, avals, strict=True)
-        ]
+        original = [as_dtype(x, aval.dtype) if is_half(aval) else x for x, aval in zip(inputs, avals, strict=True)]
         return self._outputs(eqn, bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:

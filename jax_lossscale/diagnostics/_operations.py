@@ -159,9 +159,8 @@ class MatmulSummary(NamedTuple):
     def __str__(self) -> str:
         if not self.matmuls:
             return "Matrix multiplications and convolutions (matmuls): none."
-        counts = (
-            f"Matrix multiplications and convolutions (matmuls): {self.half_matmuls} of {self.matmuls} in {self.dtype}"
-        )
+        fraction = f"{self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        counts = f"Matrix multiplications and convolutions (matmuls): {fraction}"
         if not self.first_float32:
             return f"{counts}."
         flops = f", with {percent(self.half_share)} of the floating-point operations" if self.half_matmuls else ""
@@ -272,10 +271,8 @@ class _Origins(Propagation[_Origin]):
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
         if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
-            where = _named(location)
-            origin = _Origin(
-                0, f"its operand is float32 because {given[0]} promotes {self.dtype.name} to float32 at {where}"
-            )
+            promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
+            origin = _Origin(0, f"its operand is float32 because {promotion}")
         if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
         if takes_half and not origins:
