@@ -63,8 +63,7 @@ class Report(Sequence[Entry]):
             cells = zip(sides, map(html.escape, row), strict=True)
             return "".join(f'<{cell} style="text-align: {side}">{text}</{cell}>' for side, text in cells)
 
-        lines = [line("td" if n else "th", row) for n, row in enumerate(self._rows())]
-        table = "".join(f"<tr>{cells}</tr>\n" for cells in lines)
+        table = "".join(f"<tr>{line('td' if n else 'th', row)}</tr>\n" for n, row in enumerate(self._rows()))
         above, below = (
             f'<div style="white-space: pre-wrap">{html.escape(text)}</div>\n' if text else ""
             for text in (self._header(), "\n".join(self._notes()))
