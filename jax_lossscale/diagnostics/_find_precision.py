@@ -188,7 +188,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionReport(PrecisionPolicy())
-    leaves = search.references[0].gradient_leaves()
+    reference = search.references[0]
+    leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 
