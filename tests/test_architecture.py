@@ -141,7 +141,7 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 # Maximum number of lines of code of the package. If a change removes lines, lower the limit. If a new capability needs
 # more lines, increase the limit and name the capability here.
 # Last increase: none. Version 0.6.0 had 10,142 lines.
-MOST_LINES = 9_940
+MOST_LINES = 9_680
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
