@@ -51,8 +51,9 @@ class Report(Sequence[Entry]):
     def __repr__(self) -> str:
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = [f"{{:{'<' if n in self._text_columns else '>'}{width}}}" for n, width in enumerate(widths)]
-        lines = ["  ".join(cells).format(*row).rstrip() for row in rows]
+        sides = ["<" if n in self._text_columns else ">" for n in range(len(widths))]
+        template = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        lines = [template.format(*row).rstrip() for row in rows]
         return "\n".join([self._header(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
