@@ -300,7 +300,8 @@ class GradientErrors(NamedTuple):
         if not finite:
             return scales[0]
         best = self.best()
-        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= len(self.inaccurate_leaves(best))]
+        fewest = len(self.inaccurate_leaves(best))
+        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= fewest]
         as_good = [scales[n] for n in good if errors[n] <= _AS_GOOD * errors[best] + 1e-6]
         return _largest_with_headroom(as_good, scales[finite[-1]])
 
