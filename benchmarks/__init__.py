@@ -48,6 +48,7 @@ ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
     ),
+    "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (10 minutes)"),
     "older_gpus": Benchmark(
         "autocast.older_gpus", "training steps in float16, compiled for a V100 and a T4 (group `bench-cuda`)"
     ),
