@@ -10,6 +10,7 @@ The modules, in reading order:
 - `gradients`: errors of gradients;
 - `hard`: losses that are difficult in float16;
 - `tracing`: trace and compile times;
+- `older_gpus`: the benchmark, ``python -m benchmarks older_gpus``;
 - `tables`: the benchmark, ``python -m benchmarks autocast``.
 """
 

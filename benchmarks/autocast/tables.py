@@ -50,15 +50,14 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     models = _QUICK_MODELS if quick else tuple(_GOALS)
     goals = {model: _GOALS[model][0] for model in models} | dict.fromkeys(untuned.models(quick), untuned.TIME_GOAL)
     return [
-        _steps(models, quick, progress.part(0, 8, "for an H100")),
-        untuned.table(quick, progress.part(1, 8, "models that nothing was tuned for")),
-        _compile_time(quick, progress.part(2, 8, "compile time")),
-        tracing.table(quick, progress.part(3, 8, "trace time")),
+        _steps(models, quick, progress.part(0, 7, "for an H100")),
+        _compile_time(quick, progress.part(1, 7, "compile time")),
+        tracing.table(quick, progress.part(2, 7, "trace time")),
         _saved(quick),
-        _errors(quick, progress.part(4, 8, "gradients")),
-        _hard(quick, progress.part(5, 8, "hard cases")),
-        _timed(goals, quick, progress.part(6, 8, "timing")),
-        *costs.tables(quick, progress.part(7, 8, "other costs")),
+        _errors(quick, progress.part(3, 7, "gradients")),
+        _hard(quick, progress.part(4, 7, "hard cases")),
+        _timed(goals, quick, progress.part(5, 7, "timing")),
+        *costs.tables(quick, progress.part(6, 7, "other costs")),
     ]
 
 

@@ -136,9 +136,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
       1,000 consecutive skipped steps.
     """
-    patience = count(
-        patience, "raise_if_stuck(patience=...)", 1, "`patience` is the number of consecutive skipped steps."
-    )
+    meaning = "`patience` is the number of consecutive skipped steps."
+    patience = count(patience, "raise_if_stuck(patience=...)", 1, meaning)
     state = concrete_state(opt_state, "raise_if_stuck(opt_state=...)")
     skips = np.asarray(state.consecutive_skips)
     scale = np.asarray(state.loss_scale())

@@ -15,17 +15,10 @@ from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._measure import all_finite, first_nonfinite
-from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.monitoring import (
-    HOW_TO_SCALE,
-    WRONG_USE_OF_OPTIMIZERS,
-    concrete_state,
-    is_at_its_floor,
-    seem_unscaled,
-)
+from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._report import Report, Rows, power_of_two
+from jax_lossscale.diagnostics._report import Report, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -54,6 +47,7 @@ _CLAUSES = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients, or `grads_finite` was false",
     "loss_or_skip_if": f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
+_HOW_TO_SCALE = monitoring.HOW_TO_SCALE
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
 _INSIDE_THE_STEP = (
     "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
@@ -82,7 +76,7 @@ _BATCH_CHECKS = (
 )
 _THE_BATCH = "Therefore, the cause was the batch, not the loss scale."
 _IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
-_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
+_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {_HOW_TO_SCALE}"
 _LOG_BATCHES = (
     "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
     'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
@@ -113,9 +107,6 @@ class Explanation(Report[str]):
 
     def _header(self) -> str:
         return "\n".join(self.sentences)
-
-    def _rows(self) -> Rows:
-        return ()
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> Explanation:
@@ -182,7 +173,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
     `range_report`, which find the operation.
     """
-    state = concrete_state(opt_state, "explain(opt_state=...)")
+    state = monitoring.concrete_state(opt_state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
             "`explain(opt_state=...)` must be the state of a single run, got a batch of runs with shape "
@@ -280,7 +271,7 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, text: list[str])
     if cause not in _GRADIENT_CAUSES:
         text.append(_ADVICE[cause])
         return
-    loss_scale, is_at_floor = state.loss_scale, is_at_its_floor(state.loss_scale)
+    loss_scale, is_at_floor = state.loss_scale, monitoring.is_at_its_floor(state.loss_scale)
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
     if cause == "gradients":
         text.append(_HOW_TO_RECORD)
@@ -310,7 +301,7 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, text: list[str])
     else:
         text.append("Decrease `min_loss_scale` so that the loss scale can become smaller.")
     if are_many:
-        text.append(WRONG_USE_OF_OPTIMIZERS)
+        text.append(monitoring.WRONG_USE_OF_OPTIMIZERS)
 
 
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
@@ -327,7 +318,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         text.append(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
         nan_is_from_batch = _conclude(record, loss_scale, text)
     is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
-    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(is_at_its_floor(loss_scale))
+    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(monitoring.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         text.append(
@@ -441,17 +432,17 @@ def _about_gradients(state: LossScaledState, text: list[str]) -> str | None:
     if largest == 0:
         text.append(f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32.")
         text.append(
-            "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. " + HOW_TO_SCALE
+            f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {_HOW_TO_SCALE}"
         )
         return "zero_gradients"
     text.append(f"The largest gradient of the last step was {largest:.3g}.")
-    if seem_unscaled(state):
+    if monitoring.seem_unscaled(state):
         text.append(
             f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
             "number, because the gradients became smaller while the loss scale became larger. Most likely, the "
             "gradients are not scaled."
         )
-        text.append(HOW_TO_SCALE)
+        text.append(_HOW_TO_SCALE)
         return "unscaled"
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _REPORTED_HEADROOM:

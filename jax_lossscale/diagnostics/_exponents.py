@@ -26,11 +26,7 @@ _ALL_ZERO = (
 )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["counts", "zeros", "subnormals", "nonfinite"],
-    meta_fields=["smallest_exponent"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
     """A histogram of the magnitudes of values, with one bar for each power of two. The histogram is a pytree.
@@ -49,7 +45,7 @@ class ExponentHistogram:
     zeros: jax.Array
     subnormals: jax.Array
     nonfinite: jax.Array
-    smallest_exponent: int
+    smallest_exponent: int = dataclasses.field(metadata={"static": True})
 
     @property
     def exponents(self) -> np.ndarray:

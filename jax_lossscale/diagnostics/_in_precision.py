@@ -192,9 +192,9 @@ class Evaluator(Walk[Any]):
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        avals = [atom.aval for atom in eqn.invars]
         original = [
-            as_dtype(value, atom.aval.dtype) if is_half(atom.aval) else value
-            for value, atom in zip(inputs, eqn.invars, strict=True)
+            as_dtype(each, aval.dtype) if is_half(aval) else each for each, aval in zip(inputs, avals, strict=True)
         ]
         return self._outputs(eqn, bind(eqn, original, eqn.params))
 

@@ -75,10 +75,8 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
-    others = sorted(
-        (matmul for matmul in matmuls if matmul.dtype != dtype),
-        key=lambda matmul: (matmul.is_backward, matmul.index),
-    )
+    others = [matmul for matmul in matmuls if matmul.dtype != dtype]
+    others.sort(key=lambda matmul: (matmul.is_backward, matmul.index))
     flops = sum(matmul.flops for matmul in matmuls)
     return MatmulSummary(
         dtype=dtype,

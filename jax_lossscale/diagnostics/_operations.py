@@ -90,12 +90,9 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
 
 def casts(program: Jaxpr) -> int:
     """Count the casts between floating dtypes in a program."""
-    return sum(
-        nested.eqn.primitive.name == "convert_element_type"
-        and _is_inexact([*nested.eqn.invars, *nested.eqn.outvars])
-        and nested.eqn.invars[0].aval.dtype != nested.eqn.outvars[0].aval.dtype
-        for nested in nested_equations(program)
-    )
+    equations = (nested.eqn for nested in nested_equations(program))
+    atoms = [(*eqn.invars, *eqn.outvars) for eqn in equations if eqn.primitive.name == "convert_element_type"]
+    return sum(_is_inexact(pair) and pair[0].aval.dtype != pair[1].aval.dtype for pair in atoms)
 
 
 def opaque_operations(program: Jaxpr) -> list[str]:

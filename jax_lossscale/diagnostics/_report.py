@@ -51,13 +51,8 @@ class Report(Sequence[Entry]):
     def __repr__(self) -> str:
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if n in self._text_columns else cell.rjust(width)
-                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        cells = [f"{{:{'<' if n in self._text_columns else '>'}{width}}}" for n, width in enumerate(widths)]
+        lines = ["  ".join(cells).format(*row).rstrip() for row in rows]
         return "\n".join([self._header(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
