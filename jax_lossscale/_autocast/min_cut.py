@@ -26,6 +26,12 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
+# The price of saving a value in addition to the price of its bytes, as a fraction of the sum of all prices. Among cuts
+# with the same price, it selects the cut with the fewest saved values. It is larger than the errors of the capacities.
+_PRICE_PER_VALUE = 2.0**-24
+# The price of writing a recomputed byte to memory. It is less than the price of a saved byte, because XLA sometimes
+# fuses the recomputation into a matmul.
+_PRICE_REWRITTEN = 7 / 8
 
 
 class CutGraph:
@@ -42,13 +48,14 @@ class CutGraph:
 
     def __init__(self) -> None:
         self._edges: list[tuple[Any, Any, float]] = []
+        self._prices_saved: dict[Value, float] = {}
 
     def add_value(
         self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
     ) -> None:
         """Add to the network a value that can be saved, or recomputed if its operands are available."""
         self._edges.append(("source", (value, "needed"), price_recomputed))
-        self._edges.append(((value, "needed"), (value, "available"), price_saved))
+        self._prices_saved[value] = price_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
     def require(self, value: Value) -> None:
@@ -57,7 +64,13 @@ class CutGraph:
 
     def saved(self) -> set[Value]:
         """Return the values to save if the total price of saving and recomputing is to be as low as possible."""
-        nodes = _nearest_to_sink(self._edges) - {"sink"}
+        finite = [price for *_, price in self._edges if price < math.inf]
+        price_per_value = _PRICE_PER_VALUE * sum([*finite, *self._prices_saved.values()])
+        edges = [
+            ((value, "needed"), (value, "available"), price + price_per_value)
+            for value, price in self._prices_saved.items()
+        ]
+        nodes = _nearest_to_sink(self._edges + edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
 
@@ -138,16 +151,15 @@ class MinCut(NamedTuple):
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
             # backward pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a
-            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway. One byte is added to the
-            # cost of each value, so that the cut with the fewest values is selected among cuts with the same cost.
+            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
-            return self._bytes(value) * price_per_byte + 1
+            return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
             # The values in `by_result` are always saved. If the forward pass writes a value to memory, such as a
             # residual sum, then recomputing this value in the backward pass writes it to memory again. Recomputing any
             # other value is free, because XLA fuses the arithmetic with the operations that use the value.
-            return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
+            return math.inf if value in by_result else self._bytes(value) * _PRICE_REWRITTEN * (value in in_memory)
 
         graph = CutGraph()
         for value in inputs:

@@ -116,6 +116,68 @@ def test_number_of_bytes_saved_between_two_matmuls(between, most):
     assert bytes_saved(jls.autocast(loss), W, W.T, X) <= bytes_saved(without, W, W.T, X)
 
 
+def bias(w, n, x):
+    return jnp.expand_dims(w[n], range(x.ndim - 1))
+
+
+def scaled_norm(w, x):
+    return norm(x) * bias(w, 1, x) + bias(w, 2, x)
+
+
+def mlp(w, x):
+    for _ in range(8):
+        x = jax.nn.relu(x @ w + bias(w, 0, x))
+    return x
+
+
+def residual_blocks(w, x):
+    for _ in range(4):
+        x = x + jax.nn.gelu(scaled_norm(w, x) @ w + bias(w, 3, x))
+    return x
+
+
+def attention(w, x):
+    for _ in range(2):
+        q, k, v = scaled_norm(w, x) @ w, x @ w.T, x @ w
+        x = x + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k)) @ v @ w
+    return x
+
+
+def convolutions(w, x):
+    for _ in range(2):
+        y = jax.lax.conv_general_dilated(x, w[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        y = (y - y.mean((0, 1), keepdims=True)) * jax.lax.rsqrt(y.var((0, 1), keepdims=True) + 1e-6)
+        x = jax.nn.relu(x + y * bias(w, 1, x))
+    return x
+
+
+def scan(w, x):
+    def step(x, _):
+        return x + jax.nn.gelu(scaled_norm(w, x) @ w + bias(w, 3, x)) @ w.T, x.mean(-1)
+
+    x, means = jax.lax.scan(step, x, length=3)
+    return x + means[0][..., None]
+
+
+@pytest.mark.parametrize(
+    ("function", "row"),
+    [(mlp, ()), (residual_blocks, ()), (attention, (48,)), (convolutions, (14,)), (scan, ())],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_saved_bytes_per_row_do_not_depend_on_the_number_of_rows(function, row):
+    """The prices of the minimum cut must not be rounded so coarsely that the saved values change."""
+
+    def bytes_per_row(rows):
+        w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((96, 96), (rows, *row, 96)))
+        loss = jls.autocast(lambda w, x: jnp.sum(jnp.sin(function(w, x))))
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(loss, *args)[1]))(w, x).jaxpr
+        found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
+        types = [variable.aval for variable in found]
+        return sum(aval.size * aval.dtype.itemsize for aval in types if rows in aval.shape) / rows
+
+    assert len({bytes_per_row(rows) for rows in (2**8, 2**16, 1_000_003, 2**20, 2**24)}) == 1
+
+
 @jax.custom_jvp
 def ramp(x):
     return jnp.maximum(x, 0)
