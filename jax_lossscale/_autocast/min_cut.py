@@ -171,6 +171,9 @@ class MinCut(NamedTuple):
                 if node.eqn.primitive.name in REDUCTIONS:
                     # Recomputing a reduction requires reading its operands, which are much larger than its result.
                     price: float = sum(map(self._bytes, {*values}))
+                elif node.eqn.primitive.name == "gather":
+                    # XLA fuses a gather with the operations that use its result, so a recomputed result is only read.
+                    price = self._bytes(value)
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
                     # Therefore, a recomputed result is written to memory and read again.

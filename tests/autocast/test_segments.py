@@ -643,6 +643,32 @@ def test_pool_before_a_matmul_is_computed_once():
     assert primitives_of(jax.grad(jls.autocast(loss)), W, X).count("reduce_window_max") == 1
 
 
+def test_gathered_operand_of_a_matmul_is_recomputed():
+    """The gathered array has 16 times as many bytes as the array from which it is gathered."""
+
+    def loss(w, x, edges):
+        return jnp.sum(jnp.sin(jnp.sin(x @ w)[edges] @ w))
+
+    found = saved(jls.autocast(loss), W, X, jnp.arange(64) % 4)
+    assert found.count("float16[64,16]") == 1  # This is the result of the second matmul.
+
+
+def test_sum_over_the_edges_of_a_graph_is_computed_with_other_operations():
+    """The cotangents of the edges are rounded in the segment of the sum, so no float32 cotangents are written."""
+
+    def loss(w, x, edges):
+        return jnp.sum(jnp.sin(jax.ops.segment_sum(jnp.tanh(x[edges] @ w), edges, len(x)) @ w))
+
+    arguments = W, X, jnp.arange(64) % 4
+    jaxpr = jax.make_jaxpr(jls.autocast(loss))(*arguments)
+    segments = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
+    (names,) = (
+        found for eqn in segments if "tanh" in (found := [e.primitive.name for e in equations(eqn.params["jaxpr"])])
+    )
+    assert {"scatter-add", "scatter_add"} & {*names}
+    chex.assert_trees_all_close(jax.grad(jls.autocast(loss))(*arguments), jax.grad(loss)(*arguments), rtol=1e-2)
+
+
 def test_value_that_is_only_compared_is_not_saved():
     """A comparison has no derivative. A sum is saved because it is smaller than its operand."""
 
