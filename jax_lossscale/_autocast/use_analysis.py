@@ -103,8 +103,13 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     The operands may be cast for data movement that copies each number to at most one position, and for elementwise
     selections, such as the maximum of two arrays.
     """
-    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS | POOLS
-    return node_plan.kind in FOLLOWING and node.eqn.primitive.name not in others
+    name, params = node.eqn.primitive.name, node.eqn.params
+    if name in POOLS:
+        windows = zip(params["window_dimensions"], params["window_dilation"], params["window_strides"], strict=True)
+        is_disjoint = all((size - 1) * dilation < stride for size, dilation, stride in windows)
+        return node_plan.kind in FOLLOWING and is_disjoint and {*params["base_dilation"]} <= {1}
+    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS
+    return node_plan.kind in FOLLOWING and name not in others
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:

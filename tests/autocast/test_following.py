@@ -20,8 +20,9 @@ pytestmark = pytest.mark.ci
 HALF, FLOAT32 = "float16", "float32"
 
 
-def pooled(x):
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+def pooled(x, size=2, dilation=1):
+    dilations = {"window_dilation": (1, dilation)}
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, size), (1, 2), "SAME", **dilations)
 
 
 # Selections from the results of matmuls or arithmetic. Each entry contains a function, a primitive, and its expected
@@ -134,7 +135,9 @@ USES_OF_BIASED = {
     "a relu before a matmul": (lambda w, y: jax.nn.relu(y) @ w, False),
     "a matmul and a relu before a matmul": (lambda w, y: y @ w + jax.nn.relu(y) @ w.T, False),
     "a pooling before a matmul": (lambda w, y: pooled(y) @ w[:4], False),
-    "a pooling before a matmul, and another matmul": (lambda w, y: pooled(y) @ w[:4] + y @ w, True),
+    "a pooling before a matmul, and another matmul": (lambda w, y: pooled(y) @ w[:4] + y @ w, False),
+    "overlapping windows before a matmul, and another matmul": (lambda w, y: pooled(y, 3) @ w[:4] + y @ w, True),
+    "dilated windows before a matmul, and another matmul": (lambda w, y: pooled(y, 2, 2) @ w[:4] + y @ w, True),
     "a pooling and a maximum before matmuls": (lambda w, y: pooled(y) @ w[:4] + y.max(0)[None] @ w, True),
     "float32 arithmetic": (lambda w, y: jnp.sin(y) @ w, True),
     "a matmul and float32 arithmetic": (lambda w, y: y @ w + jnp.sin(y), True),
