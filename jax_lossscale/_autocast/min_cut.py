@@ -144,9 +144,12 @@ class MinCut(NamedTuple):
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
         inputs = {Value(value_id) for value_id in segment.inputs}
         in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        # The evaluation of a `BY_RESULT` node already marks the result of the node, or its rounded result, as saved.
-        of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
-        by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
+        by_result = {
+            Value(value_id, is_rounding=value_id not in self.half): node_plan.kind
+            for node, node_plan in nodes
+            if node_plan.by_result is not None
+            for value_id in node.outputs
+        }
 
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
@@ -156,10 +159,11 @@ class MinCut(NamedTuple):
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # The values in `by_result` are always saved. If the forward pass writes a value to memory, such as a
-            # residual sum, then recomputing this value in the backward pass writes it to memory again. Recomputing any
-            # other value is free, because XLA fuses the arithmetic with the operations that use the value.
-            return math.inf if value in by_result else self._bytes(value) * _PRICE_REWRITTEN * (value in in_memory)
+            # A softmax is always saved. If the forward pass writes a value to memory, such as a residual sum, then
+            # recomputing this value in the backward pass writes it to memory again. Recomputing any other value is
+            # free, because XLA fuses the arithmetic with the operations that use the value.
+            is_softmax = by_result.get(value) is NodeKind.OTHER
+            return math.inf if is_softmax else self._bytes(value) * _PRICE_REWRITTEN * (value in in_memory)
 
         graph = CutGraph()
         for value in inputs:
@@ -181,9 +185,9 @@ class MinCut(NamedTuple):
                 else:
                     price = price_recomputed(value)
                 graph.add_value(value, price_saved(value), price, values)
-        for value in of_matmuls | by_result | self._needed_by_arithmetic(segment, nodes, operands):
+        for value in of_matmuls | {*by_result} | self._needed_by_arithmetic(segment, nodes, operands):
             graph.require(value)
-        return frozenset(graph.saved() - inputs - by_result)
+        return frozenset(graph.saved() - inputs)
 
     def _bytes(self, value: Value) -> int:
         """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
@@ -207,11 +211,11 @@ class MinCut(NamedTuple):
     def _needed_by_arithmetic(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
     ) -> set[Value]:
-        """Return the values needed by the derivatives of all nodes except `MATMUL` and `BY_RESULT` nodes."""
+        """Return the values needed by the derivatives of all nodes except matmuls and functions by result."""
         differentiated = self._differentiated(segment, nodes)
         found: set[Value] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):
-            is_arithmetic = node_plan.kind not in (NodeKind.MATMUL, NodeKind.BY_RESULT)
+            is_arithmetic = node_plan.kind is not NodeKind.MATMUL and node_plan.by_result is None
             if is_arithmetic and not differentiated.isdisjoint(node.outputs):
                 needed = value_ids([node.inputs[n] for n in self.operands_needed(node.eqn)])
                 found.update(value for value in values if value.id in needed)

@@ -368,7 +368,7 @@ def _with_functions_by_result(
     """Return a graph and node plans in which each function found by `by_result` is a single node."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half):
-        nodes[position], plans[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)
+        nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
     return graph._replace(nodes=tuple(nodes)), plans
 
 

@@ -6,6 +6,7 @@ value are added in float32, the value is converted to float32 once.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
@@ -104,12 +105,10 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     selections, such as the maximum of two arrays.
     """
     name, params = node.eqn.primitive.name, node.eqn.params
-    if name in POOLS:
-        windows = zip(params["window_dimensions"], params["window_dilation"], params["window_strides"], strict=True)
-        is_disjoint = all((size - 1) * dilation < stride for size, dilation, stride in windows)
-        return node_plan.kind in FOLLOWING and is_disjoint and {*params["base_dilation"]} <= {1}
     others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS
-    return node_plan.kind in FOLLOWING and name not in others
+    # JAX cannot differentiate pooling with dilations, so the dilations do not matter.
+    has_overlaps = name in POOLS and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
+    return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
@@ -195,7 +194,7 @@ def _with_float32_cotangents(
 def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segment) -> set[ValueId]:
     """Return the residual stream: the largest float32 results of a segment's arithmetic that later segments use."""
     leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
-    arithmetic = (NodeKind.OTHER, NodeKind.SELECTION, NodeKind.BY_RESULT)
+    arithmetic = (NodeKind.OTHER, NodeKind.SELECTION)
     sizes = {
         result: size_of(graph.types[result])
         for position in segment.nodes
