@@ -89,7 +89,7 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
-    half_or_rounded = half | {
+    half_or_rounded = {*half} | {
         name
         for node, node_plan in zip(graph.nodes, node_plans, strict=True)
         if node_plan.kind is NodeKind.MATMUL and node_plan.is_half

@@ -134,7 +134,7 @@ class Rewriting:
                 operands = self._operands(segment, node, are_half, values)
                 if node_plan.by_result is not None:
                     is_half = node.outputs[0] in plan.half
-                    is_saved = bool(segment.saved) and Value(node.outputs[0], not is_half) in segment.saved
+                    is_saved = Value(node.outputs[0], not is_half) in (segment.saved or ())
                     result, rounded = node_plan.by_result.of(operands[0], self.dtype, is_saved)
                     values[Value(node.outputs[0], is_rounding=True)] = rounded
                     outputs = [rounded if is_half else result]
