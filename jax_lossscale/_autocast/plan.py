@@ -42,6 +42,7 @@ class NodePlan(NamedTuple):
         otherwise "".
       by_result: the `ByResult` that evaluates the node if the derivative of the node is computed from its result;
         otherwise None.
+      batch: the result of `masked_gather.batch_dimensions`.
     """
 
     kind: NodeKind
@@ -50,6 +51,7 @@ class NodePlan(NamedTuple):
     has_float32_result: bool = False
     reason: str = ""
     by_result: Any = None
+    batch: tuple[tuple[int, int], ...] = ()
 
 
 # Kinds of nodes whose results have the dtype of their operands.
