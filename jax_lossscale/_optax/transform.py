@@ -16,6 +16,7 @@ from jax_lossscale._loss_scale.registry import LossScaleLike, made
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
 from jax_lossscale._optax.decision import StepInputs
+from jax_lossscale._optax.half_parameters import checked_optimizer
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 
@@ -206,15 +207,8 @@ def checked_options(
     check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    if isinstance(inner, optax.MultiSteps):
-        # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
-        raise ValueError(
-            f"`{function}({argument}=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
-        )
     return {
-        "inner": optax.with_extra_args_support(inner),
+        "inner": checked_optimizer(inner, f"{function}({argument}=...)"),
         "initial_loss_scale": made(loss_scale, f"{function}(loss_scale=...)"),
         "axis_name": axis_name,
         "skip": skip,
