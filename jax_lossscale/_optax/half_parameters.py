@@ -274,7 +274,8 @@ def half_precision_state(
 
     To determine which bfloat16 arrays are float32 arrays of the inner optimizer, ``update`` traces ``inner.init`` with
     the parameters (or, if ``params`` is ``None``, with the gradients). Arrays that the inner optimizer itself stores in
-    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are.
+    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. All arrays keep
+    their dtypes in every step.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -298,9 +299,8 @@ def half_precision_state(
         for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
             if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
-            elif is_in_half:
-                array = jnp.asarray(leaf).astype(jnp.float32)
-                leaves[index] = round_stochastically(array, jnp.dtype(jnp.bfloat16), 2 * seed + 1, counter, index)
+            elif is_in_half and leaf.dtype == jnp.float32:
+                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), 2 * seed + 1, counter, index)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
@@ -322,13 +322,10 @@ def half_precision_state(
         leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
         if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
             raise _is_of_other_parameters(name)
-        are_in_half = [
-            _has_dtype(leaf, jnp.bfloat16) and _has_dtype(like, jnp.float32)
-            for leaf, like in zip(leaves, expected_leaves, strict=True)
-        ]
+        are_in_half = [_has_dtype(leaf, jnp.bfloat16) for leaf in leaves]
         leaves = [
-            jnp.asarray(leaf).astype(jnp.float32) if is_in_half else leaf
-            for leaf, is_in_half in zip(leaves, are_in_half, strict=True)
+            jnp.asarray(leaf).astype(jnp.float32) if is_in_half and _has_dtype(like, jnp.float32) else leaf
+            for leaf, is_in_half, like in zip(leaves, are_in_half, expected_leaves, strict=True)
         ]
         new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, leaves), trained, **extra_args)
         new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
