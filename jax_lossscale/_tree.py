@@ -85,6 +85,12 @@ def hash_of_paths(tree: chex.ArrayTree) -> int:
     return zlib.crc32(repr(paths_of(tree)).encode()) % 2**31
 
 
+def instances(tree: chex.ArrayTree, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return all nodes and leaves of a pytree that are instances of a class or of one of several classes."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
     """Return the pytree with every leaf that is not inexact replaced by ``None``."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
