@@ -220,9 +220,8 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
 
 def _details(outcomes: Outcomes, quick: bool) -> Table:
     """Return a table with the final losses of all seeds."""
-    seeds = range(
-        max((len(trainings) for (_, arm), trainings in outcomes.items() if "rounded to f" not in arm), default=0)
-    )
+    shown = {key: trainings for key, trainings in sorted(outcomes.items()) if not key[1].startswith(_ROUNDED)}
+    seeds = range(max(map(len, shown.values()), default=0))
     heads = columns("workload | setting | " + " | ".join(f"seed {seed} {{:.5g}}" for seed in seeds) + " | skipped")
     rows = [
         (
