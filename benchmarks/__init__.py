@@ -50,7 +50,10 @@ ON_REQUEST = {
     ),
     "sixteen_bit_steps": Benchmark(
         "gpu.sixteen_bit",
-        "training steps with 16-bit parameters and states: compiled for H100s, and timed if there is a GPU",
+        "training steps with 16-bit parameters and states, compiled for H100s (group `bench-cuda`; 30 minutes)",
+    ),
+    "sixteen_bit_times": Benchmark(
+        "gpu.sixteen_bit_times", "time of training steps with 16-bit parameters and states (needs a GPU)"
     ),
     "sixteen_bit": Benchmark(
         "accuracy.sixteen_bit",

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Exit with an error message if an option is invalid."""
     everything = BENCHMARKS | ON_REQUEST
-    listed = [f"  {name:13} {benchmark.description}" for name, benchmark in everything.items()]
+    listed = [f"  {name:17} {benchmark.description}" for name, benchmark in everything.items()]
     listed.insert(len(BENCHMARKS), "benchmarks that run only if they are named:")
     parser = _Parser(
         prog="python -m benchmarks",

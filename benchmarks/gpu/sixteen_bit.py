@@ -1,9 +1,8 @@
-"""Training steps with 16-bit parameters and optimizer states, compiled for H100s, and timed if there is a GPU.
+"""Training steps with 16-bit parameters and optimizer states, compiled for H100s but not run.
 
 The first table is about a decoder like Llama with 115 million parameters on one H100, for a small and a large batch. If
 the batch is small, the optimizer takes a large part of the time. The second table is about the decoder of the benchmark
-`collectives` on eight H100s. Both need the group ``bench-cuda``. The third table contains measured times, which need a
-GPU.
+`collectives` on eight H100s. Both need the group ``bench-cuda``. The benchmark `sixteen_bit_times` times the same steps.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from benchmarks.gpu.gpu_program import read
 from benchmarks.gpu.meshes import mesh_of
 from benchmarks.harness.isolation import Progress, call_apart
 from benchmarks.harness.report import Cell, Mark, Table, columns
-from benchmarks.harness.timing import Repeated, interleave
 from benchmarks.optimizer import trees
 from benchmarks.workloads.layers import causal_attention, cross_entropy, rms_norm
 
-_VOCABULARY, _LAYERS, _WIDTH, _HIDDEN, _HEADS = 32_000, 4, 1024, 2688, 16
-_CONTEXT = 512
-_BATCHES = {"small batch": 2, "large batch": 32}
+VOCABULARY, _LAYERS, _WIDTH, _HIDDEN, _HEADS = 32_000, 4, 1024, 2688, 16
+CONTEXT = 512
+BATCHES = {"small batch": 2, "large batch": 32}
+_NOT_RUN = "GPU program (compiled, not run)"
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program for an H100.
 
 Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
@@ -46,7 +45,7 @@ class Way:
       params: the dtype of the parameters.
       wrapped: a function that wraps the optimizer.
       cast: the dtype of manual casts in the program, or ``None`` for `autocast` in bfloat16.
-      goal: the largest permitted time relative to `_REFERENCE`, or ``None``.
+      goal: the largest permitted time relative to `REFERENCE`, or ``None``.
     """
 
     params: DTypeLike = jnp.float32
@@ -69,11 +68,11 @@ def _stochastic_and_half(optimizer: optax.GradientTransformation) -> optax.Gradi
     return jls.stochastic_rounding(jls.half_precision_state(optimizer))
 
 
-_REFERENCE, _MANUAL = "float32 parameters, autocast", "float32 parameters, manual casts"
+REFERENCE, _MANUAL = "float32 parameters, autocast", "float32 parameters, manual casts"
 WAYS = {
     "float32": Way(cast=jnp.float32),
     _MANUAL: Way(cast=jnp.bfloat16),
-    _REFERENCE: Way(),
+    REFERENCE: Way(),
     "master weights": Way(jnp.bfloat16, jls.master_weights, goal=0.92),
     "stochastic rounding": Way(jnp.bfloat16, jls.stochastic_rounding, goal=0.87),
     "float32 parameters, half-precision state": Way(wrapped=jls.half_precision_state, goal=0.92),
@@ -82,7 +81,7 @@ WAYS = {
     "rounded to nearest (loses updates)": Way(jnp.bfloat16),
 }
 # The ways on a mesh, and the goals for the bytes of all collectives relative to manual casts with explicit axes.
-_ON_MESH = (_MANUAL, _REFERENCE, "master weights", "stochastic rounding, half-precision state")
+_ON_MESH = (_MANUAL, REFERENCE, "master weights", "stochastic rounding, half-precision state")
 _MESH_GOALS = {"FSDP": 1.50, "FSDP, explicit axes": 1.15}
 _MESH_LAYOUTS = tuple(layout for layout in LAYOUTS if layout.name.startswith(("data parallel", "FSDP")))
 _MESH_LAYOUTS = tuple(layout for layout in _MESH_LAYOUTS if not layout.is_scanned)
@@ -95,9 +94,6 @@ _STEP_COLUMNS = columns(
 _MESH_COLUMNS = columns(
     "layout | step | gathered in float32 {:.1f} MB | in bfloat16 {:.1f} MB | reduced in float32 {:.1f} MB | "
     "in bfloat16 {:.1f} MB | all {:.1f} MB | over manual casts, explicit axes {:.2f} | temporaries {:.0f} MB"
-)
-_TIMED_COLUMNS = columns(
-    "step | median {:.3f} ms | minimum {:.3f} ms | over float32 parameters, autocast {:.3f} | spread"
 )
 
 
@@ -114,14 +110,14 @@ def init(key: jax.Array) -> Any:
         return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
 
     return {
-        "embedding": jax.random.normal(next(keys), (_VOCABULARY, _WIDTH)),
+        "embedding": jax.random.normal(next(keys), (VOCABULARY, _WIDTH)),
         "layers": [
             {"norm": jnp.ones(_WIDTH), "second_norm": jnp.ones(_WIDTH)}
             | {name: kernel(shape) for name, shape in shapes.items()}
             for _ in range(_LAYERS)
         ],
         "norm": jnp.ones(_WIDTH),
-        "head": kernel((_WIDTH, _VOCABULARY)),
+        "head": kernel((_WIDTH, VOCABULARY)),
     }
 
 
@@ -182,7 +178,7 @@ def compiled(name: str, batch: int) -> tuple[Cell, ...]:
     cuda.start()
     step, begin = training_step(WAYS[name])
     state = jax.eval_shape(begin)
-    tokens = jax.ShapeDtypeStruct((batch, _CONTEXT + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, CONTEXT + 1), jnp.int32)
     program = cuda.compile_for_one(step, state, tokens)
     temporaries = program.memory_analysis().temp_size_in_bytes
     result = read(program.as_text() or "", temporaries)
@@ -210,7 +206,7 @@ def compiled_on_mesh(layout: Layout, name: str, width: int) -> tuple[dict[tuple[
         return *tx.update_and_apply(grads, opt_state, params, value=value), value
 
     params = jax.tree.map(lambda leaf: leaf.update(dtype=way.params), layout.params(mesh, width))
-    tokens = jax.ShapeDtypeStruct((16, _CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    tokens = jax.ShapeDtypeStruct((16, CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
         state = _placed(jax.eval_shape(tx.init, params), params, NamedSharding(mesh, P()))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
@@ -235,40 +231,16 @@ def _placed(state: Any, params: Any, replicated: NamedSharding) -> Any:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def timed(quick: bool, progress: Progress) -> Table:
-    """Time the steps with a small batch in turns. `timed` needs a GPU."""
-    shape = _BATCHES["small batch"], _CONTEXT + 1
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, _VOCABULARY)
-    steps, rows = {}, []
-    for n, name in enumerate(WAYS):
-        progress(n / len(WAYS) / 2, f"compiling {name}")
-        step, begin = training_step(WAYS[name])
-        steps[name] = Repeated(step, jax.jit(begin)(), tokens)
-        jax.block_until_ready(steps[name]())
-        print(f"compiled: {name}", flush=True)
-    timings = interleave(steps, 5 if quick else 25, progress.part(1, 2, "timing"))
-    rows = [timings.row(name, _REFERENCE) for name in WAYS]
-    marks = [
-        timings.mark(f"GPU, measured: time over float32 parameters under autocast, {name}", name, _REFERENCE, way.goal)
-        for name, way in WAYS.items()
-        if way.goal is not None
-    ]
-    kind = jax.devices()[0].device_kind
-    title = f"Measured on one {kind}: {_title()}, {shape[0]} x {_CONTEXT} tokens"
-    return Table(title, _TIMED_COLUMNS, rows, marks, quick=quick)
-
-
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return the tables of the compiled steps, and the table of measured times."""
-    has_gpu = jax.default_backend() == "gpu"
-    tables = [timed(quick, progress.part(0, 3, "timing"))] if has_gpu else []
+    """Return a table of the steps for one device, and a table of the collectives on eight devices."""
     if why := cuda.missing():
-        what = "GPU program (compiled, not run): training steps with 16-bit parameters"
-        return [*tables, Table("Steps for an H100, not compiled", (), (), [Mark(what, None, 1.0, note=why)])]
-    return [_steps(quick, progress.part(1, 3, "one H100")), _meshes(quick, progress.part(2, 3, "meshes")), *tables]
+        what = f"{_NOT_RUN}: training steps with 16-bit parameters"
+        return [Table("Steps for an H100, not compiled", (), (), [Mark(what, None, 1.0, note=why)])]
+    return [_steps(quick, progress.part(0, 2, "one H100")), _meshes(quick, progress.part(1, 2, "meshes"))]
 
 
-def _title() -> str:
+def title() -> str:
+    """Return a description of the model and the optimizer."""
     count = trees.size(jax.eval_shape(init, jax.random.key(0))) / 1e6
     return f"decoder with {count:.0f} M parameters, AdamW"
 
@@ -276,7 +248,7 @@ def _title() -> str:
 def _steps(quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks: list[Mark] = []
-    batches = dict(list(_BATCHES.items())[:1]) if quick else _BATCHES
+    batches = dict(list(BATCHES.items())[:1]) if quick else BATCHES
     for n, (name, batch) in enumerate(batches.items()):
         found = {}
         for m, way in enumerate(WAYS):
@@ -284,13 +256,13 @@ def _steps(quick: bool, progress: Progress) -> Table:
             if (cells := call_apart(compiled, way, batch, timeout=_PATIENCE)) is not None:
                 found[way] = cells
                 print(f"{name}, {way}:", *(f"{cell:.4g}" for cell in cells), flush=True)
-        reference = found[_REFERENCE][1]
+        reference = found[REFERENCE][1]
         for way, (stored, time, *rest) in found.items():
-            rows.append((f"{batch} x {_CONTEXT}", way, stored, time, time / reference, *rest))
+            rows.append((f"{batch} x {CONTEXT}", way, stored, time, time / reference, *rest))
             goal = WAYS[way].goal
             if goal is not None and name == "small batch":
                 what = f"estimated time over float32 parameters under autocast, {way}"
-                marks.append(Mark(f"GPU program (compiled, not run): {what}", time / reference, goal))
+                marks.append(Mark(f"{_NOT_RUN}: {what}", time / reference, goal))
     notes = [
         "Bytes per parameter are the sizes of all arrays that the step takes and returns, except for the tokens. The "
         "time is a prediction, the sum over all kernels of the larger of the time to move the bytes of the kernel at "
@@ -298,7 +270,7 @@ def _steps(quick: bool, progress: Progress) -> Table:
         "The last step is `optax.adamw` with bfloat16 parameters, which also stores its moments in bfloat16 and loses "
         "small updates.",
     ]
-    return Table(f"Steps for one H100, compiled, not run: {_title()}", _STEP_COLUMNS, rows, marks, notes, quick)
+    return Table(f"Steps for one H100, compiled, not run: {title()}", _STEP_COLUMNS, rows, marks, notes, quick)
 
 
 def _meshes(quick: bool, progress: Progress) -> Table:
@@ -324,7 +296,7 @@ def _meshes(quick: bool, progress: Progress) -> Table:
         "columns compare all bytes with those of manual casts of float32 parameters in the same kind of layout with "
         "explicit axes, and show the temporary memory of one device.",
     ]
-    title = f"Collectives of one of eight H100s, compiled, not run: 2 blocks, 16 x {_CONTEXT} tokens"
+    title = f"Collectives of one of eight H100s, compiled, not run: 2 blocks, 16 x {CONTEXT} tokens"
     return Table(title, _MESH_COLUMNS, rows, marks, notes, quick)
 
 
