@@ -2,7 +2,7 @@
 
 The first table is about a decoder like Llama with 115 million parameters on one H100, for a small and a large batch. If
 the batch is small, the optimizer takes a large part of the time. The second table is about the decoder of the benchmark
-`collectives` on eight H100s. Both need the group ``bench-cuda``. The benchmark `sixteen_bit_times` times the same steps.
+`collectives` on eight H100s. Both need the group ``bench-cuda``. `sixteen_bit_times` times the same steps.
 """
 
 from __future__ import annotations
