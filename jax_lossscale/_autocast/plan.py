@@ -25,6 +25,7 @@ class NodeKind(enum.Enum):
     DATA_MOVEMENT = enum.auto()
     SELECTION = enum.auto()  # A selection preserves the dtype of its operands. Its derivative needs a mask.
     BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
+    LOOKUP = enum.auto()  # A lookup of rows, which are rounded to half precision.
     CALL = enum.auto()  # An equation whose jaxprs are rewritten.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
     OTHER = enum.auto()
@@ -67,6 +68,8 @@ def operands_in_half(
       half: the values that are stored in half precision.
       upcast: the subset of ``half`` that is converted to float32 within the segment of the node.
     """
+    if node_plan.kind is NodeKind.LOOKUP:
+        return [node.inputs[0] in half, False]
     if node_plan.kind not in FOLLOWING:
         return [node_plan.is_half] * len(node.inputs)
     are_half = [value_id in half and value_id not in upcast for value_id in node.outputs]

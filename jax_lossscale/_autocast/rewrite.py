@@ -16,6 +16,7 @@ from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
+from jax_lossscale._autocast.lookups import lookup
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.plan import (
     FOLLOWING,
@@ -192,6 +193,8 @@ class Rewriting:
             return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
             return self._half_matmul(plan, node, node_plan, operands)
+        if node_plan.kind is NodeKind.LOOKUP:
+            return [lookup(eqn, operands, self.dtype)]
         outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs

@@ -123,6 +123,13 @@ class Rule:
         reason = self._exception(node, around, feeding, constants)
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
+    def may_round_rows(self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, Reasons]) -> bool:
+        """Return whether the rows that a lookup reads may be rounded. The arguments are those of `decide`."""
+        around = (*within, *node.within)
+        rule = self._rule(node.eqn, around)
+        is_float32 = _is_in_keep_float32(node.eqn, around) or (rule is not None and rule.precision == "float32")
+        return not is_float32 and node.outputs[0] not in feeding
+
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
         """Return the reason why `in_half` computes its fallback, or an empty string if it computes its function."""
         rule = self._rule(eqn, around)
@@ -216,7 +223,8 @@ class Rule:
         return low == high and self._holds_exactly(low)
 
     def _holds_exactly(self, number: Any) -> bool:
-        return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
+        rounded = np.float32(as_dtype(np.asarray(number), self._dtype))
+        return np.ndim(number) == 0 and np.array_equal(rounded, number, equal_nan=True)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.

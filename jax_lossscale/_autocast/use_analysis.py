@@ -41,7 +41,7 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
     into_matmuls: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
         # The nodes are visited in reverse order, so all uses of the results of this node have already been visited.
-        goes_on = _takes_half(node_plan) or (
+        goes_on = takes_half(node_plan) or (
             _is_plain_data_movement(node, node_plan)
             and all(result in into_matmuls and result not in elsewhere for result in node.outputs)
         )
@@ -52,9 +52,10 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the values that are cast to half precision separately for each use, instead of once for all uses.
 
-    Two kinds of values are returned:
+    Three kinds of values are returned:
 
     - arguments of the graph that several nodes use;
+    - arguments of the graph that are tables of lookups;
     - values that an `in_half` function uses, if they are arguments of the graph, or are computed from arguments by data
       movement and selections alone.
 
@@ -65,6 +66,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
     moved = {*arguments}
     uses: Counter[ValueId] = Counter()
     into_half: set[ValueId] = set()
+    looked_up: set[ValueId] = set()
     for node, node_plan in zip(graph.nodes, node_plans, strict=True):
         if node_plan.kind in FOLLOWING and moved.issuperset(value_ids(node.inputs)):
             moved.update(node.outputs)
@@ -72,7 +74,9 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
         uses.update(operands)
         if node_plan.kind is NodeKind.IN_HALF:
             into_half |= operands
-    return {argument for argument in arguments if uses[argument] > 1} | (into_half & moved)
+        elif node_plan.kind is NodeKind.LOOKUP:
+            looked_up |= operands
+    return {argument for argument in arguments if uses[argument] > 1} | (looked_up & arguments) | (into_half & moved)
 
 
 def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
@@ -81,7 +85,7 @@ def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Val
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
         is_used = node_plan.kind in FOLLOWING and not into_any.isdisjoint(node.outputs)
-        if is_used or _takes_half(node_plan):
+        if is_used or takes_half(node_plan):
             into_any |= _float32_operands(graph, node)
         if is_used and node.eqn.primitive.name in POOLS:
             pools.update(node.outputs)
@@ -92,9 +96,9 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
     return {operand for operand in value_ids(node.inputs) if is_float32(graph.types[operand])}
 
 
-def _takes_half(node_plan: NodePlan) -> bool:
+def takes_half(node_plan: NodePlan) -> bool:
     """Return whether a node always takes its operands in half precision."""
-    return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half
+    return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
 def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
