@@ -18,7 +18,6 @@ from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
-from jax_lossscale._autocast.lookups import lookups
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
@@ -29,6 +28,7 @@ from jax_lossscale._autocast.use_analysis import (
     added_up_in_float32,
     carried_residual_stream,
     going_into_matmuls,
+    lookups_in_half,
     residual_stream,
     sums_with_a_bias,
 )
@@ -94,9 +94,8 @@ class Planner:
         unrounded = self._feeding.values(graph, context.unrounded)
         constants = Constants(graph, context.known)
         node_plans = [self.rule.decide(node, context.within, unrounded, constants) for node in graph.nodes]
-        for position in [*lookups(graph, node_plans, closed)]:
-            if self.rule.may_round_rows(graph.nodes[position], context.within, unrounded):
-                node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
+        for position in lookups_in_half(graph, node_plans, closed):
+            node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
@@ -279,9 +278,8 @@ class Planner:
         found = []
         for segment in groups:
             nodes = _nodes_of(segment, graph, node_plans)
-            computes = any(
-                plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP) for _, plan in nodes
-            )
+            moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
+            computes = any(plan.kind not in moving for _, plan in nodes)
             if computes and not any(plan.is_alone for _, plan in nodes):
                 segment = segment._replace(saved=min_cut.saved(segment, nodes))
             found.append(segment)

@@ -16,7 +16,6 @@ from jax_lossscale._autocast.constants import FindInterval, known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
-from jax_lossscale._autocast.lookups import lookup
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.plan import (
     FOLLOWING,
@@ -194,7 +193,7 @@ class Rewriting:
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
             return self._half_matmul(plan, node, node_plan, operands)
         if node_plan.kind is NodeKind.LOOKUP:
-            return [lookup(eqn, operands, self.dtype)]
+            return [_lookup(eqn, operands, self.dtype)]
         outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
@@ -290,6 +289,23 @@ class Rewriting:
             for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
         ]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
+
+
+def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
+    """Return the float32 result of a gather from a rounded array, whose gradient is summed in float32."""
+
+    @jax.custom_jvp
+    def gather(*operands: Any) -> Any:
+        return as_float32(*bind_here(eqn, [as_dtype(operands[0], dtype), *operands[1:]], eqn.params))
+
+    @gather.defjvp
+    def derivative(operands: Any, tangents: Any) -> Any:
+        # Without the barrier, XLA adds the terms of the sum to the gradient that the matmuls compute for the operand.
+        # If this gradient is sharded, XLA gathers it first.
+        tangent = jax.lax.optimization_barrier(as_dtype(tangents[0], _FLOAT32))
+        return gather(*operands), *bind_here(eqn, [tangent, *operands[1:]], eqn.params)
+
+    return gather(*operands)
 
 
 def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:

@@ -97,12 +97,15 @@ class Rule:
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
         if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices (such as
-        # an all-gather) and placements (such as `pvary`). The transposes of an all-gather and of `pvary` are sums.
-        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
+        # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
+        # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
+        # of an all-gather and of `pvary` are sums.
+        exceptions = DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS | {"gather"}
+        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
-        if follows is not None and not is_float32_by_rule:
+        is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
+        if follows is not None and not is_float32_by_rule and not is_kept:
             return NodePlan(follows, is_alone)
         if not is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
@@ -122,13 +125,6 @@ class Rule:
             )
         reason = self._exception(node, around, feeding, constants)
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
-
-    def may_round_rows(self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, Reasons]) -> bool:
-        """Return whether the rows that a lookup reads may be rounded. The arguments are those of `decide`."""
-        around = (*within, *node.within)
-        rule = self._rule(node.eqn, around)
-        is_float32 = _is_in_keep_float32(node.eqn, around) or (rule is not None and rule.precision == "float32")
-        return not is_float32 and node.outputs[0] not in feeding
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
         """Return the reason why `in_half` computes its fallback, or an empty string if it computes its function."""
