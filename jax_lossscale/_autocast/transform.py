@@ -41,7 +41,7 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
 
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
     backward pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the
-    operands. All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can
+    operands, but lookups in a tied embedding table read the table in ``dtype``. All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can
     overflow or lose digits. Integers, random keys, complex numbers, float64 and the results of manual casts do not
     change.
 
