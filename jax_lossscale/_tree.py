@@ -71,14 +71,24 @@ def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
+def paths_of(tree: chex.ArrayTree) -> list[str]:
+    """Return the paths of all leaves, including each ``None``, as formatted by `jax.tree_util.keystr`."""
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    return [jax.tree_util.keystr(path) for path, _ in with_paths]
+
+
 def hash_of_paths(tree: chex.ArrayTree) -> int:
     """Return a hash of the paths of all leaves, including each ``None``, as a nonnegative int32 number.
 
     The hash of a tree is the same in every process, so it can be stored in a checkpoint.
     """
-    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
-    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
-    return zlib.crc32(repr(paths).encode()) % 2**31
+    return zlib.crc32(repr(paths_of(tree)).encode()) % 2**31
+
+
+def instances(tree: chex.ArrayTree, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return all nodes and leaves of a pytree that are instances of a class or of one of several classes."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 def inexact_only(tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -117,7 +127,7 @@ def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: 
     leaf independently of all other leaves.
     """
     devices = list(map(device_of, leaves))
-    if len({device for device in devices if device is not None}) <= 1:
+    if len({*devices} - {None}) <= 1:
         return function(leaves)
     results: dict[int, jax.Array] = {}
     for device in dict.fromkeys(devices):
@@ -159,8 +169,7 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
-        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        if is_abstract:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return [_at_least_float32(leaf, keep) for leaf in leaves]
         return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
 
