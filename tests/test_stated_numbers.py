@@ -126,15 +126,12 @@ def test_compile_time_of_a_training_step():
     assert "{} times with `apply_if_finite`, {} times with flax, and {} times with jmp.".format(*others) in page
 
 
-def test_numbers_at_the_start_of_the_readme():
-    start = " ".join((ROOT / "README.md").read_text().partition("## Why a loss scale")[0].split())
+def test_time_and_memory_in_the_readme():
+    readme = " ".join((ROOT / "README.md").read_text().split())
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    time, temporaries = [sorted(float(row[column]) for row in stated) for column in (1, 3)]
-    assert f"uses {temporaries[0]} to {temporaries[-1]} times the temporary memory of float32" in start
-    assert f"{time[0]} to {time[-1]} times the run time of float32" in start
     largest = next(row for row in stated if row[0] == "transformer 12 x 768")
-    assert f"takes an estimated {largest[1]} times as long as in float32" in start
-    assert f"with {largest[3]} times the temporary memory" in start
+    assert f"takes an estimated {largest[1]} times as long as in float32" in readme
+    assert f"with {largest[3]} times the temporary memory" in readme
 
 
 # The keys are rows of `docs/performance.md`, and the values are rows of the benchmark.

@@ -86,7 +86,9 @@ STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
 # CHEAP describe how XLA fuses operations.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # Operations whose result is written to memory, because XLA does not fuse these operations into their consumers.
-WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
+WRITTEN = (
+    _names("concatenate dynamic_update_slice reduce_window_sum scatter scatter-add scatter_add stack tile") | POOLS
+)
 # Operations that XLA fuses into their consumers at almost no cost.
 CHEAP = _names(
     "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "

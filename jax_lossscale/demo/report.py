@@ -94,8 +94,8 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
         # At this figure size, the text is legible if the plot is as wide as a page.
-        figure = Figure(figsize=(7.2, 6.6), layout="constrained")
-        panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
+        figure = Figure(figsize=(10, 4.6), layout="constrained")
+        panels = figure.subplot_mosaic([["loss", "zeros"], ["loss", "scale"]], width_ratios=[1.8, 1])
         for name, result in results.items():
             trace, steps = result.trace, np.arange(1, len(result.trace.loss) + 1)
             label = f"{_SETTINGS[name]} ({psnr(result.final_loss):.1f} dB)"

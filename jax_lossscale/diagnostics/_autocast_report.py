@@ -19,13 +19,14 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._operations import (
+    MatmulSummary,
     OperationPrecision,
     casts,
     not_in_half,
     opaque_operations,
     operations,
+    summary_of,
 )
 from jax_lossscale.diagnostics._report import Report, percent
 

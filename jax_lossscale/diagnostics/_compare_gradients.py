@@ -15,7 +15,7 @@ from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
 
 _MOST_ROWS = 12

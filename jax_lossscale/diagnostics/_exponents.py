@@ -332,12 +332,9 @@ def _suggestion(
 ) -> LossScaleSuggestion:
     largest, zeros, to_zero, to_subnormal, others = _total(counted)
     numbers, to_zero_at_scale = to_zero + to_subnormal + others, _total(at_scale)[2]
-    return LossScaleSuggestion(
-        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(to_zero - to_zero_at_scale, numbers),
-        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
-        already_zero=_share(zeros, zeros + numbers),
-    )
+    loss_scale, largest = jnp.ldexp(jnp.float32(1), log2_scale), jax.lax.bitcast_convert_type(largest, jnp.float32)
+    rescued, already_zero = _share(to_zero - to_zero_at_scale, numbers), _share(zeros, zeros + numbers)
+    return LossScaleSuggestion(loss_scale, rescued, largest, already_zero)
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:

@@ -188,7 +188,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionReport(PrecisionPolicy())
-    leaves = search.references[0].gradient_leaves()
+    reference = search.references[0]
+    leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 
@@ -196,11 +197,10 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
         return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
     first, best = search.found()
-    while True:
-        verified = search.verified(best, policy(best))
-        if verified.ratio <= 1 or not (best.levels < FLOAT32).any():
-            break
+    verified = search.verified(best, policy(best))
+    while verified.ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
+        verified = search.verified(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "

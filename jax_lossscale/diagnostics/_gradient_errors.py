@@ -300,7 +300,8 @@ class GradientErrors(NamedTuple):
         if not finite:
             return scales[0]
         best = self.best()
-        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= len(self.inaccurate_leaves(best))]
+        fewest = len(self.inaccurate_leaves(best))
+        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= fewest]
         as_good = [scales[n] for n in good if errors[n] <= _AS_GOOD * errors[best] + 1e-6]
         return _largest_with_headroom(as_good, scales[finite[-1]])
 
@@ -445,8 +446,9 @@ def first_sentence(error: Exception) -> str:
 def _default_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list[float]:
     """Return the loss scales that are compared by default, which are powers of two.
 
-    The scale that fits a gradient is the largest power of two at which the gradient does not overflow. If the scale
-    that fits the largest gradient is below 2**-4 or above 2**20, powers of two around it are added to the usual scales.
+    The usual scales lie between 2**-8 and 2**24. The scale that fits a gradient is the largest power of two at which
+    the gradient does not overflow. If the scale that fits the largest gradient is below 2**-4 or above 2**20, powers of
+    two around it are added to the usual scales.
 
     Args:
       largest_of_leaves: the largest magnitude in each leaf of the float32 gradients.

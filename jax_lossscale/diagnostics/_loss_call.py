@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +21,18 @@ from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, is_half
 from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
-from jax_lossscale.diagnostics._matmuls import MatmulSummary, first_float32, summary_of
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
-from jax_lossscale.diagnostics._operations import operations
+from jax_lossscale.diagnostics._operations import MatmulSummary, first_float32, operations, summary_of
 
 
 class LossCall(NamedTuple):
     """A loss function and its arguments.
 
     Attributes:
-      fun: the function, which returns a pair of the value and auxiliary data, or of the value and ``None``. In place of
-        each differentiated argument, the function accepts a dictionary from the paths of the differentiable leaves of
-        the argument to the leaves. A differentiated argument can therefore be a whole model that contains leaves
-        without gradients, such as functions, keys and counters.
-      args: the positional arguments, with an `OrderedDict` in place of each differentiated argument.
+      fun: the function, which returns a pair of the value and auxiliary data, or of the value and ``None``. It accepts
+        `Leaves` instead of the differentiated arguments. A differentiated argument can therefore be a whole model that
+        contains leaves without gradients, such as functions, keys and counters.
+      args: the positional arguments. `Leaves` replace the differentiated arguments.
       kwargs: the keyword arguments.
       argnums: the positions of the differentiated arguments, as in `jax.grad`.
       positions: the elements of ``argnums`` that are valid positions, as non-negative numbers.
@@ -49,7 +46,7 @@ class LossCall(NamedTuple):
     positions: list[int]
     names: list[str]
 
-    def with_args(self, args: Sequence[Any]) -> LossCall:
+    def with_args(self, args: Sequence[Any]) -> Self:
         """Return a call to the same function with different positional arguments of the same structure."""
         chosen = list(args)
         for position in self.positions:
@@ -90,19 +87,15 @@ class LossCall(NamedTuple):
           outputs: the outputs of the program.
         """
         ((value, _), grads), _ = program.filled(outputs)
-        if isinstance(self.argnums, int):
-            return value, grads
-        return value, {f"[{n}]{path}": leaf for n, leaves in enumerate(grads) for path, leaf in leaves.items()}
+        with_paths = jax.tree_util.tree_leaves_with_path(grads)
+        return value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
         """Return one list of ``(name, leaf)`` pairs for each positional argument and each keyword argument."""
-        named = [
+        return [
             [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
         ]
-        for position in self.positions:
-            named[position] = [(self.names[position] + path, leaf) for path, leaf in self.args[position].items()]
-        return named
 
 
 def check_call(
@@ -140,7 +133,7 @@ def check_call(
         )
     counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
     positions = [position for position in counted if 0 <= position < len(args)]
-    chosen, rebuild = list(args), dict[int, Callable[[Mapping[str, Any]], Any]]()
+    chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
     for position in positions:
         chosen[position], rebuild[position] = _selected(args[position])
 
@@ -156,7 +149,23 @@ def check_call(
     return LossCall(of_leaves, chosen, kwargs, argnums, positions, names)
 
 
-def _selected(argument: Any) -> tuple[OrderedDict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+@jax.tree_util.register_pytree_with_keys_class
+class Leaves(dict[str, Any]):
+    """A dictionary from the paths of the differentiable leaves of an argument to these leaves.
+
+    Unlike other dictionaries, it is flattened in the order of its keys, and the path of a leaf in it is equal to the
+    path of the leaf in the argument.
+    """
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
+        return list(self.items()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, paths: tuple[str, ...], leaves: Sequence[Any]) -> Self:
+        return cls(zip(paths, leaves, strict=True))
+
+
+def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     """Return the differentiable leaves of an argument by path, and a function that inserts such leaves into it."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
@@ -167,8 +176,7 @@ def _selected(argument: Any) -> tuple[OrderedDict[str, Any], Callable[[Mapping[s
     # constants, such as a dropout rate.
     # If an nnx model contains parameters, its other variables, such as batch statistics, are not differentiated.
     trained = [path for path in arrays if are_trained[path]]
-    # Unlike a `dict`, an `OrderedDict` is flattened by JAX in the order of its keys.
-    chosen = OrderedDict((path, leaves[path]) for path in trained or arrays or inexact)
+    chosen = Leaves((path, leaves[path]) for path in trained or arrays or inexact)
     return chosen, lambda moved: jax.tree.unflatten(structure, {**leaves, **moved}.values())
 
 

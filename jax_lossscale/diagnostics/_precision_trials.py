@@ -161,10 +161,6 @@ class Reference(NamedTuple):
         """Return whether the value and the gradients are finite."""
         return all(math.isfinite(number) for number in (self.value, *(leaf.largest for leaf in self.rounding)))
 
-    def gradient_leaves(self) -> list[errors.LeafGradientError]:
-        """Return a `LeafGradientError` for each float32 gradient."""
-        return errors.reports_of(self.leaves, [self.rounding], self.rounding)[0]
-
     def errors_of(self, result: Result, scale: float) -> list[tuple[float, float, str]]:
         """Return ``(error / tolerance, error, name)`` for the value, the gradient of each leaf, and the whole gradient.
 

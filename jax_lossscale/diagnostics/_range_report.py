@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
@@ -372,17 +372,7 @@ def _operation_range(
     numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
     is_nan = numbers.pop("nan") > 0 and not measured.overflow
     numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
-    return OperationRange(
-        operation=site.operation,
-        derivative_of=site.derivative_of,
-        layer=site.location.layer,
-        source=site.location.source,
-        is_backward=site.location.is_backward,
-        shape=site.aval.shape,
-        dtype=site.aval.dtype.name,
-        log2_overflow=log2_overflow,
-        log2_underflow=log2_underflow,
-        suggestion=suggestion,
-        changes_result=is_harmful or measured.nan > 0,
-        **numbers,
-    )
+    numbers |= {"log2_overflow": log2_overflow, "log2_underflow": log2_underflow}
+    at, aval = site.location, site.aval
+    facts = site.operation, site.derivative_of, at.layer, at.source, at.is_backward, aval.shape, aval.dtype.name
+    return OperationRange(*facts, suggestion=suggestion, changes_result=is_harmful or measured.nan > 0, **numbers)

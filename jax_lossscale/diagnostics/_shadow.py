@@ -313,17 +313,12 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
         difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
 
-    flags = (
-        is_finite & (magnitude >= limits.overflow) & is_half,
-        is_nan,
-        (magnitude > 0) & (magnitude <= limits.zero) & is_half,
-        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half,
-        magnitude > 0,
-        is_inlier & (magnitude > 0),
-    )
-    *counts, off, norm, off_inliers, norm_inliers = reduced(
-        sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
-    )
+    overflows, is_nonzero = is_finite & (magnitude >= limits.overflow) & is_half, magnitude > 0
+    becomes_zero = is_nonzero & (magnitude <= limits.zero) & is_half
+    becomes_subnormal = (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half
+    flags = overflows, is_nan, becomes_zero, becomes_subnormal, is_nonzero, is_inlier & is_nonzero
+    of_all, of_inliers = squares(jnp.ones_like(is_nan), unit), squares(is_inlier, largest_inlier)
+    *counts, off, norm, off_inliers, norm_inliers = reduced(sums=[*flags, *of_all, *of_inliers])
     overflow, nan, zero, subnormal, nonzero, inliers = (count.astype(jnp.float32) for count in counts)
     size, nonzero = max(float32.size, 1), jnp.maximum(nonzero, 1)
     shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]
