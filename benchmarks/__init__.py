@@ -55,6 +55,17 @@ ON_REQUEST = {
     "collectives": Benchmark(
         "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"
     ),
+    "sixteen_bit_steps": Benchmark(
+        "gpu.sixteen_bit",
+        "training steps with 16-bit parameters and states, compiled for H100s (group `bench-cuda`; 30 minutes)",
+    ),
+    "sixteen_bit_times": Benchmark(
+        "gpu.sixteen_bit_times", "time of training steps with 16-bit parameters and states (needs a GPU)"
+    ),
+    "sixteen_bit": Benchmark(
+        "accuracy.sixteen_bit",
+        "final losses of small trainings with 16-bit parameters and states, compared with float32",
+    ),
     "accuracy": Benchmark(
         "accuracy.trainings",
         "final losses of ten small trainings in nine arms: float16 compared with float32 (most of an hour)",
