@@ -15,6 +15,7 @@ from benchmarks.harness.isolation import run_apart
 from benchmarks.harness.report import about_this_run, as_markdown, index, marks_as_markdown
 
 RESULTS = Path(__file__).parent / "results"
+_WITH_PAGES = {"accuracy", "policies", "sixteen_bit"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Exit with an error message if an option is invalid."""
     everything = BENCHMARKS | ON_REQUEST
-    listed = [f"  {name:13} {benchmark.description}" for name, benchmark in everything.items()]
+    listed = [f"  {name:17} {benchmark.description}" for name, benchmark in everything.items()]
     listed.insert(len(BENCHMARKS), "benchmarks that run only if they are named:")
     parser = _Parser(
         prog="python -m benchmarks",
@@ -76,8 +77,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--results", action="store_true", help="write benchmarks/results/NAME.md and benchmarks/RESULTS.md")
     only = "for accuracy: run only this workload; may be repeated"
     add("--workload", action="append", default=[], metavar="NAME", help=only)
-    pages = "for accuracy: write the table and the plot of docs/accuracy.md; for policies: write docs/policies.png"
+    pages = "for accuracy, sixteen_bit and policies: write the tables and plots of the pages in docs"
     add("--docs", action="store_true", help=pages)
+    add("--minutes", type=float, help="for sixteen_bit: start no training after this number of minutes")
+    add("--resume", action="store_true", help="for sixteen_bit: use the trainings of an earlier run")
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
         if name not in everything:
@@ -90,20 +93,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     """Check the options that only some benchmarks have, and store them for these benchmarks.
 
-    The options for each benchmark are stored as ``options.for_accuracy`` and ``options.for_policies``.
+    The options for the benchmark NAME are stored as ``options.for_NAME``.
     """
     chosen = set(options.benchmarks)
-    if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & {"accuracy", "policies"}):
-        parser.error("--workload requires the benchmark accuracy, and --docs requires accuracy or policies")
+    if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & _WITH_PAGES):
+        parser.error(f"--workload requires the benchmark accuracy, and --docs requires one of {sorted(_WITH_PAGES)}")
+    if (options.minutes is not None or options.resume) and "sixteen_bit" not in chosen:
+        parser.error("--minutes and --resume require the benchmark sixteen_bit")
     if options.docs and (options.workload or options.quick):
         parser.error("--docs needs complete results of all workloads. Remove --workload and --quick.")
     if options.results and (options.quick or options.workload):
         parser.error("--results needs complete benchmarks. Remove --quick and --workload.")
-    needed = [("matplotlib", "plot")] if options.docs else []
-    needed += [("sklearn", "demo"), ("PIL", "demo")] if "accuracy" in chosen else []
+    needed = [("matplotlib", "plot")] if options.docs and chosen & {"accuracy", "policies"} else []
+    needed += [("sklearn", "demo"), ("PIL", "demo")] if chosen & {"accuracy", "sixteen_bit"} else []
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
             parser.error(f"{module} is not installed. Install the extra `{extra}`: pip install -e '.[{extra}]'")
+    limits = {} if options.minutes is None else {"minutes": options.minutes}
+    options.for_sixteen_bit = {"docs": options.docs, "resume": options.resume, **limits}
     options.for_policies = {"docs": options.docs} if "policies" in chosen else {}
     options.for_accuracy = {}
     if "accuracy" in chosen:

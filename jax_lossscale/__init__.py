@@ -27,9 +27,13 @@ from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
     LossScaledTransformation,
+    float32_params,
+    half_precision_state,
     loss_scaled,
+    master_weights,
     metrics,
     raise_if_stuck,
+    stochastic_rounding,
 )
 from jax_lossscale._tree import cast_floating, select_tree
 from jax_lossscale._version import __version__
@@ -73,12 +77,15 @@ __all__ = [
     "autocast",
     "cast_floating",
     "diagnostics",
+    "float32_params",
     "get",
     "get_loss_scale",
+    "half_precision_state",
     "in_half",
     "keep_float32",
     "loss_scale_for",
     "loss_scaled",
+    "master_weights",
     "metrics",
     "plotting",
     "raise_if_stuck",
@@ -87,6 +94,7 @@ __all__ = [
     "scaled_grad",
     "select_tree",
     "serialize",
+    "stochastic_rounding",
     "unscale_gradient",
     "value_and_scaled_grad",
 ]

@@ -33,6 +33,7 @@ from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
+from jax_lossscale._optax.half_parameters import uses_half_parameters
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
 from jax_lossscale._optax.wrapper import Wrapper, is_concrete_array
@@ -269,7 +270,11 @@ class _Value:
         return self._loss_scale
 
     def gradient_scale(self, of_state: LossScale) -> None:
-        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
+        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer.
+
+        Raises:
+          ValueError: if the loss scale in the state has a different class or configuration.
+        """
         if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
             raise ValueError(
                 f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
@@ -288,8 +293,8 @@ class _Reference:
         self.num_devices = len(scale.sharding.device_set)
 
     def read(self) -> LossScale:
-        """Return the loss scale for a backward pass."""
-        # The constructor of `FixedLossScale` would reject a scale below 1.
+        """Return the loss scale for a backward pass, which does not depend on how the loss scale is updated."""
+        # The leaf of the `FixedLossScale` is replaced, because the constructor would reject a scale below 1.
         fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
         return fixed
 
@@ -451,11 +456,14 @@ class _UnscaledWrapper(Wrapper):
 
     def init(self, params: optax.Params) -> LossScaledState:
         """Return the state before the first step and record the devices for the shared loss scale."""
-        if self.dtype == jnp.float16:
-            _warn_if_all_bfloat16(params)
         self.shared.is_initialized = True
         self.shared.place_like(params)
         return super().init(params)
+
+    def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
+        super()._warn(params, inner_state)
+        if self.dtype == jnp.float16 and not uses_half_parameters(inner_state):
+            _warn_if_all_bfloat16(params)
 
     def _step(
         self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
@@ -486,7 +494,8 @@ def _warn_if_all_bfloat16(params: optax.Params) -> None:
             f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
             f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
             "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 values. "
-            "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. Load the parameters in float32, or "
-            "cast them with `params = jls.cast_floating(params, jnp.float32)`. To train in bfloat16, use "
-            "`MixedPrecision(optimizer, None, dtype=jnp.bfloat16)`."
+            "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 parameters "
+            "without losing updates, use `MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. "
+            "Otherwise, load the parameters in float32, or cast them with "
+            "`params = jls.cast_floating(params, jnp.float32)`."
         )

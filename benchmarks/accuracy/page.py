@@ -1,12 +1,13 @@
-"""Output of the accuracy benchmark for the documentation: a table in ``docs/accuracy.md``, and ``docs/accuracy.png``.
+"""Output of the accuracy benchmarks for the documentation: tables in two pages, and ``docs/accuracy.png``.
 
-The page shows only the settings that a user can choose between. With ``--results``, the file ``results/accuracy.md``
-contains all settings.
+``docs/accuracy.md`` shows only the settings that a user can choose between. With ``--results``, the file
+``results/accuracy.md`` contains all settings.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FOLDER = Path(__file__).parents[2] / "docs"
-_BEGIN, _END = "<!-- begin: written by `python -m benchmarks accuracy --docs` -->", "<!-- end -->"
+_BEGIN, _END = "<!-- begin: written by `python -m benchmarks {} --docs` -->", "<!-- end -->"
 
 # The colors are from the palette of Okabe and Ito, which most color-blind readers can distinguish.
 _STYLES = {
@@ -42,14 +43,24 @@ _COLUMNS = {
 
 def write(summary: Table, details: Table) -> None:
     """Replace the table between the two markers in ``accuracy.md``, and the plot."""
-    path = _FOLDER / "accuracy.md"
-    before, _, rest = path.read_text().partition(_BEGIN)
+    write_tables("accuracy", _FOLDER / "accuracy.md", [_for_the_page(summary)])
+    draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)
+
+
+def write_tables(benchmark: str, path: Path, tables: Sequence[Table]) -> None:
+    """Replace the text between the two markers of a benchmark on a page."""
+    begin = _BEGIN.format(benchmark)
+    before, _, rest = path.read_text().partition(begin)
     _, found, after = rest.partition(_END)
     if not found:
-        raise ValueError(f"{path} must contain the lines {_BEGIN!r} and {_END!r}, which enclose the table.")
-    table = "\n".join(_for_the_page(summary).as_markdown())
-    path.write_text(f"{before}{_BEGIN}\n\n{table}\n{_END}{after}")
-    draw(summary, details).savefig(_FOLDER / "accuracy.png", dpi=150)
+        raise ValueError(f"{path} must contain the lines {begin!r} and {_END!r}, which enclose the tables.")
+    text = "\n".join(line for table in tables for line in table.as_markdown())
+    path.write_text(f"{before}{begin}\n\n{text}\n{_END}{after}")
+
+
+def write_sixteen_bit(tables: Sequence[Table]) -> None:
+    """Replace the accuracy tables in ``guide/sixteen_bit.md``."""
+    write_tables("sixteen_bit", _FOLDER / "guide" / "sixteen_bit.md", tables)
 
 
 def draw(summary: Table, details: Table) -> Figure:

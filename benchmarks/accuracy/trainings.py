@@ -12,7 +12,8 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +27,22 @@ import jax_lossscale as jls
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Cell, Table, columns
 from benchmarks.workloads import WORKLOADS, Workload
-from benchmarks.workloads.training import AS_DRAWN, MakeLossScale, Outcome, batch_of, begin, compile_training
+from benchmarks.workloads.training import (
+    AS_DRAWN,
+    MakeLossScale,
+    Outcome,
+    Storage,
+    batch_of,
+    begin,
+    compile_training,
+)
 
 SEEDS = (0, 1, 2)
 MORE_SEEDS = {"wgan_gp": (3,)}  # Chance has the largest effect on this workload.
 # The float32 trainings for each seed start from weights that are rounded to float16: to the nearest number (0), or up
 # or down at random.
-_ROUNDINGS = (0, 1, 2)
-_QUICK_STEPS = 30
+ROUNDINGS = (0, 1, 2)
+QUICK_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Arm:
         the first step.
       roundings: the roundings of the initial weights, with one training for each rounding.
       rewritten: a function that rewrites a workload for this arm. By default, the workload contains manual casts.
+      storage: the dtypes of the parameters and the optimizer state. By default, all of them are float32.
+      rounded_to: the dtype of the roundings.
     """
 
     name: str
@@ -54,6 +65,8 @@ class Arm:
     loss_scale: MakeLossScale
     roundings: tuple[int, ...] = (AS_DRAWN,)
     rewritten: Callable[[Workload], Workload] = lambda workload: workload
+    storage: Storage = Storage()
+    rounded_to: DTypeLike = jnp.float16
 
 
 def found_policy(workload: Workload) -> jls.PrecisionPolicy:
@@ -67,7 +80,9 @@ def found_policy(workload: Workload) -> jls.PrecisionPolicy:
     return jls.diagnostics.find_precision(loss, params, statistics, first, has_aux=True, batches=[second]).policy
 
 
-def _under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:
+def under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:
+    """Return the workload, rewritten such that its float32 loss is evaluated under `autocast`."""
+
     def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
         in_float32 = partial(workload.loss, dtype=jnp.float32)
         return jls.autocast(in_float32, dtype, policy=policy)(params, statistics, batch)
@@ -76,7 +91,7 @@ def _under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = Non
 
 
 def _under_found_policy(workload: Workload) -> Workload:
-    return _under_autocast(workload, found_policy(workload))
+    return under_autocast(workload, found_policy(workload))
 
 
 def _suggested(gradients: Callable[[], Any]) -> jls.LossScale:
@@ -84,11 +99,12 @@ def _suggested(gradients: Callable[[], Any]) -> jls.LossScale:
     return jls.FixedLossScale(suggestion.loss_scale, skip_nonfinite=True)
 
 
-def _always(loss_scale: Any) -> MakeLossScale:
+def always(loss_scale: Any) -> MakeLossScale:
+    """Return a function that returns the loss scale for any gradients."""
     return lambda gradients: jls.get(loss_scale)
 
 
-_NO_SCALE, _DYNAMIC, _AUTO = map(_always, (None, "dynamic", "auto"))
+_NO_SCALE, _DYNAMIC, _AUTO = map(always, (None, "dynamic", "auto"))
 
 
 def arms() -> list[Arm]:
@@ -98,13 +114,13 @@ def arms() -> list[Arm]:
     """
     return [
         Arm("float32", jnp.float32, _NO_SCALE),
-        Arm("float32, weights rounded", jnp.float32, _NO_SCALE, _ROUNDINGS),
+        Arm("float32, weights rounded", jnp.float32, _NO_SCALE, ROUNDINGS),
         Arm("bfloat16", jnp.bfloat16, _NO_SCALE),
         Arm("float16", jnp.float16, _NO_SCALE),
         Arm("float16, fixed", jnp.float16, _suggested),
         Arm("float16, dynamic", jnp.float16, _DYNAMIC),
         Arm("float16, auto", jnp.float16, _AUTO),
-        Arm("autocast, auto", jnp.float16, _AUTO, rewritten=_under_autocast),
+        Arm("autocast, auto", jnp.float16, _AUTO, rewritten=under_autocast),
         Arm("autocast, found policy", jnp.float16, _AUTO, rewritten=_under_found_policy),
     ]
 
@@ -144,7 +160,8 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
     """Train all workloads, or only ``workloads``, and return two tables."""
     names = tuple(workloads) or tuple(WORKLOADS)
     seeds = {name: SEEDS[:1] if quick else SEEDS + MORE_SEEDS.get(name, ()) for name in names}
-    compared = compare(seeds, _QUICK_STEPS if quick else None, progress)
+    chosen = {name: WORKLOADS[name](**({"steps": QUICK_STEPS} if quick else {})) for name in names}
+    compared = compare(chosen, seeds, arms(), progress)
     tables = [summary(compared, quick), details(compared, quick)]
     if docs:
         from benchmarks.accuracy import page
@@ -153,43 +170,74 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
     return tables
 
 
-def compare(seeds: dict[str, tuple[int, ...]], steps: int | None, progress: Progress) -> dict[str, list[Compared]]:
-    """Train all arms of the given workloads in as many threads as there are CPU cores.
+# The outcomes of all trainings of an arm, by the names of the workload and of the arm.
+Outcomes = dict[tuple[str, str], tuple[Outcome, ...]]
+
+
+def compare(
+    workloads: Mapping[str, Workload], seeds: Mapping[str, tuple[int, ...]], arms: Sequence[Arm], progress: Progress
+) -> dict[str, list[Compared]]:
+    """Train all arms of the given workloads.
 
     Returns:
       For each workload, the results of its arms in their order.
     """
-    workloads = {name: WORKLOADS[name](**({} if steps is None else {"steps": steps})) for name in seeds}
-    # Arms that differ only in their initial weights use the same compiled program.
-    programs = [
-        tuple(group) for _, group in itertools.groupby(arms(), lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten))
-    ]
-    jobs = [(name, program) for name in seeds for program in programs]
-    outcomes: dict[tuple[str, str], tuple[Outcome, ...]] = {}
+    outcomes: Outcomes = {}
+    train_all(workloads, seeds, arms, progress, outcomes.update)
+    return {name: compared_arms(name, arms, outcomes) for name in workloads}
 
-    def train(name: str, program: tuple[Arm, ...]) -> None:
-        training = compile_training(program[0].rewritten(workloads[name]), program[0].dtype, program[0].loss_scale)
-        for arm in program:
-            outcomes[name, arm.name] = tuple(
-                training(seed, rounding) for seed in seeds[name] for rounding in arm.roundings
+
+def train_all(
+    workloads: Mapping[str, Workload],
+    seeds: Mapping[str, tuple[int, ...]],
+    arms: Sequence[Arm],
+    progress: Progress,
+    done: Callable[[Outcomes], None],
+    known: Container[tuple[str, str]] = (),
+    deadline: float = math.inf,
+) -> None:
+    """Train all arms of the given workloads in as many threads as there are CPU cores.
+
+    The workloads are the inner loop, and arms that differ only in their initial weights use the same compiled program.
+    ``done`` is called with the outcomes of each program. Programs whose outcomes are all in ``known``, and programs
+    that have not started when `time.monotonic` reaches the ``deadline``, are not trained.
+    """
+    groups = itertools.groupby(arms, lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten, arm.storage))
+    jobs = [
+        (name, program)
+        for program in [tuple(group) for _, group in groups]
+        for name in workloads
+        if any((name, arm.name) not in known for arm in program)
+    ]
+
+    def train(name: str, program: tuple[Arm, ...]) -> Outcomes:
+        if time.monotonic() > deadline:
+            return {}
+        first = program[0]
+        training = compile_training(first.rewritten(workloads[name]), first.dtype, first.loss_scale, first.storage)
+        return {
+            (name, arm.name): tuple(
+                training(seed, rounding, arm.rounded_to) for seed in seeds[name] for rounding in arm.roundings
             )
+            for arm in program
+        }
 
     # Compilation and training release the global interpreter lock, so threads are sufficient.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         running = {pool.submit(train, *job): job for job in jobs}
         try:
-            for count, done in enumerate(as_completed(running), 1):
-                done.result()
-                name, program = running[done]
+            for count, finished in enumerate(as_completed(running), 1):
+                done(finished.result())
+                name, program = running[finished]
                 progress(count / len(jobs), f"{count} of {len(jobs)}: {name}, {program[0].name}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return {name: list(_compared(name, outcomes)) for name in seeds}
 
 
-def _compared(name: str, outcomes: dict[tuple[str, str], tuple[Outcome, ...]]) -> Iterator[Compared]:
-    reference, rounded, *_ = (arm.name for arm in arms())
+def compared_arms(name: str, arms: Sequence[Arm], outcomes: Outcomes) -> list[Compared]:
+    """Return the arms of a workload, compared with the first arm. The second arm determines the noise floor."""
+    reference, rounded, *_ = (arm.name for arm in arms)
     exact = outcomes[name, reference]
 
     def percent(arm: str) -> tuple[float, ...]:
@@ -198,8 +246,7 @@ def _compared(name: str, outcomes: dict[tuple[str, str], tuple[Outcome, ...]]) -
         return tuple(_percent(one, exact[number // roundings]) for number, one in enumerate(trainings))
 
     floor = max(map(abs, percent(rounded)))
-    for arm in arms():
-        yield Compared(name, arm.name, percent(arm.name), floor, outcomes[name, arm.name])
+    return [Compared(name, arm.name, percent(arm.name), floor, outcomes[name, arm.name]) for arm in arms]
 
 
 def _percent(one: Outcome, exact: Outcome) -> float:
@@ -215,7 +262,7 @@ def summary(compared: dict[str, list[Compared]], quick: bool) -> Table:
     shown = [one for one in next(iter(compared.values())) if one.arm not in _references()]
     heads = [*columns("workload | noise floor {:.2f} %"), *((one.arm, "{}") for one in shown)]
     rows: list[tuple[Cell, ...]] = [
-        (name, ways[0].floor, *(_beside_noise(one) for one in ways if one.arm not in _references()))
+        (name, ways[0].floor, *(beside_noise(one) for one in ways if one.arm not in _references()))
         for name, ways in compared.items()
     ]
     notes = [
@@ -277,14 +324,16 @@ def _references() -> tuple[str, str]:
     return reference.name, rounded.name
 
 
-def _beside_noise(one: Compared) -> str:
-    percent = _signed(one.median)
+def beside_noise(one: Compared) -> str:
+    """Return the median difference from float32 as text for a table, or "noise" if it is within the noise floor."""
+    percent = signed(one.median)
     if not one.within_floor:
         return percent
     return f"noise ({percent})" if percent.strip("+0. %") else "noise"
 
 
-def _signed(percent: float) -> str:
+def signed(percent: float) -> str:
+    """Return a percentage with its sign and two significant digits, or "NaN" for infinity."""
     if percent == float("inf"):
         return "NaN"
     digits = 0 if abs(percent) >= 99.5 else 1 if abs(percent) >= 0.95 else 2

@@ -30,6 +30,8 @@ class Workload:
         network computes in ``dtype``, but the statistics of norms, the softmax and the final mean are always float32.
       evaluate: ``evaluate(params, statistics)`` returns a positive measure of the trained model, ``float32[]``; lower
         is better. The measure is computed in float32 on the same data for all arms and seeds.
+      averaged: ``averaged(params, opt_state)`` returns the parameters to evaluate. By default, these are the trained
+        parameters. Some optimizers compute an average of the parameters of all steps.
     """
 
     steps: int
@@ -38,6 +40,7 @@ class Workload:
     draw: Callable[[jax.Array], Any]
     loss: LossWithStatistics
     evaluate: Callable[[Any, Statistics], jax.Array]
+    averaged: Callable[[Any, Any], Any] = lambda params, opt_state: params
 
 
 def without_statistics(

@@ -276,7 +276,7 @@ class Rewriting:
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of the backward pass.
         """
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
-        if closed.jaxpr is function.jaxpr:
+        if closed.eqns is function.eqns:
             return self.declared(plan, closed, inputs, call.results)
         # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals,
         # which are not cast to their declared dtypes. The cotangents that a backward pass returns are cast by

@@ -12,8 +12,25 @@ consists of the following operations:
 The functions in `monitoring` read the optimizer state on the host.
 """
 
+from jax_lossscale._optax.half_parameters import (
+    float32_params,
+    half_precision_state,
+    master_weights,
+    stochastic_rounding,
+)
 from jax_lossscale._optax.monitoring import metrics, raise_if_stuck
 from jax_lossscale._optax.state import BadStep, LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, loss_scaled
 
-__all__ = ["BadStep", "LossScaledState", "LossScaledTransformation", "loss_scaled", "metrics", "raise_if_stuck"]
+__all__ = [
+    "BadStep",
+    "LossScaledState",
+    "LossScaledTransformation",
+    "float32_params",
+    "half_precision_state",
+    "loss_scaled",
+    "master_weights",
+    "metrics",
+    "raise_if_stuck",
+    "stochastic_rounding",
+]

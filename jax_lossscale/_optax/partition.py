@@ -12,6 +12,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import optax
 
 from jax_lossscale import _tree
@@ -29,12 +30,11 @@ def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Par
     """
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
-    return map_copies(
-        lambda params: jax.tree.map(
-            lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none
-        ),
-        params,
-    )
+
+    def trained(params: optax.Params) -> optax.Params:
+        return jax.tree.map(lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none)
+
+    return map_copies(trained, params)
 
 
 def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:
@@ -55,3 +55,24 @@ def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) ->
     if isinstance(params, optax.LookaheadParams):
         return optax.LookaheadParams(*map(function, params))
     return function(params)
+
+
+def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
+
+    The update of each array that the inner optimizer does not receive is zero. A Python number whose gradient is
+    ``None`` is part of the configuration of the model, so its update is ``None``. If ``params`` is ``None``, the
+    gradients themselves are returned.
+    """
+    if params is None:
+        return grads
+
+    def update(grad: Any, param: Any) -> Any:
+        is_array = _tree.is_array(param) and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
+        is_int = isinstance(param, (bool, int)) and grad is not None
+        return jnp.zeros_like(param) if (is_array or is_int) and not _tree.is_inexact(param) else None
+
+    def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
+        return jax.tree.map(lambda param: update(grad, param), params)
+
+    return map_copies(lambda params: jax.tree.map(updates_below, grads, params, is_leaf=is_none), params)

@@ -16,6 +16,7 @@ from jax_lossscale._loss_scale.registry import LossScaleLike, made
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
 from jax_lossscale._optax.decision import StepInputs
+from jax_lossscale._optax.half_parameters import checked_optimizer
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 
@@ -139,7 +140,7 @@ def loss_scaled(
 
     Warns:
       UserWarning: if the parameters passed to ``init`` include float16 arrays, because small updates of such parameters
-        are lost.
+        are lost without `master_weights` or `stochastic_rounding`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -172,7 +173,9 @@ def loss_scaled(
     gradient norm exceeds a threshold" is true whenever the gradients overflow, so the scale would otherwise never be
     lowered.
 
-    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32.
+    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32. The
+    only exception is an inner optimizer that contains a `master_weights` or a `stochastic_rounding`. Such an optimizer
+    receives the parameters as they are, and its wrapper computes with float32 weights.
     Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a
     `NoOpLossScale`, neither the gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32.
     The state still counts the steps, and ``skip_if`` still skips steps.
@@ -206,15 +209,8 @@ def checked_options(
     check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    if isinstance(inner, optax.MultiSteps):
-        # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
-        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
-        raise ValueError(
-            f"`{function}({argument}=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}."
-        )
     return {
-        "inner": optax.with_extra_args_support(inner),
+        "inner": checked_optimizer(inner, f"{function}({argument}=...)"),
         "initial_loss_scale": made(loss_scale, f"{function}(loss_scale=...)"),
         "axis_name": axis_name,
         "skip": skip,

@@ -24,7 +24,9 @@ from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip, run_or_skip
 from jax_lossscale._optax.decision import StepInputs, decide
-from jax_lossscale._optax.partition import combine, is_none, map_copies, only_with_gradients
+from jax_lossscale._optax.half_parameters import uses_half_parameters
+from jax_lossscale._optax.partition import combine, only_with_gradients, updates_of_untrained
+from jax_lossscale._optax.rounding import is_half
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
 from jax_lossscale._warn import warn_user
 
@@ -64,15 +66,37 @@ class Wrapper:
         _tree.check_tree(params, "init(params=...)")
         if self.initial_loss_scale.checks_gradients:
             _check_not_masked(params, "init(params=...)", self.takes_scaled_gradients)
-            _warn_about_float16(params, self.takes_scaled_gradients)
-        inner_state = self.inner.init(_widened(_tree.inexact_only(params), self.initial_loss_scale))
-        if _holds(inner_state, LossScale):
+        inner_state = self._inner_state(_tree.inexact_only(params))
+        if _tree.instances(inner_state, LossScale):
             argument = "loss_scaled(inner=...)" if self.takes_scaled_gradients else "MixedPrecision(optimizer=...)"
             raise ValueError(
                 f"`{argument}` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
                 "Wrap the complete optimizer once."
             )
+        self._warn(params, inner_state)
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
+
+    def _inner_state(self, params: optax.Params) -> optax.OptState:
+        """Return the state of the inner optimizer before the first step.
+
+        The inner optimizer receives 16-bit parameters only if its state shows that it takes them (see `_params`).
+        """
+        if any(map(is_half, jax.tree.leaves(params))):
+            params = self._params(params, jax.eval_shape(self.inner.init, params), self.initial_loss_scale)
+        return self.inner.init(params)
+
+    def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
+        """Return the parameters that the inner optimizer receives.
+
+        A wrapper for 16-bit parameters, such as `master_weights`, receives them as they are. All other optimizers
+        receive a float32 copy of them.
+        """
+        return params if uses_half_parameters(inner_state) else _widened(params, loss_scale)
+
+    def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
+        """Warn about float16 parameters whose updates would be lost."""
+        if self.initial_loss_scale.checks_gradients and not uses_half_parameters(inner_state):
+            _warn_about_float16(params, self.takes_scaled_gradients)
 
     def update(
         self,
@@ -91,7 +115,7 @@ class Wrapper:
         _check_optional_arguments("update", inputs, extra_args)
         self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
-        return combine(new_updates, lambda: _updates_of_untrained(updates, params)), state
+        return combine(new_updates, lambda: updates_of_untrained(updates, params)), state
 
     def update_and_apply(
         self,
@@ -182,7 +206,7 @@ class Wrapper:
             updates, inner_state = self.inner.update(
                 _widened(unscaled(), state.loss_scale),
                 state.inner_state,
-                None if params is None else _widened(params, state.loss_scale),
+                None if params is None else self._params(params, state.inner_state, state.loss_scale),
                 **extra_args,
             )
             result = apply_updates(params, updates) if applies else updates
@@ -219,27 +243,6 @@ def _no_updates(like: optax.Updates) -> optax.Updates:
     return jax.tree.map(lambda leaf: -jnp.zeros_like(leaf) if _tree.is_inexact(leaf) else jnp.zeros_like(leaf), like)
 
 
-def _updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
-
-    The update of each array that the inner optimizer does not receive is zero. A Python number whose gradient is
-    ``None`` is part of the configuration of the model, so its update is ``None``. If ``params`` is ``None``, the
-    gradients themselves are returned.
-    """
-    if params is None:
-        return grads
-
-    def update(grad: Any, param: Any) -> Any:
-        is_array = _tree.is_array(param) and not jnp.issubdtype(param.dtype, jax.dtypes.extended)
-        is_int = isinstance(param, (bool, int)) and grad is not None
-        return jnp.zeros_like(param) if (is_array or is_int) and not _tree.is_inexact(param) else None
-
-    def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(lambda param: update(grad, param), params)
-
-    return map_copies(lambda params: jax.tree.map(updates_below, grads, params, is_leaf=is_none), params)
-
-
 def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     """Return parameters or unscaled gradients, cast to at least float32 for the inner optimizer.
 
@@ -262,10 +265,12 @@ def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
         gradients = "" if are_scaled else ", and unscaled gradients below 3e-8 are rounded to zero"
         warn_user(
             f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
-            f"Updates that are smaller than 1/4096 of a float16 parameter are lost{gradients}. Cast the parameters to "
-            "float32 with `params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by "
-            "mistake, initialize the layers with a float32 input, because some layers create parameters in the dtype "
-            "of their input."
+            f"Updates that are smaller than 1/4096 of a float16 parameter are lost{gradients}. To train float16 "
+            "parameters without losing updates, wrap the optimizer in `jls.master_weights` or "
+            "`jls.stochastic_rounding`. Otherwise, cast the parameters to float32 with "
+            "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
+            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
+            "input."
         )
 
 
@@ -307,7 +312,7 @@ def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Para
 
 def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:
     """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
-    if not _holds(tree, optax.MaskedNode):
+    if not _tree.instances(tree, optax.MaskedNode):
         return
     wrapper = "loss_scaled" if are_scaled else "MixedPrecision"
     raise ValueError(
@@ -315,10 +320,6 @@ def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:
         f"Gradients outside the mask would not be unscaled or checked. Wrap the complete optimizer instead, as in "
         f"`{wrapper}(optax.masked(inner, mask))` or `{wrapper}(optax.partition(...))`."
     )
-
-
-def _holds(tree: chex.ArrayTree, kind: type) -> bool:
-    return any(isinstance(node, kind) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind)))
 
 
 def is_concrete_array(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ from jax_lossscale.diagnostics._exponents import (
 )
 from jax_lossscale.diagnostics._find_precision import PrecisionReport, find_precision
 from jax_lossscale.diagnostics._in_precision import in_precision
+from jax_lossscale.diagnostics._lost_updates import LostUpdates, lost_updates
 from jax_lossscale.diagnostics._nonfinite import NonfiniteReport, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._range_report import RangeReport, range_report
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
@@ -23,6 +24,7 @@ __all__ = [
     "ExponentHistogram",
     "GradientComparison",
     "LossScaleSuggestion",
+    "LostUpdates",
     "NonfiniteReport",
     "PrecisionReport",
     "RangeReport",
@@ -36,6 +38,7 @@ __all__ = [
     "first_nonfinite",
     "in_precision",
     "leaf_path",
+    "lost_updates",
     "nonfinite_report",
     "range_report",
     "simulate",

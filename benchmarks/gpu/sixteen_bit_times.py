@@ -1,0 +1,34 @@
+"""Times of training steps with 16-bit parameters and optimizer states, which are measured on a GPU."""
+
+from __future__ import annotations
+
+import jax
+
+from benchmarks.gpu.sixteen_bit import BATCHES, CONTEXT, REFERENCE, VOCABULARY, WAYS, title, training_step
+from benchmarks.harness.isolation import Progress
+from benchmarks.harness.report import Mark, Table, columns
+from benchmarks.harness.timing import Repeated, interleave
+
+_COLUMNS = columns(f"step | median {{:.3f}} ms | minimum {{:.3f}} ms | over {REFERENCE} {{:.3f}} | spread")
+
+
+def run(quick: bool, progress: Progress) -> list[Table]:
+    """Return a table of the times of all steps with a small batch, which take turns."""
+    goals = {name: way.goal for name, way in WAYS.items() if way.goal is not None}
+    what = f"GPU, measured: time over {REFERENCE}"
+    if jax.default_backend() != "gpu":
+        marks = [Mark(f"{what}, {name}", None, goal, note="no GPU here") for name, goal in goals.items()]
+        return [Table("Times of steps with 16-bit parameters", (), (), marks)]
+    batch = BATCHES["small batch"]
+    tokens = jax.random.randint(jax.random.key(1), (batch, CONTEXT + 1), 0, VOCABULARY)
+    steps = {}
+    for n, name in enumerate(WAYS):
+        progress(n / len(WAYS) / 2, f"compiling {name}")
+        step, begin = training_step(WAYS[name])
+        steps[name] = Repeated(step, jax.jit(begin)(), tokens)
+        print(f"{name}: loss {float(steps[name]()[-1]):.4f} before the first step", flush=True)
+    timings = interleave(steps, 5 if quick else 25, progress.part(1, 2, "timing"))
+    rows = [timings.row(name, REFERENCE) for name in WAYS]
+    marks = [timings.mark(f"{what}, {name}", name, REFERENCE, goal) for name, goal in goals.items()]
+    kind = jax.devices()[0].device_kind
+    return [Table(f"Measured on {kind}: {title()}, {batch} x {CONTEXT} tokens", _COLUMNS, rows, marks, quick=quick)]

@@ -1,0 +1,585 @@
+"""Optimizer wrappers for 16-bit parameters and optimizer states: `master_weights` and two other functions.
+
+`stochastic_rounding` is the alternative to `master_weights`, and `half_precision_state` can be combined with both of
+them. `float32_params` reads the state of `master_weights`. The conversions between float32 and 16-bit numbers are in
+`rounding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from jax_lossscale import _tree
+from jax_lossscale._check import check_flag, check_function, count, shown
+from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._optax.partition import combine, is_none, only_with_gradients, updates_of_untrained
+from jax_lossscale._optax.rounding import as_float32, is_half, join, round_stochastically, split, update_between
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of a `master_weights` optimizer.
+
+    Attributes:
+      remainders: a pytree with the structure of the parameters. It contains a uint16 array for each 16-bit parameter,
+        and ``None`` for each other parameter.
+      inner_state: the state of the inner optimizer.
+    """
+
+    remainders: chex.ArrayTree
+    inner_state: optax.OptState
+
+
+class StochasticRoundingState(NamedTuple):
+    """The state of a `stochastic_rounding` optimizer.
+
+    Attributes:
+      counter: ``int32[]``, the number of steps, from which the random bits of the next step are computed.
+      inner_state: the state of the inner optimizer.
+    """
+
+    counter: jax.Array  # shape=(), dtype=jnp.int32
+    inner_state: optax.OptState
+
+
+class HalfPrecisionState(NamedTuple):
+    """The state of a `half_precision_state` optimizer.
+
+    Attributes:
+      counter: ``int32[]``, the number of steps, from which the random bits of the next step are computed.
+      inner_state: the state of the inner optimizer, in which most float32 arrays are replaced by bfloat16 arrays.
+    """
+
+    counter: jax.Array  # shape=(), dtype=jnp.int32
+    inner_state: optax.OptState
+
+
+def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax optimizer so that it trains 16-bit parameters without losing updates, with float32 weights.
+
+    The inner optimizer computes with float32 weights. The state contains only the bits that the 16-bit parameters lack,
+    so the parameters and the state together have the size of the float32 weights:
+
+    - For bfloat16 parameters, the state contains the lower 16 bits of each float32 weight. The parameters contain the
+      upper 16 bits, rounded to the nearest bfloat16 number. The weights are reconstructed exactly.
+    - For float16 parameters, the state contains a 16-bit remainder. The reconstructed weights are exact for parameters
+      that are normal float16 numbers. For smaller parameters, the error is at most 2^-40.
+
+    Use this wrapper if the training run must not differ from float32 training. `stochastic_rounding` needs less memory.
+
+    Args:
+      inner: the complete optimizer, including gradient clipping, weight decay and learning-rate schedules. It can be
+        any optax transformation or an `optax.MultiSteps`, but must not contain a `loss_scaled`, a `master_weights` or a
+        `stochastic_rounding`.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. In `optax.chain`, it must be the last transformation. With a loss
+      scale, use ``loss_scaled(master_weights(inner))``.
+
+      - ``init(params)`` returns a state with the fields ``remainders`` and ``inner_state``. ``remainders`` has the
+        structure of the parameters, and contains a ``uint16`` array for each 16-bit parameter and ``None`` for each
+        other leaf.
+      - ``update(updates, state, params, **extra_args)`` returns ``(updates, state)``. The gradients can have any
+        floating dtype; the inner optimizer receives them in float32. The updates of 16-bit parameters are the float32
+        arrays for which `optax.apply_updates` computes the new parameters.
+
+      Leaves that are not 16-bit parameters, such as float32 parameters and integers, are updated as by the inner
+      optimizer.
+
+    Raises:
+      ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
+        of the wrappers above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
+        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a 16-bit parameter is not
+        floating-point, or if ``state`` is not the state of this wrapper for these parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
+      >>> tx = jls.master_weights(optax.sgd(2.0**-10))
+      >>> state = tx.init(params)
+      >>> for _ in range(3):  # in bfloat16, 1 - 2**-10 is rounded to 1
+      ...     updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params["w"]
+      Array([0.996094, 0.996094, 0.996094], dtype=bfloat16)
+      >>> jls.float32_params(params, state)["w"]
+      Array([0.9970703, 0.9970703, 0.9970703], dtype=float32)
+
+    **Details.** `float32_params` returns the float32 weights, for evaluation, moving averages and export. If you
+    replace the parameters (for example, by those of another run), call ``init`` again, because the remainders belong to
+    the old parameters.
+
+    Weights are rounded to the nearest 16-bit number, and ties are rounded away from zero. Rounding never makes a
+    parameter non-finite. Finite weights beyond the largest finite number of the dtype saturate at this number, and so
+    does the reconstructed weight. Non-finite weights remain non-finite.
+
+    The sum of a parameter and its update is computed in float32. If one step changes a parameter by more than about
+    2^12 times its new value, the sum is inexact, and the parameter can differ from the new parameter by a rounding
+    error. The derivatives of the parameters with respect to the gradients or the state are zero, because they are
+    computed with integers.
+
+    References:
+      The optimizers of Apex (``contrib.optimizers.DistributedFusedAdam`` with ``store_param_remainders=True``) also
+      store the lower 16 bits of bfloat16 parameters, and round ties away from zero. They do not support float16.
+    """
+    name = "master_weights"
+    inner = checked_optimizer(inner, f"{name}(inner=...)")
+
+    def init(params: optax.Params) -> MasterWeightsState:
+        remainders = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.uint16) if is_half(leaf) else None, params)
+        return MasterWeightsState(remainders, _initial_state(name, inner, params))
+
+    def update(
+        updates: optax.Updates, state: MasterWeightsState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, MasterWeightsState]:
+        _check_state(name, state, MasterWeightsState)
+
+        def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+            return split(weights, dtype)
+
+        updates, *new_state = _step(name, inner, rounded, updates, *state, params, extra_args)
+        return updates, MasterWeightsState(*new_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax optimizer so that it trains 16-bit parameters without losing updates, with stochastic rounding.
+
+    The inner optimizer computes with float32 copies of the parameters. After each step, each new parameter is rounded
+    to one of the two nearest 16-bit numbers at random. The probabilities are such that the expected value is the exact
+    result, so small updates change the parameter with a small probability instead of being lost. Nothing is stored
+    besides the 16-bit parameters and a counter.
+
+    Args:
+      inner: the complete optimizer, as in `master_weights`.
+      seed: a nonnegative integer that determines the random bits.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. In `optax.chain`, it must be the last transformation. With a loss
+      scale, use ``loss_scaled(stochastic_rounding(inner))``.
+
+      - ``init(params)`` returns a state with the fields ``counter``, an ``int32[]``, and ``inner_state``.
+      - ``update(updates, state, params, **extra_args)`` has the arguments and results of `master_weights`.
+
+    Raises:
+      ValueError: if ``seed`` is not a nonnegative integer that fits in int32, and in the cases listed in
+        `master_weights`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> params = {"w": jnp.ones(10_000, jnp.bfloat16)}
+      >>> tx = jls.stochastic_rounding(optax.sgd(0.001))
+      >>> state = tx.init(params)
+      >>> for _ in range(4):  # in bfloat16, 1 - 0.001 is rounded to 1
+      ...     updates, state = tx.update({"w": jnp.ones(10_000)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> round(float(jnp.mean(params["w"].astype(jnp.float32))), 4)
+      0.996
+
+    **Details.** The random bits are a hash of the seed, the counter, the index of the leaf and the index of the element
+    in the array. They do not depend on the number of devices, on the mesh or on `jax.jit`, and a resumed run is equal
+    to an uninterrupted run. The following cases use the same random bits several times:
+
+    - Inside `jax.pmap` and `jax.shard_map`, all devices use the same random bits, because the index is that of the
+      element in the local array. Replicas of a parameter therefore stay equal.
+    - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits.
+    - Optimizers with the same seed use the same random bits. Use different seeds if their parameters are compared or
+      averaged.
+
+    Parameters that saturate, non-finite weights, inexact sums and derivatives are described in `master_weights`.
+    Updates that are smaller than 2^-25 of the parameter are lost in the float32 sum, as in float32 training. For
+    subnormal float16 parameters, weights are rounded to multiples of 2^-40 before they are rounded stochastically.
+
+    References:
+      The optimizers of torchao (``bf16_stochastic_round=True``) and llm.c also round bfloat16 parameters
+      stochastically. They take the random bits from the random number generator of the device or of the framework.
+    """
+    name = "stochastic_rounding"
+    inner = checked_optimizer(inner, f"{name}(inner=...)")
+    seed = count(seed, f"{name}(seed=...)")
+
+    def init(params: optax.Params) -> StochasticRoundingState:
+        return StochasticRoundingState(jnp.zeros([], jnp.int32), _initial_state(name, inner, params))
+
+    def update(
+        updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, StochasticRoundingState]:
+        _check_state(name, state, StochasticRoundingState)
+
+        def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
+            return round_stochastically(weights, dtype, 2 * seed, state.counter, index), None
+
+        updates, _, inner_state = _step(name, inner, rounded, updates, None, state.inner_state, params, extra_args)
+        return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def half_precision_state(
+    inner: optax.GradientTransformation, seed: int = 0, exclude: Callable[[str], bool] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optax optimizer so that the arrays in its state are stored in bfloat16.
+
+    All float32 arrays in the state of the inner optimizer, such as the moments of Adam, are stored in bfloat16. They
+    are cast to float32 before each step, and rounded stochastically to bfloat16 after it. Rounding to the nearest
+    number would lose the small changes of slow moving averages, such as the second moment of Adam. Scalars, integers,
+    random keys, loss scales and all arrays that are not float32 do not change.
+
+    Args:
+      inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`.
+      seed: a nonnegative integer that determines the random bits.
+      exclude: a function ``exclude(path) -> bool`` that is called for each float32 array in the state of the inner
+        optimizer. ``path`` is the string that `jax.tree_util.keystr` returns for its path in this state, such as
+        ``"[0].nu['kernel']"``. The arrays for which it returns True remain in float32.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
+      ``loss_scaled(master_weights(half_precision_state(inner)))``.
+
+      - ``init(params)`` returns a state with the fields ``counter``, an ``int32[]``, and ``inner_state``, which has the
+        structure of the state of the inner optimizer.
+      - ``update(updates, state, params=None, **extra_args)`` returns the updates of the inner optimizer and the new
+        state.
+
+    Raises:
+      ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
+        int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
+        ``inner`` contains a `loss_scaled`, and ``update`` if ``state`` is not the state of this wrapper for these
+        parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> params = {"w": jnp.ones(3)}
+      >>> tx = jls.half_precision_state(optax.adam(0.1), exclude=lambda path: ".nu" in path)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+      >>> adam = state.inner_state[0]
+      >>> adam.mu["w"].dtype, adam.nu["w"].dtype, adam.count.dtype
+      (dtype(bfloat16), dtype('float32'), dtype('int32'))
+
+    **Details.** ``init`` also rounds stochastically. Arrays of zeros, which most optimizers start with, do not change.
+    Rounding never makes a finite number infinite. The random bits are computed as in `stochastic_rounding`, from other
+    values of the hash, so the same seed can be used for both.
+
+    To determine which bfloat16 arrays are float32 arrays of the inner optimizer, ``update`` traces ``inner.init`` with
+    the parameters (or, if ``params`` is ``None``, with the gradients). Arrays that the inner optimizer itself stores in
+    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. All arrays keep
+    their dtypes in every step.
+
+    References:
+      The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
+      nearest.
+    """
+    name = "half_precision_state"
+    inner = checked_optimizer(inner, f"{name}(inner=...)")
+    seed = count(seed, f"{name}(seed=...)")
+    if exclude is not None:
+        check_function(exclude, f"{name}(exclude=...)")
+
+    def is_stored_in_half(path: Any, leaf: Any) -> bool:
+        if not _has_dtype(leaf, jnp.float32) or len(leaf.shape) == 0:
+            return False
+        is_excluded = exclude is not None and exclude(jax.tree_util.keystr(path))
+        check_flag(is_excluded, f"{name}(exclude=...)(path)")
+        return not is_excluded
+
+    def rounded(inner_state: optax.OptState, are_in_half: list[bool], counter: jax.Array) -> optax.OptState:
+        leaves, structure = jax.tree.flatten(inner_state, is_leaf=_is_empty)
+        for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
+            if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
+                leaves[index] = leaf.update(dtype=jnp.bfloat16)
+            elif is_in_half and leaf.dtype == jnp.float32:
+                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), 2 * seed + 1, counter, index)
+        return jax.tree.unflatten(structure, leaves)
+
+    def init(params: optax.Params) -> HalfPrecisionState:
+        inner_state = inner.init(_tree.inexact_only(params))
+        _check_no_loss_scale(name, inner_state)
+        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
+        counter = jnp.zeros([], jnp.int32)
+        are_in_half = [is_stored_in_half(path, leaf) for path, leaf in with_paths]
+        return HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+
+    def update(
+        updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, HalfPrecisionState]:
+        _check_state(name, state, HalfPrecisionState)
+        grads, trained = _trained(updates, params)
+        # The state alone does not show whether the inner optimizer stores a bfloat16 array in float32 or in bfloat16.
+        expected = jax.eval_shape(inner.init, grads if params is None else trained)
+        expected_leaves = jax.tree.leaves(expected, is_leaf=_is_empty)
+        leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
+        if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
+            raise _is_of_other_parameters(name)
+        are_in_half = [_has_dtype(leaf, jnp.bfloat16) for leaf in leaves]
+        leaves = [
+            jnp.asarray(leaf).astype(jnp.float32) if is_in_half and _has_dtype(like, jnp.float32) else leaf
+            for leaf, is_in_half, like in zip(leaves, are_in_half, expected_leaves, strict=True)
+        ]
+        new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, leaves), trained, **extra_args)
+        new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
+        counter = jnp.asarray(state.counter) + 1
+        return new_updates, HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
+    """Return the float32 weights of 16-bit parameters, as reconstructed by `master_weights`.
+
+    Use the float32 weights for evaluation, moving averages and export.
+
+    Args:
+      params: the parameters, or any part of them with the same paths.
+      state: any pytree that contains the state of a `master_weights` optimizer, such as the state of `loss_scaled`. If
+        it contains several (as with `optax.partition`), each of them is used for its parameters.
+
+    Returns:
+      A pytree with the structure of ``params``. Each bfloat16 or float16 array is replaced by its float32 weights. A
+      16-bit array that `master_weights` does not update is cast to float32. All other leaves are returned as the same
+      objects.
+
+    Raises:
+      ValueError: if ``state`` contains no state of `master_weights`, if several of them belong to the same path, or if
+        they do not match the parameters.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_lossscale as jls
+      >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
+      >>> tx = jls.loss_scaled(jls.master_weights(optax.sgd(0.001)), 1.0)
+      >>> state = tx.init(params)
+      >>> params, state = tx.update_and_apply({"w": jnp.ones(3)}, state, params)
+      >>> params["w"], jls.float32_params(params, state)["w"]
+      (Array([1, 1, 1], dtype=bfloat16), Array([0.999, 0.999, 0.999], dtype=float32))
+    """
+    states = _tree.instances(state, MasterWeightsState)
+    if not states:
+        raise ValueError(
+            f"`float32_params(state=...)` must contain the state of a `master_weights` optimizer, got {shown(state)}. "
+            "The order is `float32_params(params, state)`."
+        )
+    remainders: dict[tuple[str, ...], Any] = {}
+    for node in states:
+        for path, remainder in jax.tree_util.tree_leaves_with_path(node.remainders):
+            if _names(path) in remainders:
+                raise ValueError(
+                    "`float32_params(state=...)` contains several `master_weights` states with a parameter at "
+                    f"{jax.tree_util.keystr(path)!r}. Pass the part of the state that belongs to `params`."
+                )
+            remainders[_names(path)] = remainder
+
+    def weights(path: Any, leaf: Any) -> Any:
+        remainder = remainders.pop(_names(path), None) if is_half(leaf) else None
+        if remainder is not None and np.shape(remainder) != np.shape(leaf):
+            raise ValueError(
+                f"`float32_params(params=...)` contains an array of shape {np.shape(leaf)} at "
+                f"{jax.tree_util.keystr(path)!r}, but its shape in `state` is {np.shape(remainder)}. Pass the state "
+                "that belongs to `params`."
+            )
+        return _weights(leaf, remainder)
+
+    num_remainders = len(remainders)
+    result = jax.tree_util.tree_map_with_path(weights, params)
+    if num_remainders and len(remainders) == num_remainders:
+        raise ValueError(
+            "`float32_params(params=...)` contains none of the 16-bit parameters of `state`, the first of which is at "
+            f"{'/'.join(next(iter(remainders)))!r}. Pass the parameters as they were passed to `init`."
+        )
+    return result
+
+
+def uses_half_parameters(state: optax.OptState) -> bool:
+    """Return whether a state belongs to an optimizer that takes 16-bit parameters as they are."""
+    return bool(_tree.instances(state, (MasterWeightsState, StochasticRoundingState)))
+
+
+def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtraArgs:
+    """Return an optax transformation that accepts extra arguments.
+
+    Raises:
+      ValueError: if ``inner`` is not an optax transformation. The error message contains the name of the argument.
+    """
+    if isinstance(inner, optax.MultiSteps):
+        # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
+        raise ValueError(f"`{name}` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}.")
+    return optax.with_extra_args_support(inner)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the names in a path, which do not depend on the types of the containers.
+
+    The last name is omitted if it is that of the array in an `nnx.Variable`.
+    """
+    names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return names[:-1] if names[-1:] == ("value",) else names
+
+
+def _has_dtype(leaf: Any, dtype: DTypeLike) -> bool:
+    return _tree.is_array(leaf) and leaf.dtype == dtype
+
+
+def _is_empty(node: Any) -> bool:
+    """Return whether a node is ``None`` or an `optax.MaskedNode`.
+
+    These nodes are counted as leaves, so that the index of a leaf does not depend on the other leaves that an optimizer
+    trains.
+    """
+    return is_none(node) or isinstance(node, optax.MaskedNode)
+
+
+def _trained(grads: optax.Updates, params: optax.Params | None) -> tuple[optax.Updates, optax.Params | None]:
+    """Return the gradients and the parameters with ``None`` in place of each leaf that is not trained."""
+    trained = None if params is None else _tree.inexact_only(only_with_gradients(params, grads))
+    return _tree.inexact_only(grads), trained
+
+
+def _initial_state(name: str, inner: optax.GradientTransformationExtraArgs, params: optax.Params) -> optax.OptState:
+    """Return the state of the inner optimizer for 16-bit parameters before the first step."""
+    _check_params(f"{name}(...).init(params=...)", params)
+    inner_state = inner.init(_tree.widen(_tree.inexact_only(params)))
+    _check_no_loss_scale(name, inner_state)
+    if uses_half_parameters(inner_state):
+        raise ValueError(
+            f"`{name}(inner=...)` already contains a `master_weights` or a `stochastic_rounding`. Use only one of "
+            "them, because each of them rounds the parameters."
+        )
+    return inner_state
+
+
+def _step(
+    name: str,
+    inner: optax.GradientTransformationExtraArgs,
+    rounded: Callable[[int, jax.Array, jnp.dtype], tuple[jax.Array, Any]],
+    grads: optax.Updates,
+    remainders: chex.ArrayTree,
+    inner_state: optax.OptState,
+    params: optax.Params,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Updates, chex.ArrayTree, optax.OptState]:
+    """Return the updates of 16-bit parameters, their remainders, and the state of the inner optimizer.
+
+    Args:
+      name: the name of the wrapper, for error messages.
+      inner: the inner optimizer.
+      rounded: a function that takes the index of a leaf, its new float32 weights and the dtype of the parameter. It
+        returns the new parameter and its remainder.
+      grads: the gradients.
+      remainders: the remainders of the parameters, or ``None`` if there are none.
+      inner_state: the state of the inner optimizer.
+      params: the parameters.
+      extra_args: the other arguments of the inner optimizer.
+    """
+    if params is None:
+        raise ValueError(
+            f"`{name}(...).update(params=...)` must be the parameters, got None. Call `update(grads, state, params)`."
+        )
+    _check_params(f"{name}(...).update(params=...)", params)
+    trained_grads, trained = _trained(grads, params)
+    _check_gradients(f"{name}(...).update(updates=...)", grads, trained)
+    structure: Any
+    leaves, structure = jax.tree.flatten(trained, is_leaf=_is_empty)
+    rests = [None] * len(leaves) if remainders is None else _remainders_of(name, trained, remainders)
+
+    weights = [_weights(leaf, rest) for leaf, rest in zip(leaves, rests, strict=True)]
+    updates, inner_state = inner.update(
+        _tree.widen(trained_grads), inner_state, jax.tree.unflatten(structure, weights), **extra_args
+    )
+    new_updates = structure.flatten_up_to(updates)
+    for index, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
+        if is_half(leaf):
+            new = weight + jnp.asarray(new_updates[index]).astype(jnp.float32)
+            # The sum of a number and zero can differ from the number: -0.0 becomes 0.0, and XLA can flush subnormals.
+            new = jnp.where(new == weight, weight, new)
+            param, rests[index] = rounded(index, new, jnp.dtype(leaf.dtype))
+            new_updates[index] = update_between(leaf, param)
+    new_updates = combine(jax.tree.unflatten(structure, new_updates), lambda: updates_of_untrained(grads, params))
+    return new_updates, jax.tree.unflatten(structure, rests), inner_state
+
+
+def _weights(leaf: Any, remainder: jax.Array | None) -> Any:
+    """Return the float32 weights of a 16-bit parameter, or any other leaf unchanged."""
+    if not is_half(leaf):
+        return leaf
+    return as_float32(jnp.asarray(leaf)) if remainder is None else join(jnp.asarray(leaf), jnp.asarray(remainder))
+
+
+def _remainders_of(name: str, params: optax.Params, remainders: chex.ArrayTree) -> list[Any]:
+    """Return the remainder of each leaf of the parameters, or raise a `ValueError` if they do not match."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_empty)
+    try:
+        rests = structure.flatten_up_to(remainders)
+    except ValueError as error:
+        raise _is_of_other_parameters(name) from error
+    for leaf, rest in zip(leaves, rests, strict=True):
+        expected = np.shape(leaf) if is_half(leaf) else None
+        if not _is_empty(leaf) and expected != (None if rest is None else np.shape(rest)):
+            raise _is_of_other_parameters(name)
+    return rests
+
+
+def _is_of_other_parameters(name: str) -> ValueError:
+    return ValueError(
+        f"`{name}(...).update(state=...)` is a state for parameters with another structure or with other dtypes. Pass "
+        "the state that `init` returned for these parameters, or the state after the last step."
+    )
+
+
+def _check_state(name: str, state: Any, kind: type) -> None:
+    """Raise a `ValueError` if a state was not returned by ``init`` of the same wrapper."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"`{name}(...).update(state=...)` must be the state of this optimizer, got {shown(state)}. Pass the state "
+            "that its `init` returned. The order is `update(grads, state, params)`."
+        )
+
+
+def _check_params(name: str, params: optax.Params) -> None:
+    """Raise a `ValueError` if no parameter is floating, or some are not in bfloat16, float16 or float32."""
+    _tree.check_tree(params, name)
+    if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
+        raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        is_floating = _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        if is_floating and not is_half(leaf) and leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"`{name}` must contain parameters in bfloat16 or float16 (or float32, for parameters that are not "
+                f"rounded), got {leaf.dtype} at {jax.tree_util.keystr(path)!r}. Cast the parameters with "
+                "`params = jls.cast_floating(params, jnp.bfloat16)`."
+            )
+
+
+def _check_gradients(name: str, grads: optax.Updates, params: optax.Params) -> None:
+    """Raise a `ValueError` if the gradient of a 16-bit parameter is not a floating-point array."""
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
+    structure: Any
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_empty)
+    for (path, leaf), grad in zip(with_paths, structure.flatten_up_to(grads), strict=True):
+        if is_half(leaf) and not _tree.is_inexact(grad):
+            raise ValueError(
+                f"`{name}` must contain floating-point gradients of 16-bit parameters, got {shown(grad)} at "
+                f"{jax.tree_util.keystr(path)!r}. Compute the gradients with `jax.grad`."
+            )
+
+
+def _check_no_loss_scale(name: str, inner_state: optax.OptState) -> None:
+    """Raise a `ValueError` if the inner optimizer contains a loss scale."""
+    if _tree.instances(inner_state, LossScale):
+        raise ValueError(
+            f"`{name}(inner=...)` contains a `loss_scaled`, whose gradients must be unscaled before any other step. "
+            f"Use the opposite order: `loss_scaled({name}(adamw))`."
+        )

@@ -1,0 +1,192 @@
+"""Conversions between float32 weights and 16-bit parameters, with integer operations that XLA does not change.
+
+The magnitude of a float32 weight is represented by a 32-bit integer, the *fixed-point magnitude*. Its upper 16 bits are
+the bits of the largest 16-bit floating-point number that does not exceed the magnitude. Its lower 16 bits are the
+position of the magnitude between this number and the next larger 16-bit number, in units of 1/65536 of their distance:
+
+    bfloat16: the bits of the float32 number without the sign
+    float16:  for normal numbers, the bits without the sign, with the exponent of float16 and shifted by 3 bits;
+              for subnormal numbers, the magnitude in units of 2^-40
+
+The fixed-point magnitude increases with the weight, so rounding is an addition of 0x8000 (to nearest) or of a random
+16-bit integer (stochastic) to the fixed-point magnitude, followed by a shift by 16 bits. XLA removes a cast to 16 bits
+and back (``xla_allow_excess_precision``), and flushes subnormal float32 numbers to zero on some platforms. Neither
+affects integers.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_lossscale import _tree
+
+_compiled = partial(jax.jit, inline=True)
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)  # mask of the bits of a float32 number without its sign
+_INFINITY = np.uint32(0x7F800000)  # bits of the float32 infinity
+_SMALLEST_NORMAL = np.uint32(113 << 23)  # bits of 2^-14 in float32, the smallest normal float16 number
+_BIAS = np.uint32(112 << 23)  # difference between the exponent biases of float32 and float16, in the bits of float32
+_UNIT = np.float32(2.0**-40)  # unit of the fixed-point magnitude of subnormal float16 numbers
+_HALF_INFINITY = {"bfloat16": np.uint32(0x7F80), "float16": np.uint32(0x7C00)}
+_MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32 mantissa that the dtype lacks
+
+
+def is_half(leaf: Any) -> bool:
+    """Return whether a leaf is a bfloat16 or float16 array (or a `jax.ShapeDtypeStruct` of one)."""
+    return _tree.is_array(leaf) and leaf.dtype in (jnp.bfloat16, jnp.float16)
+
+
+@partial(_compiled, static_argnums=1)
+def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return the weights rounded to the nearest 16-bit numbers, and the remainders, from which `join` restores them.
+
+    Ties are rounded away from zero, because the remainder of a tie must determine whether the tie was rounded up. The
+    CUDA kernels of Apex for parameters with 16-bit remainders use the same rule.
+
+    Args:
+      weights: float32 weights. Finite weights that are out of range saturate at the largest finite number.
+      dtype: the dtype of the parameters, bfloat16 or float16.
+
+    Returns:
+      The parameters, and a uint16 array with the lower 16 bits of the fixed-point magnitude. If the parameter is zero
+      and the weight is not, the highest bit of the remainder is the sign of the weight, because `optax.apply_updates`
+      does not preserve the sign of a zero.
+    """
+    fixed, is_finite = _fixed_point(weights, dtype)
+    upper = (fixed + np.uint32(0x8000)) >> 16
+    sign = _float_bits(weights) >> 31
+    is_small = (upper == 0) & (fixed != 0)
+    lower = jnp.where(is_small, fixed | (sign << 15), fixed & np.uint32(0xFFFF))
+    remainders = jnp.where(is_finite, lower, np.uint32(0)).astype(jnp.uint16)
+    return _half_number(weights, upper, dtype), remainders
+
+
+@_compiled
+def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
+    """Return the float32 weights from 16-bit parameters and their remainders (see `split`)."""
+    bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32)
+    upper, lower = bits & np.uint32(0x7FFF), remainders.astype(jnp.uint32)
+    rounded_up = lower >> 15
+    fixed = jnp.where(upper == 0, lower & np.uint32(0x7FFF), ((upper - rounded_up) << 16) | lower)
+    sign = jnp.where((upper == 0) & (lower != 0), rounded_up, bits >> 15)
+    if params.dtype == jnp.float16:
+        subnormal = _float_bits(fixed.astype(jnp.float32) * _UNIT)
+        fixed = jnp.where(fixed < np.uint32(1 << 26), subnormal, (fixed >> 3) + _BIAS)
+    infinity = _HALF_INFINITY[params.dtype.name]
+    nonfinite = _INFINITY + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
+    magnitude = jnp.where(upper >= infinity, nonfinite, fixed)
+    return jax.lax.bitcast_convert_type((sign << 31) | magnitude, jnp.float32)
+
+
+def as_float32(params: jax.Array) -> jax.Array:
+    """Return 16-bit parameters in float32."""
+    return join(params, jnp.zeros_like(params, jnp.uint16))
+
+
+@partial(_compiled, static_argnums=1)
+def round_stochastically(weights: jax.Array, dtype: jnp.dtype, seed: int, counter: jax.Array, leaf: int) -> jax.Array:
+    """Return float32 weights rounded to one of the two nearest 16-bit numbers at random.
+
+    The probability of each of the two numbers is proportional to the distance of the weight from the other number, so
+    the expected value of the result is the weight. (For subnormal float16 numbers, the weight is first rounded to a
+    multiple of 2^-40.) Weights that are 16-bit numbers do not change. Finite weights that are out of range saturate at
+    the largest finite number.
+
+    Args:
+      weights: float32 weights.
+      dtype: the dtype of the result, bfloat16 or float16.
+      seed: as in `_random_bits`.
+      counter: as in `_random_bits`.
+      leaf: as in `_random_bits`.
+    """
+    fixed, _ = _fixed_point(weights, dtype)
+    upper = (fixed + _random_bits(weights, seed, counter, leaf)) >> 16
+    return _half_number(weights, jnp.minimum(upper, _HALF_INFINITY[dtype.name] - np.uint32(1)), dtype)
+
+
+@_compiled
+def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the float32 updates for which `optax.apply_updates` computes the parameters ``new`` from ``old``.
+
+    The update of an unchanged parameter is -0.0, because adding -0.0 does not change any number.
+    """
+    is_equal = jax.lax.bitcast_convert_type(old, jnp.uint16) == jax.lax.bitcast_convert_type(new, jnp.uint16)
+    return jnp.where(is_equal, np.float32(-0.0), as_float32(new) - as_float32(old))
+
+
+def _float_bits(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, jnp.uint32)
+
+
+def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Return the fixed-point magnitudes, of which those out of range saturate, and whether the weights are finite."""
+    magnitude = _float_bits(weights) & _MAGNITUDE
+    is_finite = magnitude < _INFINITY
+    largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
+    if dtype == jnp.bfloat16:
+        # Weights that would be rounded to infinity saturate. Slightly smaller weights have an exact remainder.
+        return jnp.where(magnitude >= largest + np.uint32(0x8000), largest, magnitude), is_finite
+    magnitude = jnp.minimum(magnitude, (largest >> np.uint32(3)) + _BIAS)
+    small = jax.lax.bitcast_convert_type(jnp.minimum(magnitude, _SMALLEST_NORMAL), jnp.float32)
+    subnormal = jax.lax.round(small / _UNIT, jax.lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.uint32)
+    return jnp.where(magnitude < _SMALLEST_NORMAL, subnormal, (magnitude - _BIAS) << 3), is_finite
+
+
+def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return 16-bit numbers with the given magnitude bits and the signs of the weights.
+
+    The numbers for non-finite weights are the same non-finite value.
+    """
+    bits = _float_bits(weights)
+    infinity = _HALF_INFINITY[dtype.name]
+    nan = infinity | (np.uint32(1) << np.uint32(22 - _MISSING_BITS[dtype.name]))
+    magnitude = bits & _MAGNITUDE
+    upper = jnp.where(magnitude < _INFINITY, upper, jnp.where(magnitude == _INFINITY, infinity, nan))
+    return jax.lax.bitcast_convert_type(((bits >> 31 << 15) | upper).astype(jnp.uint16), dtype)
+
+
+def _random_bits(like: jax.Array, seed: int, counter: jax.Array, leaf: int) -> jax.Array:
+    """Return random 16-bit integers in a uint32 array with the shape of ``like``.
+
+    The integers are a hash of the seed, the counter, the leaf and the index of the element. Because the hash consists
+    of a few integer operations, XLA computes it together with the rounding. In programs compiled for a GPU,
+    `jax.random.bits` takes longer than the rest of the step. On a mesh, the index is that of the element in the
+    complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and `jax.pmap`, the
+    index is that of the element in the local array.
+
+    The hash function is ``lowbias32`` by Christopher Wellons (https://nullprogram.com/blog/2018/07/31/), with a second
+    key that is added after the first multiplication.
+
+    Args:
+      like: an array with the shape and the sharding of the result.
+      seed: an integer that identifies the random numbers of an optimizer.
+      counter: ``int32[]``, the number of the step. It wraps around at the largest int32 number.
+      leaf: the index of the leaf.
+    """
+    keys = []
+    for constant in (0x9E3779B9, 0x85EBCA6B):
+        key = _mixed(jnp.uint32(constant) ^ jnp.asarray(seed).astype(jnp.uint32))
+        key = _mixed(key + jnp.asarray(counter).astype(jnp.uint32))
+        keys.append(_mixed(key + jnp.asarray(leaf).astype(jnp.uint32)))
+    return _mixed(_indices(like) ^ keys[0], keys[1]) >> 16
+
+
+def _mixed(number: jax.Array, key: jax.Array | int = 0) -> jax.Array:
+    """Return a hash of uint32 numbers, whose upper 16 bits are well distributed."""
+    number = ((number ^ (number >> 16)) * np.uint32(0x7FEB352D)) + key
+    return (number ^ (number >> 15)) * np.uint32(0x846CA68B)
+
+
+def _indices(like: jax.Array) -> jax.Array:
+    """Return the index of each element in row-major order, modulo 2^32."""
+    indices = jnp.zeros_like(like, jnp.uint32)
+    for axis in range(like.ndim):
+        stride = np.uint32(math.prod(like.shape[axis + 1 :]) % 2**32)
+        indices = indices + jax.lax.broadcasted_iota(jnp.uint32, like.shape, axis) * stride
+    return indices
