@@ -1,4 +1,4 @@
-"""The gradient of a gather that selects one position per batch point is a mask; other gathers keep their scatter-add."""
+"""The gradient of a gather of one position per batch point is a mask. Other gathers keep their scatter-add."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -150,7 +150,7 @@ def test_masks_under_transformations(transformed):
     ids=["vocabulary", "rows", "explicit"],
 )
 def test_masks_on_a_mesh(axis_type, spec):
-    """The logits can be sharded over the batch or over the vocabulary (with explicit axes, JAX supports only the batch)."""
+    """With explicit axes, JAX supports logits that are sharded over the batch, but not over the vocabulary."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     over_batch = P("data") if axis_type is AxisType.Explicit else P()
 
