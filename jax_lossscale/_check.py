@@ -117,7 +117,7 @@ def finite_number(value: Any, name: str) -> float:
             f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
             "`jax.jit` or `jax.vmap`, change the state of the loss scale with `dataclasses.replace`."
         )
-    if is_array_or_scalar(value) and value.shape == ():
+    if is_array_or_scalar(value) and value.shape == () and is_real(value):
         number = value.item()
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
         raise ValueError(f"`{name}` must be a number, got {shown(value)}.")

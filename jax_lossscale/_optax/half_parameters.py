@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
@@ -144,9 +145,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
             return split(weights, dtype)
 
-        updates, *new_state = _step(
-            name, inner, rounded, updates, state.remainders, state.inner_state, params, extra_args
-        )
+        updates, *new_state = _step(name, inner, rounded, updates, *state, params, extra_args)
         return updates, MasterWeightsState(*new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -275,7 +274,8 @@ def half_precision_state(
 
     To determine which bfloat16 arrays are float32 arrays of the inner optimizer, ``update`` traces ``inner.init`` with
     the parameters (or, if ``params`` is ``None``, with the gradients). Arrays that the inner optimizer itself stores in
-    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are.
+    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. All arrays keep
+    their dtypes in every step.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -287,51 +287,50 @@ def half_precision_state(
     if exclude is not None:
         check_function(exclude, f"{name}(exclude=...)")
 
-    def is_rounded(path: Any, leaf: Any) -> bool:
-        if not _tree.is_array(leaf) or leaf.dtype != jnp.float32 or len(leaf.shape) == 0:
+    def is_stored_in_half(path: Any, leaf: Any) -> bool:
+        if not _has_dtype(leaf, jnp.float32) or len(leaf.shape) == 0:
             return False
         is_excluded = exclude is not None and exclude(jax.tree_util.keystr(path))
         check_flag(is_excluded, f"{name}(exclude=...)(path)")
         return not is_excluded
 
-    def rounded(tree: optax.OptState, choice: list[bool], counter: jax.Array) -> optax.OptState:
-        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_empty)
-        for index, (leaf, is_chosen) in enumerate(zip(leaves, choice, strict=True)):
-            if is_chosen and isinstance(leaf, jax.ShapeDtypeStruct):
+    def rounded(inner_state: optax.OptState, are_in_half: list[bool], counter: jax.Array) -> optax.OptState:
+        leaves, structure = jax.tree.flatten(inner_state, is_leaf=_is_empty)
+        for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
+            if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
-            elif is_chosen and leaf.dtype == jnp.float32:
+            elif is_in_half and leaf.dtype == jnp.float32:
                 leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), 2 * seed + 1, counter, index)
         return jax.tree.unflatten(structure, leaves)
-
-    def chosen(state: optax.OptState) -> dict[str, bool]:
-        with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_empty)
-        return {jax.tree_util.keystr(path): is_rounded(path, leaf) for path, leaf in with_paths}
 
     def init(params: optax.Params) -> HalfPrecisionState:
         inner_state = inner.init(_tree.inexact_only(params))
         _check_no_loss_scale(name, inner_state)
+        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
         counter = jnp.zeros([], jnp.int32)
-        return HalfPrecisionState(counter, rounded(inner_state, list(chosen(inner_state).values()), counter))
+        are_in_half = [is_stored_in_half(path, leaf) for path, leaf in with_paths]
+        return HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
 
     def update(
         updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HalfPrecisionState]:
         _check_state(name, state, HalfPrecisionState)
         grads, trained = _trained(updates, params)
-        # The dtypes in the state do not show whether the inner optimizer stores an array in float32 or in bfloat16.
-        choice = chosen(jax.eval_shape(inner.init, grads if params is None else trained))
-        with_paths, structure = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=_is_empty)
-        if [jax.tree_util.keystr(path) for path, _ in with_paths] != list(choice):
+        # The state alone does not show whether the inner optimizer stores a bfloat16 array in float32 or in bfloat16.
+        expected = jax.eval_shape(inner.init, grads if params is None else trained)
+        expected_leaves = jax.tree.leaves(expected, is_leaf=_is_empty)
+        leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
+        if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
             raise _is_of_other_parameters(name)
-        are_chosen = list(choice.values())
-        widened = [
-            jnp.asarray(leaf).astype(jnp.float32) if is_chosen else leaf
-            for (_, leaf), is_chosen in zip(with_paths, are_chosen, strict=True)
+        are_in_half = [_has_dtype(leaf, jnp.bfloat16) for leaf in leaves]
+        leaves = [
+            jnp.asarray(leaf).astype(jnp.float32) if is_in_half and _has_dtype(like, jnp.float32) else leaf
+            for leaf, is_in_half, like in zip(leaves, are_in_half, expected_leaves, strict=True)
         ]
-        new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, widened), trained, **extra_args)
-        counter = jnp.asarray(state.counter) + 1
+        new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, leaves), trained, **extra_args)
         new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
-        return new_updates, HalfPrecisionState(counter, rounded(inner_state, are_chosen, counter))
+        counter = jnp.asarray(state.counter) + 1
+        return new_updates, HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -365,29 +364,39 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
       >>> params["w"], jls.float32_params(params, state)["w"]
       (Array([1, 1, 1], dtype=bfloat16), Array([0.999, 0.999, 0.999], dtype=float32))
     """
-    remainders: dict[str, Any] = {}
-    for node in _tree.instances(state, MasterWeightsState):
+    states = _tree.instances(state, MasterWeightsState)
+    if not states:
+        raise ValueError(
+            f"`float32_params(state=...)` must contain the state of a `master_weights` optimizer, got {shown(state)}. "
+            "The order is `float32_params(params, state)`."
+        )
+    remainders: dict[tuple[str, ...], Any] = {}
+    for node in states:
         for path, remainder in jax.tree_util.tree_leaves_with_path(node.remainders):
-            key = jax.tree_util.keystr(path)
-            if key in remainders:
+            if _names(path) in remainders:
                 raise ValueError(
-                    f"`float32_params(state=...)` contains the states of several `master_weights` optimizers for a "
-                    f"parameter with the path {key!r}. Pass the part of the state that belongs to `params`."
+                    "`float32_params(state=...)` contains several `master_weights` states with a parameter at "
+                    f"{jax.tree_util.keystr(path)!r}. Pass the part of the state that belongs to `params`."
                 )
-            remainders[key] = remainder
-    found = 0
+            remainders[_names(path)] = remainder
 
     def weights(path: Any, leaf: Any) -> Any:
-        nonlocal found
-        if not is_half(leaf):
-            return leaf
-        remainder = remainders.get(jax.tree_util.keystr(path))
-        found += remainder is not None
-        return as_float32(leaf) if remainder is None else join(jnp.asarray(leaf), remainder)
+        remainder = remainders.pop(_names(path), None) if is_half(leaf) else None
+        if remainder is not None and np.shape(remainder) != np.shape(leaf):
+            raise ValueError(
+                f"`float32_params(params=...)` contains an array of shape {np.shape(leaf)} at "
+                f"{jax.tree_util.keystr(path)!r}, but its shape in `state` is {np.shape(remainder)}. Pass the state "
+                "that belongs to `params`."
+            )
+        return _weights(leaf, remainder)
 
+    num_remainders = len(remainders)
     result = jax.tree_util.tree_map_with_path(weights, params)
-    if not found:
-        raise ValueError("no")
+    if num_remainders and len(remainders) == num_remainders:
+        raise ValueError(
+            "`float32_params(params=...)` contains none of the 16-bit parameters of `state`, the first of which is at "
+            f"{'/'.join(next(iter(remainders)))!r}. Pass the parameters as they were passed to `init`."
+        )
     return result
 
 
@@ -408,6 +417,19 @@ def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtr
     if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
         raise ValueError(f"`{name}` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}.")
     return optax.with_extra_args_support(inner)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Return the names in a path, which do not depend on the types of the containers.
+
+    The last name is omitted if it is that of the array in an `nnx.Variable`.
+    """
+    names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return names[:-1] if names[-1:] == ("value",) else names
+
+
+def _has_dtype(leaf: Any, dtype: DTypeLike) -> bool:
+    return _tree.is_array(leaf) and leaf.dtype == dtype
 
 
 def _is_empty(node: Any) -> bool:
@@ -504,7 +526,8 @@ def _remainders_of(name: str, params: optax.Params, remainders: chex.ArrayTree) 
     except ValueError as error:
         raise _is_of_other_parameters(name) from error
     for leaf, rest in zip(leaves, rests, strict=True):
-        if not _is_empty(leaf) and (rest is not None if not is_half(leaf) else np.shape(rest) != np.shape(leaf)):
+        expected = np.shape(leaf) if is_half(leaf) else None
+        if not _is_empty(leaf) and expected != (None if rest is None else np.shape(rest)):
             raise _is_of_other_parameters(name)
     return rests
 
@@ -526,8 +549,10 @@ def _check_state(name: str, state: Any, kind: type) -> None:
 
 
 def _check_params(name: str, params: optax.Params) -> None:
-    """Raise a `ValueError` if some parameters are in a floating dtype other than bfloat16, float16 and float32."""
+    """Raise a `ValueError` if no parameter is floating, or some are not in bfloat16, float16 or float32."""
     _tree.check_tree(params, name)
+    if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
+        raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         is_floating = _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
         if is_floating and not is_half(leaf) and leaf.dtype != jnp.float32:

@@ -184,9 +184,10 @@ def _mixed(number: jax.Array, key: jax.Array | int = 0) -> jax.Array:
 
 
 def _indices(like: jax.Array) -> jax.Array:
-    """Return the index of each element in row-major order, modulo 2^32."""
+    """Return the index of each element in row-major order, modulo 2^32, with the sharding of ``like``."""
     indices = jnp.zeros_like(like, jnp.uint32)
+    # On a mesh with explicit axes, each device would compute all indices without `out_sharding`.
+    iota = partial(jax.lax.broadcasted_iota, jnp.uint32, like.shape, out_sharding=jax.typeof(like).sharding)
     for axis in range(like.ndim):
-        stride = np.uint32(math.prod(like.shape[axis + 1 :]) % 2**32)
-        indices = indices + jax.lax.broadcasted_iota(jnp.uint32, like.shape, axis) * stride
+        indices = indices + iota(axis) * np.uint32(math.prod(like.shape[axis + 1 :]) % 2**32)
     return indices

@@ -140,7 +140,7 @@ def loss_scaled(
 
     Warns:
       UserWarning: if the parameters passed to ``init`` include float16 arrays, because small updates of such parameters
-        are lost.
+        are lost without `master_weights` or `stochastic_rounding`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -173,7 +173,9 @@ def loss_scaled(
     gradient norm exceeds a threshold" is true whenever the gradients overflow, so the scale would otherwise never be
     lowered.
 
-    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32.
+    The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32. The
+    only exception is an inner optimizer that contains a `master_weights` or a `stochastic_rounding`. Such an optimizer
+    receives the parameters as they are, and its wrapper computes with float32 weights.
     Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a
     `NoOpLossScale`, neither the gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32.
     The state still counts the steps, and ``skip_if`` still skips steps.

@@ -331,9 +331,10 @@ def _of_half_parameters(dtype: str, names: Sequence[str]) -> str:
     )
     return (
         f"The following parameters are in {dtype}: {listed([f'`{name}`' for name in names])}. Updates that are smaller "
-        f"than 1/{4 / float(jnp.finfo(dtype).eps):.0f} of a {dtype} parameter are lost. "
-        f"{of_adam * (dtype == 'float16')}Store all trained parameters in float32, and cast them to {dtype} in "
-        "`fun`, for example with `jls.autocast`."
+        f"than 1/{4 / float(jnp.finfo(dtype).eps):.0f} of a {dtype} parameter are lost, unless the optimizer is "
+        f"wrapped in `jls.master_weights` or `jls.stochastic_rounding`. {of_adam * (dtype == 'float16')}Use one of "
+        f"these wrappers, or store all trained parameters in float32 and cast them to {dtype} in `fun`, for example "
+        "with `jls.autocast`."
     )
 
 

@@ -137,10 +137,10 @@ def _is_floating(leaf: Any) -> bool:
 @jax.jit
 def _counts(param: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the number of nonzero updates and the number of nonzero updates that are lost."""
-    dtype = jnp.promote_types(param.dtype, update.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        new = (param + update).astype(param.dtype)
     # The numbers are compared as integers, because XLA can remove the rounding of the sum before a comparison.
-    new = _integers((param.astype(dtype) + update.astype(dtype)).astype(param.dtype))
-    old = _integers(param)
+    new, old = _integers(new), _integers(param)
     is_zero = (new << 1 == 0) & (old << 1 == 0)  # 0.0 and -0.0 are equal
     is_nonzero = update != 0
     return jnp.count_nonzero(is_nonzero), jnp.count_nonzero(is_nonzero & ((new == old) | is_zero))

@@ -1,0 +1,377 @@
+"""The wrappers for 16-bit parameters with every optimizer, on meshes, with checkpoints, and with other functions."""
+
+import pickle
+import warnings
+
+import chex
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from any_jax import enable_x64, set_mesh
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_half_parameters import (
+    BF16,
+    EXACT,
+    F16,
+    F32,
+    all_wrappers,
+    assert_same_bits,
+    both_dtypes,
+    grads_at,
+    of_parameters,
+    params_in,
+    step_of,
+    trained,
+)
+from test_optimizers import OPTIMIZERS
+from test_optimizers import WRAPPERS as OPTAX_WRAPPERS
+
+import jax_lossscale as jls
+import jax_lossscale.interop.flax  # registers the loss scales for `flax.serialization`
+
+pytestmark = pytest.mark.ci
+
+EVERYTHING = {
+    "master weights": lambda inner: jls.master_weights(jls.half_precision_state(inner)),
+    "stochastic": lambda inner: jls.stochastic_rounding(jls.half_precision_state(inner, 3), 5),
+}
+combined = pytest.mark.parametrize("wrapper", EVERYTHING.values(), ids=EVERYTHING)
+
+
+# --- Optimizers ---
+
+
+@all_wrappers
+@pytest.mark.parametrize("name", OPTIMIZERS | OPTAX_WRAPPERS)
+def test_every_optimizer_trains_16_bit_parameters(name, wrapper):
+    """The parameters and the state stay close to those in float32, keep their types, and the step compiles once."""
+    dtype = F32 if wrapper is jls.half_precision_state else BF16
+    inner = optax.with_extra_args_support((OPTIMIZERS | OPTAX_WRAPPERS)[name]())
+    start = params_in(dtype)
+
+    def run(tx, params):
+        state = tx.init(params)
+        types = jax.tree.map(jax.typeof, state)
+
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params, value=jnp.float32(0.01))
+            return optax.apply_updates(params, updates), state
+
+        for number in range(4):
+            params, state = step(params, state, grads_at(number, params))
+            assert jax.tree.map(jax.typeof, state) == types
+        assert step._cache_size() == 1
+        return params, state
+
+    expected, _ = run(jls.loss_scaled(inner, None), jls.cast_floating(start, F32))
+    for tx in wrapper(inner), jls.loss_scaled(wrapper(inner), None):
+        params, state = run(tx, start)
+        weights = jls.float32_params(params, state) if wrapper is jls.master_weights else params
+        tolerance = {jls.master_weights: 1e-5, jls.stochastic_rounding: 0.03, jls.half_precision_state: 0.02}[wrapper]
+        for leaf, other in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(leaf, np.float32), other, rtol=tolerance, atol=tolerance)
+
+
+@all_wrappers
+def test_strict_promotion_and_64_bits_do_not_change_the_result(wrapper):
+    start = params_in(F32 if wrapper is jls.half_precision_state else BF16)
+    expected = trained(wrapper(EXACT), start)
+    with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True):
+        tx, params, state = wrapper(EXACT), start, wrapper(EXACT).init(start)
+        for number in range(8):
+            updates, state = jax.jit(tx.update)(grads_at(number, params), state, params)
+            with jax.numpy_dtype_promotion("standard"):
+                params = optax.apply_updates(params, updates)
+    assert_same_bits((params, state), expected)
+    with enable_x64():
+        assert_same_bits(trained(wrapper(EXACT), start), expected)
+
+
+# --- Devices ---
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@combined
+def test_result_on_a_mesh_is_that_on_one_device(wrapper, axis_type):
+    params = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), BF16), "bias": jnp.ones(8, F16)}
+    tx = jls.loss_scaled(wrapper(EXACT), 8.0)
+    expected = trained(tx, params)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    specs = {"kernel": P("model", "data"), "bias": P("data")}
+
+    def placed(tree):
+        return {name: jax.device_put(leaf, NamedSharding(mesh, specs[name])) for name, leaf in tree.items()}
+
+    with set_mesh(mesh):
+        params = placed(params)
+        state, step = tx.init(params), jax.jit(tx.update_and_apply)
+        for number in range(8):
+            params, state = step(placed(grads_at(number, params)), state, params)
+        program = step.lower(placed(grads_at(0, params)), state, params).compile().as_text()
+    assert_same_bits(jax.device_get((params, state)), jax.device_get(expected))
+    for leaf in jax.tree.leaves((params, state.inner_state)):
+        if leaf.ndim:
+            assert leaf.sharding.spec == specs["kernel" if leaf.ndim == 2 else "bias"]
+    # Only the decision to apply the step is communicated. The random bits are computed for the local elements.
+    assert not {name for name in ("all-gather", "all-to-all", "collective-permute") if f" {name}(" in program}
+    assert "u32[16,32]" not in program
+
+
+@pytest.mark.parametrize("way", ["shard_map", "shard_map without vma", "pmap"])
+@combined
+def test_replicas_stay_equal(wrapper, way):
+    params = params_in(BF16)
+
+    def rounded_grads_at(number):
+        """Return gradients whose mean over the devices is exact."""
+        return jax.tree.map(lambda grad: jnp.round(grad * 64) / 64, grads_at(number, params))
+
+    tx = jls.loss_scaled(wrapper(EXACT), 8.0)
+    expected = params, tx.init(params)
+    for number in range(8):
+        expected = step_of(tx)(*expected, rounded_grads_at(number))
+    tx = jls.loss_scaled(wrapper(EXACT), 8.0, axis_name="data")
+
+    def step(params, state, grads):
+        return tx.update_and_apply(jax.lax.pmean(grads, "data"), state, params)
+
+    grads = [jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), rounded_grads_at(number)) for number in range(8)]
+    if way == "pmap":
+        step = jax.pmap(step, "data")
+        replicated = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (params, tx.init(params)))
+        for grad in grads:
+            replicated = step(*replicated, grad)
+        results = [jax.tree.map(lambda leaf, device=device: leaf[device], replicated) for device in range(8)]
+    else:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+        def local(params, state, grads):
+            return step(params, state, jax.tree.map(lambda leaf: leaf[0], grads))
+
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        step_of_all = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=way == "shard_map", **specs))
+        state = tx.init(params)
+        for grad in grads:
+            params, state = step_of_all(params, state, grad)
+        results = [
+            jax.tree.map(lambda leaf, device=device: leaf.addressable_shards[device].data, (params, state))
+            for device in range(8)
+        ]
+    for result in results:
+        assert_same_bits(jax.device_get(result), jax.device_get(expected))
+
+
+def test_lanes_of_vmap_use_the_same_random_bits():
+    tx = jls.stochastic_rounding(optax.sgd(2.0**-9))
+    params = {"w": jnp.ones((3, 64), BF16)}
+    state = jax.vmap(tx.init)(params)
+    updates, _ = jax.jit(jax.vmap(tx.update))({"w": jnp.ones((3, 64))}, state, params)
+    assert len(np.unique(updates["w"], axis=0)) == 1
+    assert len(np.unique(updates["w"], axis=1)) > 1
+
+
+# --- Loops and checkpoints ---
+
+
+@combined
+def test_scan_over_steps_is_equal_to_separate_steps(wrapper):
+    tx, params = jls.loss_scaled(wrapper(EXACT), 8.0), params_in(BF16)
+    expected = trained(tx, params)
+    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(grads_at(number, params) for number in range(8)))
+
+    @jax.jit
+    def run(params, state, grads):
+        def body(carry, grads):
+            return tx.update_and_apply(grads, carry[1], carry[0]), None
+
+        return jax.lax.scan(body, (params, state), grads)[0]
+
+    assert_same_bits(run(params, tx.init(params), grads), expected)
+
+
+def pickled(run, target, folder):
+    return pickle.loads(pickle.dumps(jax.device_get(run)))
+
+
+def by_flax(run, target, folder):
+    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(run))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def by_orbax(run, target, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(4, args=ocp.args.StandardSave(run))
+            manager.wait_until_finished()
+            return manager.restore(4, args=ocp.args.StandardRestore(jax.eval_shape(lambda: target)))
+
+
+@pytest.mark.parametrize("through", [pickled, by_flax, by_orbax])
+@combined
+def test_resumed_run_is_bitwise_equal(wrapper, through, tmp_path):
+    tx, params = jls.loss_scaled(wrapper(optax.adam(1e-2)), jls.FixedLossScale(8.0)), params_in(BF16)
+    step = jax.jit(tx.update_and_apply)
+    run = params, tx.init(params)
+    for number in range(4):
+        run = step(grads_at(number, params), run[1], run[0])
+    resumed = through(run, (params, tx.init(params)), tmp_path)
+    assert_same_bits(resumed, run)
+    for number in range(4, 8):
+        run = step(grads_at(number, params), run[1], run[0])
+        resumed = step(grads_at(number, params), resumed[1], resumed[0])
+    assert_same_bits(resumed, run)
+
+
+# --- Other functions of the library ---
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), F32)
+Y = jnp.tanh(X @ jnp.asarray(np.random.default_rng(1).normal(size=(8, 1)), F32))
+
+
+def model_params(dtype):
+    rng = np.random.default_rng(2)
+    return {
+        "first": jnp.asarray(rng.normal(size=(8, 16)) / 3, dtype),
+        "second": jnp.asarray(rng.normal(size=(16, 1)) / 4, dtype),
+        "bias": jnp.zeros((1, 1), dtype),
+    }
+
+
+def loss_fn(params, x, y):
+    hidden = jnp.tanh(x @ params["first"])
+    return jnp.mean((hidden @ params["second"] + params["bias"] - y).astype(F32) ** 2)
+
+
+def final_loss(tx, params, gradients):
+    """Train with a small learning rate, at which rounding to nearest would lose most updates."""
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        return tx.update_and_apply(gradients(params, state), state, params)
+
+    for _ in range(200):
+        params, state = step(params, state)
+    return float(loss_fn(jls.cast_floating(params, F32), X, Y))
+
+
+def with_scaled_grad(dtype):
+    return lambda params, state: jls.scaled_grad(jls.autocast(loss_fn, dtype), state)(params, X, Y)
+
+
+def accumulated(dtype):
+    def gradients(params, state):
+        function = jls.accumulate_gradients(jls.autocast(loss_fn, dtype), state, 4, batch_argnums=(1, 2))
+        grads = function(params, X, Y).grads
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
+        return jax.tree.map(lambda grad: grad * jls.get_loss_scale(state)(), grads)
+
+    return gradients
+
+
+@both_dtypes
+@combined
+@pytest.mark.parametrize("gradients", [with_scaled_grad, accumulated])
+def test_training_under_autocast_reaches_the_loss_of_float32(gradients, wrapper, dtype):
+    scale = "auto" if dtype == F16 else None
+    optimizer = optax.adam(1e-3)
+    exact = final_loss(jls.loss_scaled(optimizer, scale), model_params(F32), gradients(dtype))
+    loss = final_loss(jls.loss_scaled(wrapper(optimizer), scale), model_params(dtype), gradients(dtype))
+    assert abs(loss - exact) < 0.03 * exact
+    if dtype == BF16:
+        rounded = jls.loss_scaled(optimizer, scale)
+        assert final_loss(rounded, model_params(dtype), gradients(dtype)) > 1.5 * exact
+
+
+@combined
+def test_mixed_precision_trains_a_model_in_bfloat16(wrapper):
+    """A trainer that computes the gradients itself, as in tunix, with a model whose parameters are bfloat16."""
+
+    def final(optimizer, params):
+        mp = jls.MixedPrecision(optimizer, None, dtype=BF16)
+        loss, tx = mp.loss(loss_fn), mp.optimizer
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state):
+            updates, state = tx.update(jax.grad(loss)(params, X, Y), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(200):
+            params, state = step(params, state)
+        return float(loss_fn(jls.cast_floating(params, F32), X, Y))
+
+    exact = final(optax.adam(1e-3), model_params(F32))
+    assert abs(final(wrapper(optax.adam(1e-3)), model_params(BF16)) - exact) < 0.03 * exact
+    assert final(optax.adam(1e-3), model_params(BF16)) > 1.5 * exact
+
+
+@pytest.mark.parametrize("loss_scale", ["auto", 2.0**10])
+@combined
+def test_mixed_precision_trains_float16_parameters(wrapper, loss_scale):
+    mp = jls.MixedPrecision(wrapper(optax.adam(1e-3)), loss_scale)
+    params = model_params(F16)
+    state = mp.optimizer.init(params)
+    step = jax.jit(lambda params, state: mp.optimizer.update(jax.grad(mp.loss(loss_fn))(params, X, Y), state, params))
+    for _ in range(20):
+        updates, state = step(params, state)
+        params = optax.apply_updates(params, updates)
+    assert (state.applied_steps, state.skipped_steps) == (20, 0)
+    assert float(loss_fn(params, X, Y)) < float(loss_fn(model_params(F16), X, Y))
+
+
+@of_parameters
+def test_scaled_backward_with_float16_parameters(wrapper):
+    tx, params = wrapper(EXACT), model_params(F16)
+    small = jls.scaled_backward(lambda params: 1e-6 * loss_fn(params, X, Y), 2.0**12)
+    grads = jax.grad(small)(params)
+    assert all(jnp.any(grad != 0) for grad in jax.tree.leaves(grads))
+    new, _ = step_of(tx)(params, tx.init(params), grads)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, params)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, param_dtype=BF16, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.second = nnx.Linear(16, 1, param_dtype=F16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.tanh(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@all_wrappers
+def test_nnx_optimizer(wrapper, scaled):
+    model = Model(nnx.Rngs(0))
+    tx = wrapper(optax.sgd(1e-3, 0.9))
+    optimizer = nnx.Optimizer(model, jls.loss_scaled(tx, None) if scaled else tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.mean((model(X) - Y).astype(F32) ** 2))(model)
+        optimizer.update(model, grads)
+
+    before = nnx.state(nnx.clone(model), nnx.Param)
+    for _ in range(3):
+        step(model, optimizer)
+    params = nnx.state(model, nnx.Param)
+    assert jax.tree.map(lambda leaf: leaf.dtype, params) == jax.tree.map(lambda leaf: leaf.dtype, before)
+    assert not np.array_equal(params["norm"]["bias"][...], before["norm"]["bias"][...])
+    if wrapper is jls.master_weights:
+        weights = jls.float32_params(params, optimizer.opt_state)
+        assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(F32)}
+        kernel = weights["first"]["kernel"][...]
+        assert not np.array_equal(kernel, params["first"]["kernel"][...].astype(F32))
+        np.testing.assert_array_equal(kernel.astype(BF16), params["first"]["kernel"][...])
+        as_dict = jls.float32_params(nnx.to_pure_dict(params), optimizer.opt_state)
+        np.testing.assert_array_equal(as_dict["first"]["kernel"], kernel)
+        np.testing.assert_array_equal(jls.float32_params(model, optimizer.opt_state).first.kernel[...], kernel)
