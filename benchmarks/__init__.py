@@ -37,6 +37,9 @@ BENCHMARKS = {
         "autocast",
         "`jls.autocast` compared with manual casts: steps for an H100 (group `bench-cuda`), saved bytes, errors",
     ),
+    "untuned": Benchmark(
+        "autocast.untuned.table", "training steps of 24 models that `jls.autocast` was not tuned for (`bench-cuda`)"
+    ),
     "cuda": Benchmark("gpu.cuda", "the optimizer step, compiled for an H100 but not run (group `bench-cuda`)"),
 }
 
@@ -44,6 +47,10 @@ BENCHMARKS = {
 ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
+    ),
+    "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (10 minutes)"),
+    "older_gpus": Benchmark(
+        "autocast.older_gpus", "training steps in float16, compiled for a V100 and a T4 (group `bench-cuda`)"
     ),
     "collectives": Benchmark(
         "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"

@@ -28,6 +28,7 @@ MEASURES = {
     "diffrax_neural_ode": ["test error"],
     "haiku_graph_network": ["relative error"],
     "numpyro_vae": ["held-out bound"],
+    "diffusion": ["test loss"],
     "pinn": ["relative error"],
     "rl_float16": ["reward", "mismatch of log-probabilities"],
     "sharded_training": ["mean squared error"],

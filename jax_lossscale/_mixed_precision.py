@@ -270,7 +270,11 @@ class _Value:
         return self._loss_scale
 
     def gradient_scale(self, of_state: LossScale) -> None:
-        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer."""
+        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer.
+
+        Raises:
+          ValueError: if the loss scale in the state has a different class or configuration.
+        """
         if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
             raise ValueError(
                 f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
@@ -289,8 +293,8 @@ class _Reference:
         self.num_devices = len(scale.sharding.device_set)
 
     def read(self) -> LossScale:
-        """Return the loss scale for a backward pass."""
-        # The constructor of `FixedLossScale` would reject a scale below 1.
+        """Return the loss scale for a backward pass, which does not depend on how the loss scale is updated."""
+        # The leaf of the `FixedLossScale` is replaced, because the constructor would reject a scale below 1.
         fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
         return fixed
 

@@ -78,7 +78,8 @@ def scaled_backward(fun: _Function, loss_scale: Any) -> _Function:
     scale = constant_scale(loss_scale, "scaled_backward(loss_scale=...)")
 
     def unscaled(values: Sequence[Any]) -> list[Any]:
-        return [unscale_cotangents(value, scale) if _is_traced(value) else value for value in values]
+        # Gradients can be computed only with respect to tracers.
+        return [unscale_cotangents(each, scale) if isinstance(each, jax.core.Tracer) else each for each in values]
 
     @wraps(fun)
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +89,3 @@ def scaled_backward(fun: _Function, loss_scale: Any) -> _Function:
         return scale_gradient(traced.array_result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale)
 
     return scaled  # type: ignore[return-value]
-
-
-def _is_traced(value: Any) -> bool:
-    """Return whether ``value`` is a tracer. Gradients can be computed only with respect to tracers."""
-    return isinstance(value, jax.core.Tracer)

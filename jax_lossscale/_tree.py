@@ -71,14 +71,18 @@ def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
 
 
+def paths_of(tree: chex.ArrayTree) -> list[str]:
+    """Return the paths of all leaves, including each ``None``, as formatted by `jax.tree_util.keystr`."""
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    return [jax.tree_util.keystr(path) for path, _ in with_paths]
+
+
 def hash_of_paths(tree: chex.ArrayTree) -> int:
     """Return a hash of the paths of all leaves, including each ``None``, as a nonnegative int32 number.
 
     The hash of a tree is the same in every process, so it can be stored in a checkpoint.
     """
-    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
-    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
-    return zlib.crc32(repr(paths).encode()) % 2**31
+    return zlib.crc32(repr(paths_of(tree)).encode()) % 2**31
 
 
 def instances(tree: chex.ArrayTree, kind: type | tuple[type, ...]) -> list[Any]:
@@ -116,20 +120,15 @@ def device_of(leaf: Any) -> Any:
     return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
 
 
-def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
-    """Return ``function(leaves)``, computed with a separate call for the leaves on each device or mesh.
+def _leaf_by_leaf(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
+    """Return ``function(leaves)``, computed with a separate call for each leaf if they are on different devices.
 
     A compiled function cannot process arrays that are committed to different devices. ``function`` must process each
     leaf independently of all other leaves.
     """
-    devices = list(map(device_of, leaves))
-    if len({device for device in devices if device is not None}) <= 1:
+    if len({device_of(leaf) for leaf in leaves} - {None}) <= 1:
         return function(leaves)
-    results: dict[int, jax.Array] = {}
-    for device in dict.fromkeys(devices):
-        positions = [position for position, other in enumerate(devices) if other == device]
-        results.update(zip(positions, function([leaves[position] for position in positions]), strict=True))
-    return [results[position] for position in range(len(leaves))]
+    return [result for leaf in leaves for result in function([leaf])]
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
@@ -165,10 +164,9 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
-        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-        if is_abstract:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return [_at_least_float32(leaf, keep) for leaf in leaves]
-        return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
+        return _leaf_by_leaf(lambda leaves: _widen(leaves, keep), leaves)
 
     return map_inexact(widen_leaves, tree)
 
@@ -220,7 +218,7 @@ def cast_floating(
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
 
     def cast(leaves: list[Any]) -> list[jax.Array]:
-        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
+        return _leaf_by_leaf(lambda leaves: _cast(leaves, dtype), leaves)
 
     return _replace(cast, tree, jax.tree.leaves(chosen))
 

@@ -60,9 +60,9 @@ NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
 # Each module of the diagnostics may import only the modules before it in this list.
 DIAGNOSTICS = (
-    "_report _bits _exponents _nonfinite _lost_updates _in_precision _operations _matmuls _lost_constants _loss_call "
-    "_traced_gradients _sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
-    "_precision_probes _precision_rules _precision_trials _precision_search _find_precision _autocast_report _explain "
+    "_report _bits _exponents _nonfinite _lost_updates _in_precision _operations _lost_constants _loss_call "
+    "_sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
+    "_precision_probes _precision_trials _precision_search _find_precision _autocast_report _explain "
     "_simulate"
 ).split()
 
@@ -142,7 +142,7 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 # more lines, increase the limit and name the capability here.
 # Last increase: `master_weights`, `stochastic_rounding`, `half_precision_state`, `float32_params` and `lost_updates`.
 # Version 0.6.0 had 10,142 lines.
-MOST_LINES = 10_380
+MOST_LINES = 10_300
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -98,6 +98,30 @@ def test_readme_and_comparison_contain_every_example():
     assert sorted(load("compare").MEASURES) == NAMES
 
 
+def before_the_changes(source, diff):
+    """Return the source code before the changes of a diff, whose hunks start with ``@@``."""
+    for hunk in diff.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        assert source.count(after) == 1, after
+        source = source.replace(after, before)
+    return source
+
+
+def test_diff_in_the_readme_leads_from_a_float32_program_to_the_example(tmp_path, capsys):
+    load("diffusion")
+    source = (EXAMPLES / "diffusion.py").read_text()
+    page = (EXAMPLES / "README.md").read_text()
+    float32 = before_the_changes(source, re.search(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1])
+    assert "jls" not in float32
+    namespace = {"__name__": "float32"}
+    exec(compile(float32, "float32.py", "exec"), namespace)
+    namespace["main"](["--steps", "3"])
+    expected = numbers(capsys.readouterr().out)
+    run_here("diffusion", "--steps", 3, "--dtype", "float32")
+    assert numbers(capsys.readouterr().out)["test loss"] == expected["test loss"]
+
+
 # The range of a result of each example in float16 with its default number of steps. An untrained network is far outside
 # of this range.
 REACHED = {
@@ -110,6 +134,7 @@ REACHED = {
     "diffrax_neural_ode": ("test error", 0.0, 0.02),
     "haiku_graph_network": ("relative error", 0.0, 0.3),
     "numpyro_vae": ("held-out bound", -20.0, -15.0),
+    "diffusion": ("test loss", 0.1, 0.13),
     "pinn": ("relative error", 0.0, 0.01),
     "equinox_gan": ("distance of drawn and true digits", 0.0, 0.4),
     "rl_float16": ("reward", 0.9, 1.0),

@@ -120,8 +120,8 @@ def test_reference_shows_functions_and_not_modules(site):
 
 # Each line contains a search query, and the page or section that must be among the first three results.
 SEARCHES = """
-tensorboard                                  guide/logging/#every-n-steps-tensorboard-wandb-csv
-wandb                                        guide/logging/#every-n-steps-tensorboard-wandb-csv
+tensorboard                                  guide/metrics/#every-n-steps-tensorboard-wandb-csv
+wandb                                        guide/metrics/#every-n-steps-tensorboard-wandb-csv
 gradscaler                                   migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
 torch.amp.GradScaler                         migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
 amp                                          migrating/#from-torch-pytorch-amp-gradscaler-and-autocast
@@ -134,8 +134,8 @@ scaled_grad                                  api/gradients/#jax_lossscale.scaled
 jls.value_and_scaled_grad                    api/gradients/#jax_lossscale.value_and_scaled_grad
 trainstate                                   api/interop/#jax_lossscale.interop.flax.TrainState
 cheat sheet                                  api/
-install with pip                             #install-with-pip-required-versions
-pip install                                  #install-with-pip-required-versions
+install with pip                             install/
+pip install                                  install/
 changelog                                    changelog/
 faq                                          faq/
 float8                                       faq/#what-about-float8
@@ -145,7 +145,7 @@ bfloat16 or float16                          why/#float16-or-bfloat16-which-one-
 memory saved                                 why/#memory-saved-time-saved
 softmax in float16                           why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums
 training slower in fp16                      performance/#why-is-training-slower-in-float16-fp16-or-not-faster
-overhead                                     performance/#overhead-of-the-optimizer-step
+overhead                                     performance/#overhead-of-the-optimizer-step-what-it-costs
 tf32                                         performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores
 loss scale keeps decreasing                  troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor
 loss is nan                                  troubleshooting/
@@ -167,8 +167,8 @@ resume training                              guide/recipes/#resume-training
 freeze parameters                            guide/recipes/#freeze-parameters
 multisteps                                   guide/accumulation/#one-micro-batch-per-call-optaxmultisteps
 gradient accumulation                        guide/accumulation/
-gradient clipping                            guide/clipping/
-grad norm                                    guide/clipping/#log-the-gradient-norm
+gradient clipping                            guide/metrics/#gradient-clipping
+grad norm                                    guide/metrics/#log-the-gradient-norm
 multi gpu                                    guide/devices/
 shard_map                                    guide/devices/#jaxshard_map-and-jaxpmap-name-the-axes-with-axis_name
 batch norm                                   guide/skipped_steps/#batch-norm-statistics-moving-averages-random-keys
@@ -176,8 +176,8 @@ all steps are skipped                        guide/skipped_steps/
 learning rate schedule                       guide/skipped_steps/#learning-rate-schedules-and-warmup
 gan                                          guide/multiple_losses/
 lbfgs                                        guide/step/#line-searches-and-other-extra-arguments
-numpyro                                      guide/libraries/#or-let-the-optimizer-compute-the-gradient-numpyro
-ema weights                                  frameworks/optax/#moving-averages-ema-of-the-weights
+numpyro                                      guide/trainers/#or-let-the-optimizer-compute-the-gradient-numpyro
+ema weights                                  guide/recipes/#moving-averages-ema-of-the-weights
 batchnorm                                    frameworks/linen/
 gradients are not scaled                     troubleshooting/#gradients-are-not-scaled
 trainer computes gradients                   guide/libraries/
@@ -227,6 +227,24 @@ def test_search_finds_the_expected_page(site):
     command = [node, "-e", ASK, str(worker), str(site / "search" / "search_index.json"), json.dumps([*expected])]
     completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert completed.returncode == 0, completed.stderr
-    for (query, place), pages in zip(expected.items(), json.loads(completed.stdout), strict=True):
-        hits = [parts[0] for parts in pages[:3]]
-        assert place in [*hits, *(hit.partition("#")[0] for hit in hits)], (query, hits)
+    found = [[parts[0] for parts in pages[:3]] for pages in json.loads(completed.stdout)]
+    assert [
+        (query, place, hits)
+        for (query, place), hits in zip(expected.items(), found, strict=True)
+        if place not in [*hits, *(hit.partition("#")[0] for hit in hits)]
+    ] == []
+
+
+def test_old_addresses_redirect_to_existing_pages(site):
+    """Other tests check the links of all pages, including the pages that redirect."""
+    for old, new in {"frameworks/orbax": "guide/checkpoints", "differences": "migrating"}.items():
+        text = (site / old / "index.html").read_text()
+        target = re.search(r'location.replace\("(.*)" \+ location.hash\)', text)[1]
+        assert (site / old / target).resolve() == site / new
+        assert (site / new / "index.html").exists()
+        assert f"/{old}/" not in (site / "sitemap.xml").read_text()
+
+
+def test_benchmark_results_are_not_part_of_the_site(site):
+    assert not (site / "results" / "policies").exists()
+    assert "benchmarks/results/policies.md" in (site / "choosing" / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""Training steps for a GPU: they are always compiled for an H100, and timed if there is a GPU."""
+"""Training steps that are compiled for an H100 or another GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.autocast.models import Model, Transformer, model_of
 from benchmarks.autocast.ways import FLOAT32, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program, read
-from benchmarks.harness.isolation import Progress
-from benchmarks.harness.timing import Repeated, Timings, interleave
+from benchmarks.gpu.specifications import H100, Gpu
+from benchmarks.harness.timing import Timings
 
 
 def training_step(trained: Model, way: str) -> tuple[Any, Any]:
@@ -41,11 +41,11 @@ def networks() -> dict[str, Model]:
     return models.networks() | untuned.networks()
 
 
-def compiled(name: str, way: str) -> Program:
-    """Compile a training step of one of the `networks` for an H100. `compiled` must run in its own process."""
+def compiled(name: str, way: str, gpu: Gpu = H100) -> Program:
+    """Compile a training step of one of the `networks` for a GPU. `compiled` must run in its own process."""
     cuda.start()
     step, begin = training_step(networks()[name], way)
-    program = cuda.compile_for_one(step, *jax.eval_shape(begin))
+    program = cuda.compile_for_one(step, *jax.eval_shape(begin), gpu=gpu)
     return read(program.as_text() or "", program.memory_analysis().temp_size_in_bytes)
 
 
@@ -65,14 +65,3 @@ def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings
         cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](network))), *arguments)
         seconds[way].append(time.process_time() - start)
     return Timings({way: taken[-rounds:] for way, taken in seconds.items()})
-
-
-def timed(name: str, ways: Sequence[str], rounds: int, progress: Progress) -> Timings | None:
-    """Time training steps in turns; return ``None`` without a GPU."""
-    if jax.default_backend() != "gpu":
-        return None
-    steps = {}
-    for way in ways:
-        step, begin = training_step(networks()[name], way)
-        steps[way] = Repeated(step, *jax.jit(begin)())
-    return interleave(steps, rounds, progress)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.autocast import costs, gpu, hard, tracing
 from benchmarks.autocast.counting import bytes_saved, dtypes_of_matmuls
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.models import Transformer, model_of, small
-from benchmarks.autocast.untuned import table as untuned
 from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS, NO_RECOMPUTE, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program
@@ -48,17 +47,14 @@ _MIB = 2**20
 def run(quick: bool, progress: Progress) -> list[Table]:
     """Return all tables."""
     models = _QUICK_MODELS if quick else tuple(_GOALS)
-    goals = {model: _GOALS[model][0] for model in models} | dict.fromkeys(untuned.models(quick), untuned.TIME_GOAL)
     return [
-        _steps(models, quick, progress.part(0, 8, "for an H100")),
-        untuned.table(quick, progress.part(1, 8, "models that nothing was tuned for")),
-        _compile_time(quick, progress.part(2, 8, "compile time")),
-        tracing.table(quick, progress.part(3, 8, "trace time")),
+        _steps(models, quick, progress.part(0, 6, "for an H100")),
+        _compile_time(quick, progress.part(1, 6, "compile time")),
+        tracing.table(quick, progress.part(2, 6, "trace time")),
         _saved(quick),
-        _errors(quick, progress.part(4, 8, "gradients")),
-        _hard(quick, progress.part(5, 8, "hard cases")),
-        _timed(goals, quick, progress.part(6, 8, "timing")),
-        *costs.tables(quick, progress.part(7, 8, "other costs")),
+        _errors(quick, progress.part(3, 6, "gradients")),
+        _hard(quick, progress.part(4, 6, "hard cases")),
+        *costs.tables(quick, progress.part(5, 6, "other costs")),
     ]
 
 
@@ -180,16 +176,3 @@ def _hard(quick: bool, progress: Progress) -> Table:
         "casts: values below 2^-25 become zero in the rounded result of a softmax.",
     )
     return Table("Errors of gradients, hard cases", heads, rows, marks, notes, quick)
-
-
-def _timed(goals: Mapping[str, float], quick: bool, progress: Progress) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    marks = []
-    for n, (model, goal) in enumerate(goals.items()):
-        what = f"GPU: training step under autocast over manual casts, {model}"
-        timings = gpu.timed(model, _COMPARED, 5 if quick else 30, progress.part(n, len(goals), model))
-        rows += [(model, *timings.row(way, MANUAL_CASTS)) for way in _COMPARED] if timings else []
-        mark = Mark(what, None, goal, note="no GPU here")
-        marks.append(timings.mark(what, AUTOCAST, MANUAL_CASTS, goal) if timings else mark)
-    heads = columns("model | loss | median {:.2f} ms | minimum {:.2f} ms | over manual casts {:.2f} | spread")
-    return Table("Training steps on a GPU", heads, rows, marks, quick=quick)

@@ -1,1 +1,1 @@
-"""Benchmarks that compile programs for an H100 and analyze the compiled programs without running them."""
+"""Benchmarks that compile programs for a GPU and analyze the compiled programs without running them."""

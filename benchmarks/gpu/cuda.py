@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.gpu.gpu_program import Program, read
 from benchmarks.gpu.meshes import LAYOUTS, Layout, collectives
+from benchmarks.gpu.specifications import H100, Gpu
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark, Table, columns
 from benchmarks.optimizer import trees
@@ -49,25 +50,6 @@ _MESH_NOTES = (
     "separately.",
 )
 _NOT_RUN = "GPU program (compiled, not run)"
-
-# The description of an H100 SXM5, from NVIDIA's data sheet and from the table of compute capability 9.0 in the CUDA C++
-# Programming Guide. Without any one of these values, XLA fails or compiles a different program. For example, without
-# the versions and the platform, float8 matmuls are not left to cuBLASLt. Values that do not affect the program are
-# omitted.
-_H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_warp: 32 threads_per_core_limit: 2048 threads_per_block_limit: 1024
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  l2_cache_size: 52428800 device_memory_size: 80000000000 memory_bandwidth: 3350000000000
-}
-platform_name: "CUDA"
-runtime_version { major: 12 minor: 9 patch: 0 }
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-"""
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
@@ -102,14 +84,15 @@ def start() -> None:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 
-def devices(topology: str) -> list[Any]:
-    """Return descriptions of H100s, which need not be present."""
-    return topologies.get_topology_desc("h100", "cuda", target_config=_H100, topology=topology).devices
+def devices(topology: str, gpu: Gpu = H100) -> list[Any]:
+    """Return descriptions of GPUs, which need not be present."""
+    name = gpu.name.lower()
+    return topologies.get_topology_desc(name, "cuda", target_config=gpu.description, topology=topology).devices
 
 
-def compile_for_one(function: Any, *arguments: Any) -> jax.stages.Compiled:
-    """Compile a jitted function for one H100. Only the shapes and dtypes of the arguments are used."""
-    there = jax.sharding.SingleDeviceSharding(devices("1x1x1")[0])
+def compile_for_one(function: Any, *arguments: Any, gpu: Gpu = H100) -> jax.stages.Compiled:
+    """Compile a jitted function for one GPU. Only the shapes and dtypes of the arguments are used."""
+    there = jax.sharding.SingleDeviceSharding(devices("1x1x1", gpu)[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
     return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.hlo import Computation, Instruction, parse
 from benchmarks.gpu.kernels import Kernel, kernels
+from benchmarks.gpu.specifications import H100, Gpu
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,15 @@ class Program:
     @property
     def seconds(self) -> float:
         """The predicted time of all kernels on one H100 in seconds."""
-        return sum(kernel.seconds for kernel in self.kernels)
+        return self.seconds_on(H100)
 
-    def over(self, other: Program) -> tuple[float, float]:
+    def seconds_on(self, gpu: Gpu) -> float:
+        """Return the predicted time of all kernels on a GPU in seconds."""
+        return sum(kernel.seconds_on(gpu) for kernel in self.kernels)
+
+    def over(self, other: Program, gpu: Gpu = H100) -> tuple[float, float]:
         """Return the ratios of the predicted times and of the temporaries of this program and another program."""
-        return self.seconds / other.seconds, self.temporaries / other.temporaries
+        return self.seconds_on(gpu) / other.seconds_on(gpu), self.temporaries / other.temporaries
 
 
 def read(text: str, temporaries: int) -> Program:

@@ -1,4 +1,4 @@
-"""The kernels of a program that was compiled for an H100: memory traffic, matmuls, and predicted time.
+"""The kernels of a program that was compiled for a GPU: memory traffic, matmuls, and predicted time.
 
 The predicted time of a kernel is the larger of two times: the time to move its bytes at full bandwidth, and the time to
 compute its matrix multiplications and convolutions (matmuls) at peak throughput. Caches, launches and tuning are not
@@ -14,11 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.gpu.hlo import Array, Computation, Instruction, root
-
-# The bandwidth of an H100 SXM5 in bytes per second, and its peak matmul throughput in operations per second by operand
-# dtype. The values are from NVIDIA's data sheet.
-BANDWIDTH = 3.35e12
-PEAK = {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 4.95e14, "f32, not TF32": 6.7e13, "f64": 6.7e13}
+from benchmarks.gpu.specifications import H100, Gpu
 
 # Instructions that only refer to values in memory, or wait for them.
 _NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
@@ -49,9 +45,13 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        """The predicted time of all launches in seconds."""
-        multiplied = sum(count / PEAK[dtype] for dtype, count in self.matmuls.items())
-        return self.launches * max(self.bytes / BANDWIDTH, multiplied)
+        """The predicted time of all launches on an H100 in seconds."""
+        return self.seconds_on(H100)
+
+    def seconds_on(self, gpu: Gpu) -> float:
+        """Return the predicted time of all launches on a GPU in seconds."""
+        multiplied = sum(count / gpu.peak[dtype] for dtype, count in self.matmuls.items())
+        return self.launches * max(self.bytes / gpu.bandwidth, multiplied)
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -199,11 +199,11 @@ def _matmuls(computations: Mapping[str, Computation], inside: Computation) -> Co
 def _slowest(matmul: Instruction, operands: list[Array]) -> str:
     """Return the dtype that determines the throughput of a matmul."""
     names = ["f8" if operand.dtype.startswith("f8") else operand.dtype for operand in operands]
-    if unknown := set(names) - set(PEAK):
+    if unknown := set(names) - set(H100.peak):
         raise NotImplementedError(
-            f"The peak throughput of {', '.join(unknown)} is unknown: {matmul.name}. Add it to `PEAK`."
+            f"The peak throughput of {', '.join(unknown)} is unknown: {matmul.name}. Add it to `H100`."
         )
-    slowest = min(names, key=lambda name: PEAK[name])
+    slowest = min(names, key=lambda name: H100.peak[name])
     return "f32, not TF32" if slowest == "f32" and matmul.attribute(r"operand_precision=\{(high)") else slowest
 
 

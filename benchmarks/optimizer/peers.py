@@ -108,6 +108,35 @@ class Ours(Contender):
         return optax.apply_updates(params, updates), opt_state
 
 
+class Handwritten(Contender):
+    """A short loss-scaled step without any library: one check of all gradients, one branch and one factor.
+
+    The check concatenates all gradients, which is fast to compile but not to run.
+    """
+
+    def init(self, params: Tree) -> State:
+        return params, (ADAM.init(params), jnp.float32(LOSS_SCALE), jnp.int32(0))
+
+    def apply(self, state: State, grads: Tree) -> State:
+        params, (adam_state, scale, counter) = state
+        is_finite = jnp.isfinite(jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)])).all()
+
+        def run() -> State:
+            factor = 1 / scale
+            updates, new_state = ADAM.update(jax.tree.map(lambda g: g * factor, _to_float32(grads)), adam_state, params)
+            return optax.apply_updates(params, updates), new_state
+
+        params, adam_state = jax.lax.cond(is_finite, run, lambda: (params, adam_state))
+        grows = is_finite & (counter == 1999)
+        scale = jnp.where(is_finite, jnp.where(grows, 2 * scale, scale), scale / 2)
+        return params, (adam_state, scale, jnp.where(is_finite & ~grows, counter + 1, 0))
+
+    def train(self, loss: Loss, state: State, batch: Any) -> tuple[State, jax.Array]:
+        scale = state[1][1]
+        scaled, grads = jax.value_and_grad(lambda p: scale * loss(p, batch))(state[0])
+        return self.apply(state, grads), scaled / scale
+
+
 class Jmp(Contender):
     """The step with ``jmp.DynamicLossScale``: unscale, check, adjust, update, select.
 
@@ -188,6 +217,7 @@ class ApplyIfFinite(Contender):
 
 
 BARE = Bare("bare")
+HANDWRITTEN = Handwritten("handwritten")
 OURS = Ours()
 OURS_IN_TWO_CALLS = Ours(fused=False)
 OTHER_KINDS: tuple[Contender, ...] = tuple(Ours(loss_scale=kind) for kind in _LOSS_SCALES if kind != "dynamic")

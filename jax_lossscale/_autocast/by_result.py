@@ -1,9 +1,9 @@
 """Functions, such as softmax, whose derivative is computed from the result instead of the operand.
 
-If the result of a softmax or relu is rounded to half precision for a matmul, only the rounded result is saved for the
-backward pass. The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the
-derivative of a relu does not need its operand. The minimum cut (`min_cut`) cannot save only the rounded result, because
-it uses the derivatives that JAX defines for the individual operations. Sigmoid and tanh are differentiated as usual in
+If the result of a softmax or relu is rounded to half precision, its derivative is computed from the rounded result. The
+derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
+relu does not need its operand. With the derivatives that JAX defines for the individual operations, the minimum cut
+(`min_cut`) could not save only the rounded result. Sigmoid and tanh are differentiated as usual in
 JAX. Close to saturation, the results of sigmoid and tanh are rounded to 0, 1 or -1, so a derivative that is computed
 from the rounded result would be zero.
 """
@@ -29,10 +29,11 @@ class ByResult(NamedTuple):
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
 
-    def of(self, x: Any, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    def of(self, x: Any, dtype: jnp.dtype, is_saved: bool) -> tuple[jax.Array, jax.Array]:
         """Return the result of the function for ``x``, and the same result rounded to half precision.
 
-        For both the unrounded and the rounded result, the derivative is computed from the rounded result.
+        For both the unrounded and the rounded result, the derivative is computed from the rounded result, which is
+        marked as saved if ``is_saved`` is True.
         """
 
         @jax.custom_jvp
@@ -45,7 +46,7 @@ class ByResult(NamedTuple):
             result, rounded = function(*primals)
             # The rounded result is marked as saved here, because marking the result of `function` would save a second
             # copy.
-            rounded = mark_saved(rounded)
+            rounded = mark_saved(rounded) if is_saved else rounded
             tangent = self.derivative(as_float32(rounded), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -85,19 +86,18 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
     functions are found:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
-    - `jax.nn.relu`, if its result is stored in float32 and a matmul uses the rounded result. For example, this applies
-      to a relu that follows the sum of a skip connection.
+    - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
-    rounded = {
+    half_or_rounded = {*half} | {
         name
         for node, node_plan in zip(graph.nodes, node_plans, strict=True)
         if node_plan.kind is NodeKind.MATMUL and node_plan.is_half
         for name in value_ids(node.inputs)
-        if is_float32(graph.types[name]) and name not in half
+        if is_float32(graph.types[name])
     }
     for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
-        if node_plan.kind is NodeKind.SELECTION and rounded.issuperset(node.outputs) and _is_relu(node.eqn):
+        if node_plan.kind is NodeKind.SELECTION and half_or_rounded.issuperset(node.outputs) and _is_relu(node.eqn):
             yield position, node, _RELU
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
             exp, axes = _parts_of_softmax(node, maker)

@@ -26,6 +26,12 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
+# The price of saving a value in addition to the price of its bytes, as a fraction of the sum of all prices. Among cuts
+# with the same price, it selects the cut with the fewest saved values. It is larger than the errors of the capacities.
+_PRICE_PER_VALUE = 2.0**-24
+# The price of writing a recomputed byte to memory. It is less than the price of a saved byte, because XLA sometimes
+# fuses the recomputation into a matmul.
+_PRICE_REWRITTEN = 7 / 8
 
 
 class CutGraph:
@@ -42,13 +48,14 @@ class CutGraph:
 
     def __init__(self) -> None:
         self._edges: list[tuple[Any, Any, float]] = []
+        self._prices_saved: dict[Value, float] = {}
 
     def add_value(
         self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
     ) -> None:
         """Add to the network a value that can be saved, or recomputed if its operands are available."""
         self._edges.append(("source", (value, "needed"), price_recomputed))
-        self._edges.append(((value, "needed"), (value, "available"), price_saved))
+        self._prices_saved[value] = price_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
     def require(self, value: Value) -> None:
@@ -57,7 +64,13 @@ class CutGraph:
 
     def saved(self) -> set[Value]:
         """Return the values to save if the total price of saving and recomputing is to be as low as possible."""
-        nodes = _nearest_to_sink(self._edges) - {"sink"}
+        finite = [price for *_, price in self._edges if price < math.inf]
+        price_per_value = _PRICE_PER_VALUE * sum([*finite, *self._prices_saved.values()])
+        edges = [
+            ((value, "needed"), (value, "available"), price + price_per_value)
+            for value, price in self._prices_saved.items()
+        ]
+        nodes = _nearest_to_sink(self._edges + edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
 
@@ -131,23 +144,26 @@ class MinCut(NamedTuple):
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
         inputs = {Value(value_id) for value_id in segment.inputs}
         in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        # The evaluation of a `BY_RESULT` node already marks the result of the node, or its rounded result, as saved.
-        of_result = {n for node, plan in nodes if plan.kind is NodeKind.BY_RESULT for n in node.outputs}
-        by_result = {Value(value_id, is_rounding=value_id not in self.half) for value_id in of_result}
+        by_result = {
+            Value(value_id, is_rounding=value_id not in self.half): node_plan.kind
+            for node, node_plan in nodes
+            if node_plan.by_result is not None
+            for value_id in node.outputs
+        }
 
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
             # backward pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a
-            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway. One byte is added to the
-            # cost of each value, so that the cut with the fewest values is selected among cuts with the same cost.
+            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
-            return self._bytes(value) * price_per_byte + 1
+            return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # The values in `by_result` are always saved. If the forward pass writes a value to memory, such as a
-            # residual sum, then recomputing this value in the backward pass writes it to memory again. Recomputing any
-            # other value is free, because XLA fuses the arithmetic with the operations that use the value.
-            return math.inf if value in by_result else self._bytes(value) if value in in_memory else 0
+            # A softmax is always saved. If the forward pass writes a value to memory, such as a residual sum, then
+            # recomputing this value in the backward pass writes it to memory again. Recomputing any other value is
+            # free, because XLA fuses the arithmetic with the operations that use the value.
+            is_softmax = by_result.get(value) is NodeKind.OTHER
+            return math.inf if is_softmax else self._bytes(value) * _PRICE_REWRITTEN * (value in in_memory)
 
         graph = CutGraph()
         for value in inputs:
@@ -159,6 +175,9 @@ class MinCut(NamedTuple):
                 if node.eqn.primitive.name in REDUCTIONS:
                     # Recomputing a reduction requires reading its operands, which are much larger than its result.
                     price: float = sum(map(self._bytes, {*values}))
+                elif node.eqn.primitive.name == "gather":
+                    # XLA fuses a gather with the operations that use its result, so a recomputed result is only read.
+                    price = self._bytes(value)
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
                     # Therefore, a recomputed result is written to memory and read again.
@@ -166,9 +185,9 @@ class MinCut(NamedTuple):
                 else:
                     price = price_recomputed(value)
                 graph.add_value(value, price_saved(value), price, values)
-        for value in of_matmuls | by_result | self._needed_by_arithmetic(segment, nodes, operands):
+        for value in of_matmuls | {*by_result} | self._needed_by_arithmetic(segment, nodes, operands):
             graph.require(value)
-        return frozenset(graph.saved() - inputs - by_result)
+        return frozenset(graph.saved() - inputs)
 
     def _bytes(self, value: Value) -> int:
         """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
@@ -192,11 +211,11 @@ class MinCut(NamedTuple):
     def _needed_by_arithmetic(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
     ) -> set[Value]:
-        """Return the values needed by the derivatives of all nodes except `MATMUL` and `BY_RESULT` nodes."""
+        """Return the values needed by the derivatives of all nodes except matmuls and functions by result."""
         differentiated = self._differentiated(segment, nodes)
         found: set[Value] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):
-            is_arithmetic = node_plan.kind not in (NodeKind.MATMUL, NodeKind.BY_RESULT)
+            is_arithmetic = node_plan.kind is not NodeKind.MATMUL and node_plan.by_result is None
             if is_arithmetic and not differentiated.isdisjoint(node.outputs):
                 needed = value_ids([node.inputs[n] for n in self.operands_needed(node.eqn)])
                 found.update(value for value in values if value.id in needed)

@@ -24,7 +24,6 @@ class NodeKind(enum.Enum):
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
     SELECTION = enum.auto()  # A selection preserves the dtype of its operands. Its derivative needs a mask.
-    BY_RESULT = enum.auto()  # A function whose derivative is computed from its result.
     CALL = enum.auto()  # An equation whose jaxprs are rewritten.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
     OTHER = enum.auto()
@@ -41,7 +40,9 @@ class NodePlan(NamedTuple):
       has_float32_result: whether the result of a matmul in half precision is float32.
       reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;
         otherwise "".
-      by_result: the `ByResult` that evaluates a node of the kind `BY_RESULT`; otherwise None.
+      by_result: the `ByResult` that evaluates the node if the derivative of the node is computed from its result;
+        otherwise None.
+      batch: the result of `masked_gather.batch_dimensions`.
     """
 
     kind: NodeKind
@@ -50,6 +51,7 @@ class NodePlan(NamedTuple):
     has_float32_result: bool = False
     reason: str = ""
     by_result: Any = None
+    batch: tuple[tuple[int, int], ...] = ()
 
 
 # Kinds of nodes whose results have the dtype of their operands.

@@ -18,6 +18,7 @@ from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
+from jax_lossscale._autocast.masked_gather import batch_dimensions
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
@@ -93,6 +94,11 @@ class Planner:
         unrounded = self._feeding.values(graph, context.unrounded)
         constants = Constants(graph, context.known)
         node_plans = [self.rule.decide(node, context.within, unrounded, constants) for node in graph.nodes]
+        makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
+        node_plans = [
+            node_plan._replace(batch=batch_dimensions(node, makers))
+            for node, node_plan in zip(graph.nodes, node_plans, strict=True)
+        ]
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
@@ -368,7 +374,7 @@ def _with_functions_by_result(
     """Return a graph and node plans in which each function found by `by_result` is a single node."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half):
-        nodes[position], plans[position] = node, NodePlan(NodeKind.BY_RESULT, by_result=function)
+        nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
     return graph._replace(nodes=tuple(nodes)), plans
 
 

@@ -17,6 +17,7 @@ from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
+from jax_lossscale._autocast.masked_gather import masked_gather
 from jax_lossscale._autocast.plan import (
     FOLLOWING,
     CallPlan,
@@ -132,10 +133,12 @@ class Rewriting:
                 else:
                     are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
                 operands = self._operands(segment, node, are_half, values)
-                if node_plan.kind is NodeKind.BY_RESULT:
-                    result, rounded = node_plan.by_result.of(operands[0], self.dtype)
+                if node_plan.by_result is not None:
+                    is_half = node.outputs[0] in plan.half
+                    is_saved = Value(node.outputs[0], not is_half) in (segment.saved or ())
+                    result, rounded = node_plan.by_result.of(operands[0], self.dtype, is_saved)
                     values[Value(node.outputs[0], is_rounding=True)] = rounded
-                    outputs = [rounded if node.outputs[0] in plan.half else result]
+                    outputs = [rounded if is_half else result]
                 else:
                     outputs = self._node(plan, segment, position, are_half, operands)
                 for value_id, array in zip(node.outputs, outputs, strict=True):
@@ -145,14 +148,16 @@ class Rewriting:
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
         """Return a result of a node, cast to the dtype that the result has in the segment.
 
-        If the segment saves the result, the result is marked as saved. A value that is stored in half precision is
-        rounded before it is saved, even if it is converted to float32 in the segment. The results of data movement and
-        selections need no rounding, because their operands have already been rounded.
+        If the segment saves the result, the result is marked as saved, unless a `ByResult` has already marked it. A
+        value that is stored in half precision is rounded before it is saved, even if it is converted to float32 in the
+        segment. The results of data movement and selections need no rounding, because their operands have already been
+        rounded.
         """
         is_upcast = value_id in segment.upcast
         if not (is_upcast and node_plan.kind in FOLLOWING):
             array = self._as_stored(plan, value_id, array)
-        array = _marked_if_saved(segment, Value(value_id), array)
+        if node_plan.by_result is None:
+            array = _marked_if_saved(segment, Value(value_id), array)
         return as_float32(array) if is_upcast else array
 
     def _operands(
@@ -167,7 +172,10 @@ class Rewriting:
             array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
             if is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
                 rounding = Value(atom, is_rounding=True)
-                array = _marked_if_saved(segment, rounding, as_dtype(values.get(rounding, array), self.dtype))
+                if rounding in values:
+                    array = values[rounding]
+                else:
+                    array = _marked_if_saved(segment, rounding, as_dtype(array, self.dtype))
             if is_float32(variable.aval):
                 array = as_dtype(array, self.dtype) if is_half else as_float32(array)
             operands.append(array)
@@ -192,6 +200,8 @@ class Rewriting:
             return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
             return self._half_matmul(plan, node, node_plan, operands)
+        if node_plan.batch and self.measured is None:
+            return masked_gather(eqn, operands, dict(node_plan.batch))
         outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
@@ -266,7 +276,7 @@ class Rewriting:
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of the backward pass.
         """
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
-        if closed.jaxpr is function.jaxpr:
+        if closed.eqns is function.eqns:
             return self.declared(plan, closed, inputs, call.results)
         # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals,
         # which are not cast to their declared dtypes. The cotangents that a backward pass returns are cast by

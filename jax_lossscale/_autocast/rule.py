@@ -38,6 +38,7 @@ from jax_lossscale._program.primitives import (
     IN_HALF,
     PLACEMENTS,
     SELECTIONS,
+    WRITTEN,
     is_matmul,
 )
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
@@ -95,7 +96,9 @@ class Rule:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
-        if has_effects(eqn) or (follows is None and (is_alone or any(map(jaxprs_of, eqn.params.values())))):
+        # The jaxpr in a scatter-add only adds two numbers.
+        is_opaque = name not in WRITTEN and any(map(jaxprs_of, eqn.params.values()))
+        if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices (such as
         # an all-gather) and placements (such as `pvary`). The transposes of an all-gather and of `pvary` are sums.

@@ -6,6 +6,7 @@ value are added in float32, the value is converted to float32 once.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
@@ -103,8 +104,11 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     The operands may be cast for data movement that copies each number to at most one position, and for elementwise
     selections, such as the maximum of two arrays.
     """
-    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS | POOLS
-    return node_plan.kind in FOLLOWING and node.eqn.primitive.name not in others
+    name, params = node.eqn.primitive.name, node.eqn.params
+    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS
+    # JAX cannot differentiate pooling with dilations, so the dilations do not matter.
+    has_overlaps = name in POOLS and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
+    return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
@@ -190,7 +194,7 @@ def _with_float32_cotangents(
 def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segment) -> set[ValueId]:
     """Return the residual stream: the largest float32 results of a segment's arithmetic that later segments use."""
     leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
-    arithmetic = (NodeKind.OTHER, NodeKind.SELECTION, NodeKind.BY_RESULT)
+    arithmetic = (NodeKind.OTHER, NodeKind.SELECTION)
     sizes = {
         result: size_of(graph.types[result])
         for position in segment.nodes

@@ -67,9 +67,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     the gradient of this function.
     """
     suggestion = "To scale the gradient of a function, apply `scale_gradient` to the result of the function."
-    _tree.check_tree(tree, "scale_gradient(tree=...)", suggestion)
-    _check_order(tree, "scale_gradient")
-    loss_scale = as_loss_scale(scale, "scale_gradient(scale=...)")
+    loss_scale = _checked(tree, scale, "scale_gradient", suggestion)
     if isinstance(loss_scale, NoOpLossScale):
         return tree
     warn_if_half(tree, loss_scale)
@@ -124,9 +122,7 @@ def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     the scale is a power of two, the division is exact unless the result is subnormal. Higher-order and forward-mode
     derivatives are computed as described in `scale_gradient`.
     """
-    _tree.check_tree(tree, "unscale_gradient(tree=...)")
-    _check_order(tree, "unscale_gradient")
-    loss_scale = as_loss_scale(scale, "unscale_gradient(scale=...)")
+    loss_scale = _checked(tree, scale, "unscale_gradient")
     if isinstance(loss_scale, NoOpLossScale):
         return tree
     return unscale_cotangents(tree, constant_scale(loss_scale, "unscale_gradient(scale=...)"))
@@ -155,15 +151,18 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
     return _map_adjoint(_unscale_cotangent, tree, scale)
 
 
-def _check_order(tree: chex.ArrayTree, function: str) -> None:
-    """Raise a `ValueError` if ``tree`` is a loss scale or a state that contains one.
+def _checked(tree: chex.ArrayTree, scale: Any, function: str, suggestion: str = "") -> LossScale:
+    """Return the loss scale in ``scale``.
 
-    Without `_check_order`, a scalar loss would be accepted as the scale if the arguments ``tree`` and ``scale`` were
-    swapped.
+    Raises:
+      ValueError: if ``tree`` is not a pytree of arrays, or is a loss scale or a state that contains one, which means
+        that the arguments were swapped; or if ``scale`` does not contain exactly one loss scale.
     """
+    _tree.check_tree(tree, f"{function}(tree=...)", suggestion)
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
+    return as_loss_scale(scale, f"{function}(scale=...)")
 
 
 def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:

@@ -238,10 +238,8 @@ def register(cls: _T) -> _T:
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return (
-            tuple(_as_array(getattr(node, name)) for name in leaf_names),
-            tuple(getattr(node, name) for name in config_names),
-        )
+        leaves = tuple(_as_array(getattr(node, name)) for name in leaf_names)
+        return leaves, tuple(getattr(node, name) for name in config_names)
 
     def flatten_with_keys(node: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         leaves, config = flatten(node)
@@ -281,8 +279,5 @@ def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:
     """Return a dictionary with the names and values of the static fields of a loss scale."""
-    return {
-        field.name: getattr(loss_scale, field.name)
-        for field in dataclasses.fields(loss_scale)  # type: ignore[arg-type]
-        if field.metadata.get("static")
-    }
+    fields = dataclasses.fields(loss_scale)  # type: ignore[arg-type]
+    return {field.name: getattr(loss_scale, field.name) for field in fields if field.metadata.get("static")}

@@ -70,10 +70,7 @@ class FixedLossScale(LossScale):
         """Return the scale itself."""
         return self.loss_scale_value
 
-    @property
-    def lower_bound(self) -> ArrayLike:
-        """Return the scale itself."""
-        return self.loss_scale_value
+    lower_bound = upper_bound
 
     def __call__(self) -> jax.Array:
         """Return the scale as a ``float32[]``."""
@@ -93,10 +90,8 @@ class FixedLossScale(LossScale):
         Raises:
           ValueError: if the scale is traced or is a batch of scales, because such scales are not JSON-serializable.
         """
-        return {
-            "loss_scale_value": finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value"),
-            "skip_nonfinite": self.skip_nonfinite,
-        }
+        value = finite_number(self.loss_scale_value, "FixedLossScale.loss_scale_value")
+        return {"loss_scale_value": value, "skip_nonfinite": self.skip_nonfinite}
 
 
 @register

@@ -89,11 +89,8 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
     Raises:
       ValueError: if there is not exactly one instance with this path.
     """
-    nodes = [
-        (keys, node)
-        for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
-        if isinstance(node, kind)
-    ]
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    nodes = [(keys, node) for keys, node in with_paths if isinstance(node, kind)]
     if not nodes:
         raise not_a_state(tree, name)
     chosen = [(keys, node) for keys, node in nodes if path is None or _begins_with(keys, path)]
@@ -154,8 +151,6 @@ def _begins_with(path: tuple[Any, ...], prefix: str) -> bool:
 
     The prefix can have either of the two formats of `jax.tree_util.keystr`.
     """
+    keystr = jax.tree_util.keystr
     beginnings = [path[:length] for length in range(len(path) + 1)]
-    return any(
-        prefix in (jax.tree_util.keystr(keys), jax.tree_util.keystr(keys, simple=True, separator="/"))
-        for keys in beginnings
-    )
+    return any(prefix in (keystr(keys), keystr(keys, simple=True, separator="/")) for keys in beginnings)

@@ -72,10 +72,8 @@ def made(identifier: Any, name: str) -> LossScale:
         return _checked_pytree(identifier)
     if identifier is None:
         return NoOpLossScale()
-    if isinstance(identifier, str) and identifier == "dynamic":
-        return DynamicLossScale()
-    if isinstance(identifier, str) and identifier == "auto":
-        return AutoLossScale()
+    if isinstance(identifier, str) and identifier in ("dynamic", "auto"):
+        return DynamicLossScale() if identifier == "dynamic" else AutoLossScale()
     if is_serialized(identifier):
         return _from_dict(identifier["class_name"], identifier["config"])
     if is_number(identifier):
@@ -159,16 +157,11 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
 
 
 def _from_dict(class_name: Any, config: Any) -> LossScale:
-    kinds = _kinds()
+    concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
+    kinds = concrete | {kind.__name__: kind for kind in OWN_KINDS}
     if not isinstance(class_name, str) or class_name not in kinds:
         raise ValueError(
             f"Could not construct a loss scale of the unknown class {class_name!r}. The known classes are "
             f"{', '.join(sorted(kinds))}."
         )
     return _checked_pytree(kinds[class_name].from_config(config))
-
-
-def _kinds() -> dict[str, type[LossScale]]:
-    """Return a dictionary from names to classes that contains all loss-scale classes that are not abstract."""
-    concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
-    return concrete | {kind.__name__: kind for kind in OWN_KINDS}

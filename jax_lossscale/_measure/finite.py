@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jax_lossscale import _tree
 from jax_lossscale._measure.devices import AxisName, largest_on_all
 from jax_lossscale._measure.largest import width
-from jax_lossscale._measure.leaves import as_read
+from jax_lossscale._measure.leaves import as_read, grouped
 from jax_lossscale._measure.primitive import largest_magnitude
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -82,11 +82,8 @@ def finite_and_largest(
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
     """Return the largest magnitude divided by the scale as a ``float32[]``, or infinity if an element is not finite."""
-    by_width: dict[jnp.dtype, list[jax.Array]] = {}
-    for leaf in map(as_read, leaves):
-        if leaf.size != 0:
-            by_width.setdefault(width(leaf.dtype), []).append(leaf)
-    magnitudes = [_divided(largest_magnitude(alike), scale) for alike in by_width.values()]
+    by_width = grouped((leaf for leaf in map(as_read, leaves) if leaf.size != 0), lambda leaf: width(leaf.dtype))
+    magnitudes = [_divided(largest_magnitude(alike), scale) for alike in by_width]
     return largest_on_all(reduce(jnp.maximum, magnitudes or [jnp.zeros([], jnp.float32)]), axis_name)
 
 

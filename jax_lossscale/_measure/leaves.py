@@ -5,7 +5,7 @@ Each reduction takes time to compile and requires a kernel launch on a GPU, even
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -31,22 +31,24 @@ def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
     return [leaf for leaf in leaves if leaf.size > _SMALL_LEAF]
 
 
+def grouped(leaves: Iterable[jax.Array], key: Callable[[jax.Array], Any]) -> Iterable[list[jax.Array]]:
+    """Return lists of the arrays with the same key, in the order of the first array of each list."""
+    groups: dict[Any, list[jax.Array]] = {}
+    for leaf in leaves:
+        groups.setdefault(key(leaf), []).append(leaf)
+    return groups.values()
+
+
 def alike(leaves: Iterable[jax.Array], number: int) -> Iterator[list[jax.Array]]:
     """Yield groups of up to ``number`` arrays of the same shape and dtype."""
-    by_type: dict[Any, list[jax.Array]] = {}
-    for leaf in leaves:
-        by_type.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
-    for same in by_type.values():
+    for same in grouped(leaves, lambda leaf: (leaf.shape, leaf.dtype)):
         yield from (same[start : start + number] for start in range(0, len(same), number))
 
 
 def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
     """Yield vectors in which the small arrays of each dtype are concatenated."""
-    by_dtype: dict[jnp.dtype, list[jax.Array]] = {}
-    for leaf in leaves:
-        if leaf.size <= _SMALL_LEAF:
-            by_dtype.setdefault(leaf.dtype, []).append(leaf.ravel())
-    for vectors in by_dtype.values():
+    small = (leaf.ravel() for leaf in leaves if leaf.size <= _SMALL_LEAF)
+    for vectors in grouped(small, lambda vector: vector.dtype):
         yield from (jax.lax.concatenate(block, 0) for block in _filled(vectors))
 
 

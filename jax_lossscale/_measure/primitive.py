@@ -53,10 +53,6 @@ def largest_magnitude(leaves: Sequence[jax.Array]) -> jax.Array:
 _largest_magnitude = Primitive("largest_magnitude")
 
 
-def _abstract_eval(*types: Any) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((), width(types[0].dtype))
-
-
 def _batch(leaves: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[jax.Array, int]:
     return jax.vmap(of_each, in_axes=tuple(axes))(*leaves), 0
 
@@ -70,7 +66,7 @@ def _lower(context: mlir.LoweringRuleContext, *leaves: Any) -> Any:
 
 
 _largest_magnitude.def_impl(of_each)  # used only inside `jax.disable_jit`
-_largest_magnitude.def_abstract_eval(_abstract_eval)
+_largest_magnitude.def_abstract_eval(lambda *types: jax.core.ShapedArray((), width(types[0].dtype)))
 batching.primitive_batchers[_largest_magnitude] = _batch
 mlir.register_lowering(_largest_magnitude, _lower)
 
@@ -89,7 +85,7 @@ def _have_explicit_shardings(types: Sequence[Any]) -> bool:
 def _of_sharded(*leaves: jax.Array) -> jax.Array:
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
     mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
-    split_over = {name for sharding in shardings for name in _axis_names(sharding.spec)}
+    split_over = set(jax.tree.leaves([tuple(sharding.spec) for sharding in shardings]))
     names = tuple(name for name in mesh.axis_names if name in split_over)
 
     def of_shards(*shards: jax.Array) -> jax.Array:
@@ -97,8 +93,3 @@ def _of_sharded(*leaves: jax.Array) -> jax.Array:
 
     specs = tuple(sharding.spec for sharding in shardings)
     return jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(*leaves)
-
-
-def _axis_names(spec: PartitionSpec) -> list[str]:
-    of_dimensions = [names if isinstance(names, tuple) else (names,) for names in spec if names is not None]
-    return [name for names in of_dimensions for name in names]

@@ -6,6 +6,8 @@ combines the results of the checks over all devices, and then decides whether th
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import chex
@@ -96,9 +98,8 @@ def decide(
     next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
     must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
     should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
-    return StepDecision(
-        should_apply, next_loss_scale, checks, loss_scale() if gradient_scale is None else gradient_scale
-    )
+    applied_scale = loss_scale() if gradient_scale is None else gradient_scale
+    return StepDecision(should_apply, next_loss_scale, checks, applied_scale)
 
 
 def _check(
@@ -155,8 +156,5 @@ def _is_conclusive(grads_finite: jax.Array, gradient_scale: jax.Array | None, sc
 
 def _all(*flags: jax.Array | None) -> jax.Array | None:
     """Return whether all flags are true, ignoring any ``None``. Return ``None`` if all flags are ``None``."""
-    result = None
-    for flag in flags:
-        if flag is not None:
-            result = flag if result is None else result & flag
-    return result
+    given = [flag for flag in flags if flag is not None]
+    return functools.reduce(operator.and_, given) if given else None

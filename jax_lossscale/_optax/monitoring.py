@@ -73,15 +73,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     state = _own_numbers(opt_state, "metrics(opt_state=...)")
     recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
     measured = {} if state.largest is None else {"largest": state.largest}
-    return {
-        "loss_scale": state.loss_scale(),
-        "grads_finite": state.grads_finite,
-        "applied_steps": state.applied_steps,
-        "skipped_steps": state.skipped_steps,
-        "consecutive_skips": state.consecutive_skips,
-        **recorded,
-        **measured,
-    }
+    names = "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips"
+    return {"loss_scale": state.loss_scale(), **{name: getattr(state, name) for name in names}, **recorded, **measured}
 
 
 def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
@@ -136,11 +129,10 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
       fairseq and DeepSpeed raise an error as soon as the scale reaches its lower bound. MindSpore raises an error after
       1,000 consecutive skipped steps.
     """
-    patience = count(
-        patience, "raise_if_stuck(patience=...)", 1, "`patience` is the number of consecutive skipped steps."
-    )
+    meaning = "`patience` is the number of consecutive skipped steps."
+    patience = count(patience, "raise_if_stuck(patience=...)", 1, meaning)
     state = concrete_state(opt_state, "raise_if_stuck(opt_state=...)")
-    skips = np.asarray(state.consecutive_skips)
+    skips, record = np.asarray(state.consecutive_skips), state.last_bad_step
     scale = np.asarray(state.loss_scale())
     if np.any(seem_unscaled(state)):
         raise RuntimeError(
@@ -155,7 +147,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         )
     if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
         situation = f"and the loss scale cannot go lower (it is {scale})"
-    elif np.any((skips >= patience) & _had_nonfinite_loss(state)):
+    elif record is not None and np.any((skips >= patience) & (np.asarray(record.kind) == list(CAUSES).index("loss"))):
         situation = f"the last one because its loss was not finite, which no loss scale can change (it is {scale})"
     elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
         situation = (
@@ -187,18 +179,8 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)
     num_steps = np.asarray(state.applied_steps) + np.asarray(state.skipped_steps)
-    return scaling_evidence.seem_unscaled(
-        state.scaling_evidence, num_steps, state.loss_scale.log2_peak, cast(jax.Array, state.largest)
-    )
-
-
-def _had_nonfinite_loss(state: LossScaledState) -> np.ndarray:
-    """Return, as a NumPy boolean, whether the last step is known to be skipped because its loss was not finite."""
-    record = state.last_bad_step
-    if record is None:
-        return np.asarray(False)
-    is_loss = np.asarray(record.kind) == list(CAUSES).index("loss")
-    return np.asarray(is_loss & (np.asarray(state.consecutive_skips) > 0))
+    largest = cast(jax.Array, state.largest)
+    return scaling_evidence.seem_unscaled(state.scaling_evidence, num_steps, state.loss_scale.log2_peak, largest)
 
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:

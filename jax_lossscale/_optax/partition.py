@@ -30,12 +30,11 @@ def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Par
     """
     if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
         return params
-    return map_copies(
-        lambda params: jax.tree.map(
-            lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none
-        ),
-        params,
-    )
+
+    def trained(params: optax.Params) -> optax.Params:
+        return jax.tree.map(lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none)
+
+    return map_copies(trained, params)
 
 
 def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:

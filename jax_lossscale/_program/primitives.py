@@ -32,8 +32,8 @@ MATMULS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general
 
 # Operations that only determine where an array is stored (on which devices, or in which kind of memory).
 PLACEMENTS = _names(
-    "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast_p reshard "
-    "sharding_constraint vary_unreduced_cast_p"
+    "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast reduced_vary_cast_p "
+    "relayout reshard sharding_constraint vary_unreduced_cast vary_unreduced_cast_p"
 )
 # Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data-movement
 # operation have the same dtype.
@@ -80,13 +80,15 @@ ADDITIONS = _names(
     "sub"
 )
 # Functions that are infinite at zero, or whose derivative is infinite at zero.
-STEEP_AT_ZERO = _names("cbrt div log rsqrt sqrt")
+STEEP_AT_ZERO = _names("cbrt div log log2 rsqrt sqrt")
 
 # Reductions along axes, such as the mean and the variance in a normalization layer. The tables REDUCTIONS, WRITTEN and
 # CHEAP describe how XLA fuses operations.
 REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor")
 # Operations whose result is written to memory, because XLA does not fuse these operations into their consumers.
-WRITTEN = _names("concatenate dynamic_update_slice gather reduce_window_sum scatter stack tile") | POOLS
+WRITTEN = (
+    _names("concatenate dynamic_update_slice reduce_window_sum scatter scatter-add scatter_add stack tile") | POOLS
+)
 # Operations that XLA fuses into their consumers at almost no cost.
 CHEAP = _names(
     "add and broadcast_in_dim convert_element_type div eq expand_dims ge gt iota le lt max min mul ne neg not or "
@@ -140,13 +142,14 @@ EFFECTS = _names(
 ARITHMETIC = _names(
     "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh axis_index bessel_i0e bessel_i1e cbrt "
     "ceil clz complex conj convert_element_type cos cosh digamma dim_as_value dimension_size div empty empty2 eq "
-    "eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype ge gt igamma igamma_grad_a igammac imag integer_pow iota "
-    "iota_2x32_shape is_finite le le_to lgamma log log1p logistic lt lt_to mul mulhi ne neg nextafter not or "
-    "platform_index polygamma population_count pow real reduce reduce_and reduce_or reduce_precision reduce_prod "
-    "reduce_sum reduce_window reduce_window_sum reduce_xor regularized_incomplete_beta rem round rsqrt scatter "
-    "scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max scatter_min scatter_mul "
-    "select_and_gather_add select_and_scatter select_and_scatter_add shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like zeta"
+    "eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype ge gt igamma igamma_grad_a igammac imag integer_pow "
+    "iota iota_2x32_shape is_finite le le_to lgamma log log1p log2 logistic lt lt_to mul mulhi ne neg nextafter not "
+    "one_minus_square or platform_index polygamma polynomial population_count pow real reduce reduce_and reduce_or "
+    "reduce_precision reduce_prod reduce_sum reduce_window reduce_window_sum reduce_xor regularized_incomplete_beta "
+    "rem round rsqrt scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub scatter_add scatter_max "
+    "scatter_min scatter_mul select_and_gather_add select_and_scatter select_and_scatter_add shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh tie to_edtype xor zeros_like "
+    "zeta"
 ) | {ROUNDED_COTANGENT}
 KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS | EFFECTS | ARITHMETIC
 

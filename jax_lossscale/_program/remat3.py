@@ -18,10 +18,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 def with_equations(parameter: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a parameter of an equation with each equation of its jaxprs converted by the function ``convert``."""
+    if isinstance(parameter, Jaxpr):  # Since JAX 0.11, `ClosedJaxpr` is another name of `Jaxpr`.
+        return parameter.replace(eqns=list(map(convert, parameter.eqns)))
     if isinstance(parameter, ClosedJaxpr):
         return parameter.replace(jaxpr=with_equations(parameter.jaxpr, convert))
-    if isinstance(parameter, Jaxpr):
-        return parameter.replace(eqns=list(map(convert, parameter.eqns)))
     if isinstance(parameter, tuple) and any(isinstance(part, (ClosedJaxpr, Jaxpr)) for part in parameter):
         return tuple(with_equations(part, convert) for part in parameter)  # the branches of a conditional
     return parameter

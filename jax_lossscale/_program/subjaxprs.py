@@ -111,8 +111,12 @@ def _called(*names: str) -> Callable[[Any], SubJaxprs]:
 
 def _scan(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    carried = tuple((result, first + result) for result in range(params["num_carry"]))
+    if "ft_in" in params:
+        first, carries = (len(part) for part in params["ft_in"].unpack()[:2])
+    else:  # needed before jax 0.11.0
+        first, carries = params["num_consts"], params["num_carry"]
+    last = first + carries
+    carried = tuple((result, first + result) for result in range(carries))
     return SubJaxprs((_subjaxpr(params["jaxpr"], range(number)),), carried, range(last, number), params["length"])
 
 

@@ -60,21 +60,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jax_lossscale", description=description, allow_abbrev=False)
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--version", action="version", version=f"jax_lossscale {jls.__version__}")
-    add(
-        "--steps",
-        type=_positive_integer,
-        default=job.STEPS,
-        metavar="N",
-        help=f"number of steps in each training run {default}",
-    )
+    steps = f"number of steps in each training run {default}"
+    add("--steps", type=_positive_integer, default=job.STEPS, metavar="N", help=steps)
     seed = f"random seed of the initial parameters {default}; the same seed gives the same results"
     add("--seed", type=int, default=0, metavar="N", help=seed)
-    add(
-        "--plot",
-        type=_picture,
-        metavar="PATH",
-        help="plot the results to this file, in the format of its suffix: .png, .svg or .pdf",
-    )
+    add("--plot", type=_picture, metavar="PATH", help="plot the results to this .png, .svg or .pdf file")
     return parser
 
 

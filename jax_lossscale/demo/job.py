@@ -17,7 +17,6 @@ References:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -58,32 +57,22 @@ class Trace(NamedTuple):
     skipped_steps: Any  # shape=(steps,), dtype=int32
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The result of one training run.
 
     Attributes:
       final_loss: the mean squared error after the training, which is always computed in float32.
+      zero_gradient_fraction: the mean of `Trace.zero_fraction` over all steps, including skipped steps.
+      skipped_steps: the number of skipped steps, which did not change the parameters.
+      final_loss_scale: the loss scale after the last step.
       trace: the metrics of each step.
     """
 
     final_loss: float
+    zero_gradient_fraction: float
+    skipped_steps: int
+    final_loss_scale: float
     trace: Trace
-
-    @property
-    def zero_gradient_fraction(self) -> float:
-        """Return the mean of `Trace.zero_fraction` over all steps, including skipped steps."""
-        return float(np.mean(self.trace.zero_fraction, dtype=np.float64))
-
-    @property
-    def skipped_steps(self) -> int:
-        """Return the number of skipped steps, which did not change the parameters."""
-        return int(self.trace.skipped_steps[-1])
-
-    @property
-    def final_loss_scale(self) -> float:
-        """Return the loss scale after the last step."""
-        return float(self.trace.loss_scale[-1])
 
 
 def arms() -> dict[str, tuple[DTypeLike, Any]]:
@@ -187,7 +176,8 @@ def train(patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, 
 
     params, _ = carry
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
-    return Result(float(loss_fn(params, patches)), trace)
+    zeros, skipped = float(np.mean(trace.zero_fraction, dtype=np.float64)), int(trace.skipped_steps[-1])
+    return Result(float(loss_fn(params, patches)), zeros, skipped, float(trace.loss_scale[-1]), trace)
 
 
 def zero_fraction(grads: Any) -> jax.Array:

@@ -20,12 +20,11 @@ _LINES: dict[str, dict[str, Any]] = {
     "float16_auto": {"color": "#009e73", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
 # Text for the legend that describes the settings in `job.arms`.
-_DYNAMIC = "from 2^32, doubled after 50 finite steps"
 _SETTINGS = {
     "float32": "float32",
     "float16": "float16, no loss scale",
     "float16_fixed": "float16, fixed: 2^15",
-    "float16_dynamic": f"float16, dynamic: {_DYNAMIC}",
+    "float16_dynamic": "float16, dynamic: from 2^32, doubled after 50 finite steps",
     "float16_auto": "float16, automatic",
 }
 _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skipped steps.
@@ -56,25 +55,14 @@ def print_table(results: dict[str, Result]) -> None:
     console.print(
         "Each skipped step halves this loss scale. Later, the loss scale grows again, because the gradients shrink."
     )
-    console.print(conclusion(results))
+    for name in ("float16", "float16_dynamic", "float16_auto"):
+        zeros, loss = _percent(results[name].zero_gradient_fraction), _beside_float32(name, results)
+        console.print(f"{name}: {zeros} of the gradient values were zero, and the final loss was {loss}.")
 
 
 def psnr(loss: float) -> float:
     """Return the peak signal-to-noise ratio in dB for a mean squared error ``loss`` and a peak signal of 1."""
     return -10 * float(np.log10(loss))
-
-
-def conclusion(results: dict[str, Result]) -> str:
-    """Return three sentences that summarize the results in float16."""
-
-    def ending(name: str) -> str:
-        zeros = _percent(results[name].zero_gradient_fraction)
-        return f"{zeros} of the gradient values were zero, and the final loss was {_beside_float32(name, results)}."
-
-    return (
-        f"Float16 without a loss scale: {ending('float16')} With a dynamic loss scale ({_DYNAMIC}): "
-        f"{ending('float16_dynamic')} With an automatic loss scale: {ending('float16_auto')}"
-    )
 
 
 def _beside_float32(name: str, results: dict[str, Result]) -> str:
@@ -106,8 +94,8 @@ def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
     style |= {"legend.frameon": False, "lines.markeredgewidth": 1.6, "svg.hashsalt": "jax_lossscale"}
     with matplotlib.rc_context(style):
         # At this figure size, the text is legible if the plot is as wide as a page.
-        figure = Figure(figsize=(7.2, 6.6), layout="constrained")
-        panels = figure.subplot_mosaic([["loss", "loss"], ["zeros", "scale"]], height_ratios=[1.3, 1])
+        figure = Figure(figsize=(10, 4.6), layout="constrained")
+        panels = figure.subplot_mosaic([["loss", "zeros"], ["loss", "scale"]], width_ratios=[1.8, 1])
         for name, result in results.items():
             trace, steps = result.trace, np.arange(1, len(result.trace.loss) + 1)
             label = f"{_SETTINGS[name]} ({psnr(result.final_loss):.1f} dB)"

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.matmuls import trace_with_reasons
+from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, trace_with_reasons
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program import nnx_objects
-from jax_lossscale._program.jaxpr import Traced, jaxprs_of, size_of
+from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary, summary_of
 from jax_lossscale.diagnostics._operations import (
+    MatmulSummary,
     OperationPrecision,
     casts,
     not_in_half,
     opaque_operations,
     operations,
+    summary_of,
 )
 from jax_lossscale.diagnostics._report import Report, percent
 
@@ -224,7 +225,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
     half = under(policy)
-    value_and_grad = jax.value_and_grad(half, call.argnums, call.has_aux)
+    value_and_grad = jax.value_and_grad(half, call.argnums, has_aux=True)
     program = trace_with_reasons(value_and_grad, call.args, call.kwargs)
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
@@ -262,8 +263,8 @@ def _bytes_saved(call: LossCall) -> int:
             return call.fun(*(moved.get(n, each) for n, each in enumerate(args)), **kwargs)
 
         moved = {position: args[position] for position in call.positions}
-        value_and_pullback: Any = jax.vjp(of_moved, moved, has_aux=call.has_aux)  # type: ignore[call-overload]
-        return jax.tree.leaves(value_and_pullback[1])
+        _, pullback, _ = jax.vjp(of_moved, moved, has_aux=True)
+        return jax.tree.leaves(pullback)
 
     jaxpr = Traced(residuals, call.args, call.kwargs).jaxpr.jaxpr
     there = {*jaxpr.invars, *jaxpr.constvars}
@@ -279,7 +280,7 @@ def _bytes_accessed(jaxpr: Jaxpr) -> int:
     """
     total = 0
     for eqn in jaxpr.eqns:
-        inner = [each for value in eqn.params.values() for each in jaxprs_of(value)]
+        inner = jaxprs_in(eqn)
         is_segment = eqn.primitive.name == REMAT and not any(map(_contains_checkpoint, inner))
         if inner and not is_segment:
             total += eqn.params.get("length", 1) * sum(map(_bytes_accessed, inner))
@@ -291,8 +292,7 @@ def _bytes_accessed(jaxpr: Jaxpr) -> int:
 
 def _contains_checkpoint(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr contains `jax.checkpoint`, at any depth."""
-    inner = [each for eqn in jaxpr.eqns for value in eqn.params.values() for each in jaxprs_of(value)]
-    return any(eqn.primitive.name == REMAT for eqn in jaxpr.eqns) or any(map(_contains_checkpoint, inner))
+    return any(nested.eqn.primitive.name == REMAT for nested in nested_equations(jaxpr))
 
 
 def _size_in_bytes(variables: Iterable[Any]) -> int:

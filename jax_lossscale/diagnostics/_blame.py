@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
@@ -22,9 +23,22 @@ _MASK = 1e8
 _MAY_MASK = ("add", "convert_element_type", "sub")
 
 
-def blame(
-    flow: Dataflow, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG
-) -> tuple[set[int], set[int]]:
+class Blame(NamedTuple):
+    """The nodes of a dataflow that make the results of a function inaccurate.
+
+    Attributes:
+      harmful: the inaccurate nodes through which an error propagates to a result.
+      origins: the subset of ``harmful`` in which these errors begin.
+      amplifiers: a dictionary from each half-precision value whose rounding error is amplified by an operation in the
+        forward pass to the name and location of this operation.
+    """
+
+    harmful: set[int]
+    origins: set[int]
+    amplifiers: dict[int, str]
+
+
+def blame(flow: Dataflow, measured: Mapping[int, Statistics], results: Collection[int], least: float = _WRONG) -> Blame:
     """Find the operations that make the results of a function inaccurate.
 
     Args:
@@ -32,10 +46,6 @@ def blame(
       measured: the statistics of each node that is not a carry.
       results: the nodes that represent the results of the function.
       least: the threshold above which relative errors are traced to their origin.
-
-    Returns:
-      A pair of sets of nodes: the inaccurate nodes through which an error propagates to a result, and the subset of
-      nodes in which these errors begin.
     """
     # An outlier can hide the errors of the other elements, so `error` also accounts for the error without outliers.
     # However, a result of the function counts as inaccurate only if its error is large when outliers are included.
@@ -49,30 +59,29 @@ def blame(
     # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that
     # computes the loop carry is reported.
     ends = {node for loop in wrong - measured.keys() for node in flow.ends_of_carries[loop]}
-    return harmful, begins or harmful & ends
+    origins = begins or harmful & ends
+    return Blame(harmful, origins, _amplifiers(flow, measured, origins))
 
 
-def _followed(flow: Dataflow, results: Collection[int], holds: Callable[[int], bool] = lambda node: True) -> set[int]:
+def _followed(
+    flow: Dataflow, results: Collection[int], is_followed: Callable[[int], bool] = lambda node: True
+) -> set[int]:
     """Search backward from the results through the nodes that satisfy a condition and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)
     while ahead:
         node = ahead.pop()
-        if node not in reached and holds(node):
+        if node not in reached and is_followed(node):
             reached.add(node)
             ahead += flow.sources[node]
     return reached
 
 
-def sources_of_rounding(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, str]:
-    """Find the half-precision values whose rounding errors are amplified by an operation in the forward pass.
+def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Collection[int]) -> dict[int, str]:
+    """Return the attribute ``amplifiers`` of a `Blame`.
 
     Even in float32, the result of an operation that amplifies errors, such as the cosine of a large angle, is accurate
     only if the values from which the result is computed are in float32 as well.
-
-    Returns:
-      A dictionary from the node of each half-precision value to the name and location of the operation that amplifies
-      its rounding error.
     """
     found: dict[int, str] = {}
     for origin in origins:
@@ -106,35 +115,26 @@ _FORWARD_OVERFLOWS = {
 }
 
 
-def suggestion_for(
-    site: Site,
-    measured: Statistics,
-    *,
-    is_harmful: bool,
-    is_origin: bool,
-    is_autocast: bool,
-    amplified_by: str = "",
-) -> str:
+def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, is_autocast: bool) -> str:
     """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
 
     The suggestion is the first sentence in the list whose condition is true.
 
     Args:
-      site: the result of the operation.
+      node: the result of the operation.
+      site: the static information about the result.
       measured: the statistics of the result.
-      is_harmful: whether an error of the result propagates to the value or a gradient, according to `blame`.
-      is_origin: whether the error begins in this operation, according to `blame`.
+      blamed: the nodes that make the value or a gradient inaccurate.
       is_autocast: whether the function is under `autocast`, which adds the casts.
-      amplified_by: the name and location of the operation that amplifies the rounding error of this operation,
-        according to `sources_of_rounding`.
     """
+    is_origin, amplifier = node in blamed.origins, blamed.amplifiers.get(node, "")
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    vanishes = is_harmful and measured.zero > MANY_ZEROS
+    vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = vanishes or (is_origin and measured.zero + measured.subnormal > 0)
     may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK
-    factor = float(f"{measured.amplification:.0e}")
+    factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit
     cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
     in_float32 = "this operation and its operands in float32" if is_in_half else "the operands in float32 as well"
@@ -184,8 +184,8 @@ def suggestion_for(
             "larger.",
         ),
         (
-            amplified_by != "" and not is_origin,
-            f"{amplified_by} amplifies the rounding error of this operation. Compute both in float32"
+            amplifier != "" and not is_origin,
+            f"{amplifier} amplifies the rounding error of this operation. Compute both in float32"
             + (", this operation with `jls.keep_float32`." if is_autocast else "."),
         ),
         (

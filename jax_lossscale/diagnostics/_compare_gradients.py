@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -15,11 +14,9 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
-from jax_lossscale.diagnostics._range_report import ranges_at
+from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 _MOST_ROWS = 12
 
@@ -227,18 +224,13 @@ def compare_gradients(
     scales = None if loss_scales is None else _checked_scales(loss_scales)
     call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
     gradients = TracedGradients(call, dtype, has_reference=reference is not None)
+    call.check_has_gradients("compare_gradients")
     float32_program = None
     if reference is not None:
         reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
         float32_program = reference_call.value_and_grad()
     errors = errors_by_scale(gradients, float32_program, scales, shown)
-    if errors is None:
-        raise ValueError(
-            f"`compare_gradients(argnums={argnums})` selects no floating-point or complex argument. Select an "
-            "argument with parameters."
-        )
-    ranges = functools.cache(lambda scale: ranges_at(gradients, scale))
-    finding = Finder(gradients, errors, ranges).found()
+    finding = Finder(gradients, errors).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(

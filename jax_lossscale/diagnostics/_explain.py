@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
 
 import chex
 import jax
@@ -15,17 +16,10 @@ from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._measure import all_finite, first_nonfinite
-from jax_lossscale._optax import LossScaledState
-from jax_lossscale._optax.monitoring import (
-    HOW_TO_SCALE,
-    WRONG_USE_OF_OPTIMIZERS,
-    concrete_state,
-    is_at_its_floor,
-    seem_unscaled,
-)
+from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._report import Report, Rows, power_of_two
+from jax_lossscale.diagnostics._report import Report, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -54,6 +48,7 @@ _CLAUSES = CAUSES | {
     "gradients": "there was a NaN or an infinity in its gradients, or `grads_finite` was false",
     "loss_or_skip_if": f"{CAUSES['loss']}, or {CAUSES['skip_if']}",
 }
+_HOW_TO_SCALE = monitoring.HOW_TO_SCALE
 _COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
 _INSIDE_THE_STEP = (
     "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
@@ -82,7 +77,7 @@ _BATCH_CHECKS = (
 )
 _THE_BATCH = "Therefore, the cause was the batch, not the loss scale."
 _IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
-_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
+_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {_HOW_TO_SCALE}"
 _LOG_BATCHES = (
     "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
     'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
@@ -91,6 +86,9 @@ _HOW_TO_RECORD = (
     "To record which leaf was not finite, and whether it contained NaN or infinity, use "
     "`loss_scaled(..., record_bad_steps=True)`."
 )
+
+
+_Add: TypeAlias = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -113,9 +111,6 @@ class Explanation(Report[str]):
 
     def _header(self) -> str:
         return "\n".join(self.sentences)
-
-    def _rows(self) -> Rows:
-        return ()
 
 
 def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> Explanation:
@@ -182,7 +177,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
     `range_report`, which find the operation.
     """
-    state = concrete_state(opt_state, "explain(opt_state=...)")
+    state = monitoring.concrete_state(opt_state, "explain(opt_state=...)")
     if np.ndim(state.consecutive_skips):
         raise ValueError(
             "`explain(opt_state=...)` must be the state of a single run, got a batch of runs with shape "
@@ -190,38 +185,38 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "`jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
     text: list[str] = []
-    cause = _write_sentences(state, params, text)
+    cause = _write_sentences(state, params, text.append)
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
 
 
-def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
-    """Add all sentences of the report to ``text``, and return the attribute ``cause`` of the report.
+def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
+    """Add all sentences of the report, and return the attribute ``cause`` of the report.
 
-    The functions below add the sentences about a part of the run. Most of these functions return the name of the cause
-    that their sentences describe, or ``None`` if there is no such cause.
+    ``add`` appends one or more sentences. The functions below add the sentences about a part of the run. Most of these
+    functions return the name of the cause that their sentences describe, or ``None`` if there is no such cause.
     """
     scale, kind = float(state.loss_scale()), type(state.loss_scale).__name__
     if state.loss_scale.checks_gradients:
         power = f"{power_of_two(scale)} = " if math.log2(scale).is_integer() else ""
-        text.append(f"The loss scale is {power}{scale:.10g} ({kind}).")
+        add(f"The loss scale is {power}{scale:.10g} ({kind}).")
     else:
-        text.append(f"There is no loss scale, and the gradients are not checked ({kind}).")
+        add(f"There is no loss scale, and the gradients are not checked ({kind}).")
     applied, skipped = int(state.applied_steps), int(state.skipped_steps)
     were = ["was" if number == 1 else "were" for number in (applied, skipped)]
-    text.append(f"Of {_steps(applied + skipped)}, {applied} {were[0]} applied and {skipped} {were[1]} skipped.")
+    add(f"Of {_steps(applied + skipped)}, {applied} {were[0]} applied and {skipped} {were[1]} skipped.")
 
     cause, are_finite = _cause_of_last_step(state), _are_finite(params)
     if cause:
-        _about_last_step(cause, state, params, are_finite, text)
+        _about_last_step(cause, state, params, are_finite, add)
     else:
-        cause = _about_earlier_steps(state, params, text)
+        cause = _about_earlier_steps(state, params, add)
         if are_finite is not False:
-            cause = _about_gradients(state, text) or cause
+            cause = _about_gradients(state, add) or cause
     if are_finite is False:
-        return _about_lost_params(state, params, text)
+        return _about_lost_params(state, params, add)
     if are_finite and int(state.consecutive_skips) and cause != "skip_if":
-        _about_large_params(params, text)
+        _about_large_params(params, add)
     return cause
 
 
@@ -238,21 +233,21 @@ def _cause_of_last_step(state: LossScaledState) -> str | None:
 
 
 def _about_last_step(
-    cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, text: list[str]
+    cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, add: _Add
 ) -> None:
     """Add the cause of the last step, which was skipped or not finite, and advice."""
     skips, why = int(state.consecutive_skips), _clause(cause, state, params)
     if skips:
         last = "step was skipped" if skips == 1 else f"{skips} steps were skipped, the last one"
-        text.append(f"The last {last} because {why}.")
+        add(f"The last {last} because {why}.")
         if are_finite is not False:  # Non-finite parameters are the cause of all later skipped steps.
-            _advise_on_skipped_step(cause, state, text)
+            _advise_on_skipped_step(cause, state, add)
         return
-    text.append(f"The last step was applied although {why}.")
+    add(f"The last step was applied although {why}.")
     if are_finite:
-        text.append("The parameters are still finite.")
+        add("The parameters are still finite.")
     elif are_finite is None:
-        text.append(f"The parameters are probably no longer finite. Restart from a checkpoint. {_HOW_TO_SKIP}")
+        add(f"The parameters are probably no longer finite. Restart from a checkpoint. {_HOW_TO_SKIP}")
 
 
 def _clause(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -> str:
@@ -275,45 +270,39 @@ def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | Non
     return leaf_path(params, record.leaf) or "the only leaf"
 
 
-def _advise_on_skipped_step(cause: str, state: LossScaledState, text: list[str]) -> None:
+def _advise_on_skipped_step(cause: str, state: LossScaledState, add: _Add) -> None:
     """Add advice about the last step, which was skipped."""
     if cause not in _GRADIENT_CAUSES:
-        text.append(_ADVICE[cause])
+        add(_ADVICE[cause])
         return
-    loss_scale, is_at_floor = state.loss_scale, is_at_its_floor(state.loss_scale)
+    loss_scale, is_at_floor = state.loss_scale, monitoring.is_at_its_floor(state.loss_scale)
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
     if cause == "gradients":
-        text.append(_HOW_TO_RECORD)
+        add(_HOW_TO_RECORD)
     if is_at_floor:
-        text.append("The loss scale is at its lower bound.")
+        add("The loss scale is at its lower bound.")
     if not is_at_floor and cause == "infinity":
-        text.append(
-            "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything."
-        )
+        add("Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.")
     elif not is_at_floor and not are_many:
-        text.append(
-            "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything."
-        )
+        add("If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything.")
     elif cause == "gradients":
-        text.append("To find the non-finite leaf, you can also call `nonfinite_report(grads)`.")
-        text.append(_ADVICE["loss_or_skip_if"])
+        add("To find the non-finite leaf, you can also call `nonfinite_report(grads)`.")
+        add(_ADVICE["loss_or_skip_if"])
     elif cause == "nan":
-        text.append(
-            f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins."
-        )
+        add(f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins.")
     elif isinstance(loss_scale, FixedLossScale):
-        text.append('Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.')
+        add('Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.')
     elif loss_scale() <= 1:
-        text.append(f"The gradients overflow even at a loss scale of {power_of_two(float(loss_scale()))}.")
-        text.append(f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}.")
-        text.append(f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow.")
+        add(f"The gradients overflow even at a loss scale of {power_of_two(float(loss_scale()))}.")
+        add(f"Check whether the loss is a sum instead of a mean, and {_INSIDE_THE_STEP}.")
+        add(f"Alternatively, decrease `min_loss_scale`. {_COMPARE} where the gradients overflow.")
     else:
-        text.append("Decrease `min_loss_scale` so that the loss scale can become smaller.")
+        add("Decrease `min_loss_scale` so that the loss scale can become smaller.")
     if are_many:
-        text.append(WRONG_USE_OF_OPTIMIZERS)
+        add(monitoring.WRONG_USE_OF_OPTIMIZERS)
 
 
-def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str | None:
+def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite.
 
     Return the last recorded cause. If no step was recorded, return "lower_bound", "many_skips" or ``None``.
@@ -324,23 +313,23 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(_num_steps(state) - 1 - int(record.step))
-        text.append(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
-        nan_is_from_batch = _conclude(record, loss_scale, text)
+        add(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
+        nan_is_from_batch = _conclude(record, loss_scale, add)
     is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
-    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(is_at_its_floor(loss_scale))
+    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(monitoring.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
-        text.append(
+        add(
             "The loss scale is at its lower bound because of non-finite steps. At this loss scale, gradients below "
             f"{zero:.1g} become zero in float16."
         )
         if record is None:
-            text.append(_HOW_TO_RECORD)
-    are_many = _about_frequent_skips(cause, nan_is_from_batch, state, text)
+            add(_HOW_TO_RECORD)
+    are_many = _about_frequent_skips(cause, nan_is_from_batch, state, add)
     return cause or ("lower_bound" if was_lowered_to_its_floor else "many_skips" if are_many else None)
 
 
-def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: LossScaledState, text: list[str]) -> bool:
+def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: LossScaledState, add: _Add) -> bool:
     """If too many steps were skipped, add the fraction of skipped steps and advice. Return whether anything was added.
 
     Args:
@@ -348,7 +337,7 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
       nan_is_from_batch: whether the last recorded NaN was probably caused by the batch, because a later step at the
         same or a higher loss scale was finite.
       state: the state of the run.
-      text: the list of sentences.
+      add: the function that appends sentences.
     """
     loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
     # The steps that lowered the loss scale from its initial value are not counted. Each of them is assumed to lower the
@@ -362,131 +351,125 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     if nan_is_from_batch or cause not in (None, *_GRADIENT_CAUSES):
         may_be_of_one_kind = False
     if are_many:
-        text.append(f"{skipped / steps:.0%} of all steps were skipped.")
+        add(f"{skipped / steps:.0%} of all steps were skipped.")
         if not nan_is_from_batch:
-            _advise_on_many_skips(cause, loss_scale, text)
+            _advise_on_many_skips(cause, loss_scale, add)
     elif may_be_of_one_kind:
-        text.append(f"{skipped / steps:.1%} of all steps were skipped.")
+        add(f"{skipped / steps:.1%} of all steps were skipped.")
     if may_be_of_one_kind:
-        text.append(_LOG_BATCHES)
+        add(_LOG_BATCHES)
     return are_many or may_be_of_one_kind
 
 
-def _conclude(record: BadStep, loss_scale: LossScale, text: list[str]) -> bool:
+def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> bool:
     """Add a conclusion from all steps since the recorded step.
 
     Return whether the recorded NaN was probably caused by the batch, because a later step at the same or a higher loss
     scale was finite.
     """
     if record.cause == "loss":
-        text.append(f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}")
-        text.append(_IF_AGAIN)
+        add(f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}")
+        add(_IF_AGAIN)
     elif record.cause == "grads_finite":
-        text.append(_ADVICE["grads_finite"])
+        add(_ADVICE["grads_finite"])
     elif record.cause == "infinity" and loss_scale() < record.loss_scale:
-        text.append(
+        add(
             "The loss scale is now lower than in this step, and all later steps were finite, as is usual after an "
             "overflow."
         )
     elif record.cause == "nan" and loss_scale.skip_nonfinite:
         if not record.was_exceeded:
-            text.append(
+            add(
                 "All later steps were finite, but the loss scale or the gradients were smaller, so the cause may have "
                 "been an overflow or the batch."
             )
         elif record.largest > 0:
-            text.append(
-                "A later step at the same or a higher loss scale, with gradients at least as large, was finite."
-            )
-            text.append(_THE_BATCH)
+            add("A later step at the same or a higher loss scale, with gradients at least as large, was finite.")
+            add(_THE_BATCH)
         else:
-            text.append("A later step at the same or a higher loss scale was finite, so the batch is a possible cause.")
-        text.append(_IF_AGAIN)
+            add("A later step at the same or a higher loss scale was finite, so the batch is a possible cause.")
+        add(_IF_AGAIN)
         return bool(record.was_exceeded)
     return False
 
 
-def _advise_on_many_skips(cause: str | None, loss_scale: LossScale, text: list[str]) -> None:
+def _advise_on_many_skips(cause: str | None, loss_scale: LossScale, add: _Add) -> None:
     """Add advice about frequently skipped steps; ``cause`` is the last recorded cause, or ``None``."""
     if cause and cause not in _GRADIENT_CAUSES:
-        text.append(_ADVICE[cause])
+        add(_ADVICE[cause])
     elif not loss_scale.skip_nonfinite:
-        text.append(_ADVICE["loss_or_skip_if"])
+        add(_ADVICE["loss_or_skip_if"])
     elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance < 0:
-        text.append("Other steps at the same loss scales are finite, so the loss scale is not the cause.")
-        text.append(f"Check the skipped batches {_BATCH_CHECKS}")
+        add("Other steps at the same loss scales are finite, so the loss scale is not the cause.")
+        add(f"Check the skipped batches {_BATCH_CHECKS}")
     else:
         if not cause:
-            text.append(_HOW_TO_RECORD)
+            add(_HOW_TO_RECORD)
         if hasattr(loss_scale, "increment_period"):
-            text.append("If overflows are the cause, increase `increment_period` to make them less frequent.")
+            add("If overflows are the cause, increase `increment_period` to make them less frequent.")
 
 
-def _about_gradients(state: LossScaledState, text: list[str]) -> str | None:
+def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
     """Add sentences about the size of the gradients in a run whose last step was neither skipped nor non-finite."""
     skipped, scale = int(state.skipped_steps), float(state.loss_scale())
     if not int(state.applied_steps):
         return None
     if state.largest is None or not state.loss_scale.needs_largest:
         if not skipped and scale != 1:
-            text.append(_IF_THE_LOSS_DOES_NOT_FALL)
+            add(_IF_THE_LOSS_DOES_NOT_FALL)
         return None
     largest = float(state.largest)
     if math.isnan(largest):
-        text.append(
+        add(
             "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
             "`update`, that value was incorrect, because the gradients were not finite. The step was applied."
         )
         return "not_measured"
     if largest == 0:
-        text.append(f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32.")
-        text.append(
-            "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. " + HOW_TO_SCALE
-        )
+        add(f"All gradients of the last step were exactly zero. {_COMPARE} whether they are zero in float32.")
+        add(f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {_HOW_TO_SCALE}")
         return "zero_gradients"
-    text.append(f"The largest gradient of the last step was {largest:.3g}.")
-    if seem_unscaled(state):
-        text.append(
+    add(f"The largest gradient of the last step was {largest:.3g}.")
+    if monitoring.seem_unscaled(state):
+        add(
             f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
             "number, because the gradients became smaller while the loss scale became larger. Most likely, the "
             "gradients are not scaled."
         )
-        text.append(HOW_TO_SCALE)
+        add(_HOW_TO_SCALE)
         return "unscaled"
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _REPORTED_HEADROOM:
-        text.append(
-            f"The largest gradient would not overflow in float16 even if the loss scale were 2^{room} times larger."
-        )
+        add(f"The largest gradient would not overflow in float16 even if the loss scale were 2^{room} times larger.")
         if room >= _HEADROOM_OF_UNSCALED and skipped <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
-            text.append(_IF_THE_LOSS_DOES_NOT_FALL)
+            add(_IF_THE_LOSS_DOES_NOT_FALL)
     return None
 
 
-def _about_lost_params(state: LossScaledState, params: chex.ArrayTree | None, text: list[str]) -> str:
+def _about_lost_params(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str:
     """Add sentences about parameters that are not finite."""
     where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
     lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
     if state.loss_scale.skip_nonfinite:
-        text.append(f"{lost} Restart from a checkpoint.")
-        text.append(f"Check the initial parameters and the learning rate, and {_INSIDE_THE_STEP}.")
+        add(f"{lost} Restart from a checkpoint.")
+        add(f"Check the initial parameters and the learning rate, and {_INSIDE_THE_STEP}.")
     else:
-        text.append(f"{lost} Most likely, a step with non-finite gradients was applied.")
-        text.append(f"Restart from a checkpoint. {_HOW_TO_SKIP}")
+        add(f"{lost} Most likely, a step with non-finite gradients was applied.")
+        add(f"Restart from a checkpoint. {_HOW_TO_SKIP}")
     return "params"
 
 
-def _about_large_params(params: chex.ArrayTree | None, text: list[str]) -> None:
+def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
     """Add sentences about the largest parameter if its square is not a finite float16 number."""
     leaf = nonfinite_report(params)[0]  # The leaves are sorted by their largest magnitude, because all are finite.
     largest = leaf.largest_finite or 0.0
     if largest**2 > limits_of(jnp.float16).largest:
         where = leaf.path or "the only leaf"
-        text.append(
+        add(
             f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "
             "multiplied."
         )
-        text.append(
+        add(
             "If this parameter became this large during training, restart from a checkpoint with a smaller learning "
             "rate."
         )

@@ -26,11 +26,7 @@ _ALL_ZERO = (
 )
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["counts", "zeros", "subnormals", "nonfinite"],
-    meta_fields=["smallest_exponent"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
     """A histogram of the magnitudes of values, with one bar for each power of two. The histogram is a pytree.
@@ -49,7 +45,7 @@ class ExponentHistogram:
     zeros: jax.Array
     subnormals: jax.Array
     nonfinite: jax.Array
-    smallest_exponent: int
+    smallest_exponent: int = dataclasses.field(metadata={"static": True})
 
     @property
     def exponents(self) -> np.ndarray:
@@ -336,12 +332,9 @@ def _suggestion(
 ) -> LossScaleSuggestion:
     largest, zeros, to_zero, to_subnormal, others = _total(counted)
     numbers, to_zero_at_scale = to_zero + to_subnormal + others, _total(at_scale)[2]
-    return LossScaleSuggestion(
-        loss_scale=jnp.ldexp(jnp.float32(1), log2_scale),
-        rescued=_share(to_zero - to_zero_at_scale, numbers),
-        largest=jax.lax.bitcast_convert_type(largest, jnp.float32),
-        already_zero=_share(zeros, zeros + numbers),
-    )
+    loss_scale, largest = jnp.ldexp(jnp.float32(1), log2_scale), jax.lax.bitcast_convert_type(largest, jnp.float32)
+    rescued, already_zero = _share(to_zero - to_zero_at_scale, numbers), _share(zeros, zeros + numbers)
+    return LossScaleSuggestion(loss_scale, rescued, largest, already_zero)
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:

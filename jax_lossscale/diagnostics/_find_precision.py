@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule
@@ -17,14 +18,15 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
-from jax_lossscale.diagnostics._precision_probes import FLOAT32
-from jax_lossscale.diagnostics._precision_rules import rules_for
+from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 
 # The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
 _TOLERANCE = 0.01
+# The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
+_PRECISIONS = ("half", "float32_result", "float32")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -169,11 +171,7 @@ def find_precision(
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
     of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
-    if not jax.tree.leaves([call.args[position] for position in call.positions]):
-        raise ValueError(
-            f"`find_precision(argnums={argnums})` selects no floating-point or complex argument. Select an "
-            "argument with parameters."
-        )
+    call.check_has_gradients("find_precision")
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
     return _found(call, Search(Gradients(of_batches, dtype, names_parameters, shown), tolerance), tolerance)
@@ -190,19 +188,19 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionReport(PrecisionPolicy())
-    leaves = search.references[0].gradient_leaves()
+    reference = search.references[0]
+    leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
-        return PrecisionPolicy(tuple(rules_for(gradients.sites, trial.levels, reasons)))
+        return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
     first, best = search.found()
-    while True:
-        verified = search.verified(best, policy(best))
-        if verified.ratio <= 1 or not (best.levels < FLOAT32).any():
-            break
+    verified = search.verified(best, policy(best))
+    while verified.ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
+        verified = search.verified(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
@@ -235,3 +233,48 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
             f"{list(map(types, batches)) if is_sequence else batches!r}. To pass a single batch, put it into a list."
         )
     return [args, *((*args[:-1], batch) for batch in batches)]
+
+
+def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
+    """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
+
+    Each rule contains only as many patterns as necessary to distinguish its matmuls from all other matmuls, so that the
+    rules are easy to review.
+
+    The first matching rule of a policy applies, so the rules that select ``"float32"`` precede the rules that select
+    ``"float32_result"``. If no pattern distinguishes two matmuls, both matmuls get the higher precision.
+
+    Args:
+      sites: the sites of the matmuls.
+      levels: the precision of each site, ``int[sites]``.
+      reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules have no reasons.
+    """
+    rules: list[PrecisionRule] = []
+    for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
+        level = int(levels[number])
+        if any(rule.matches(sites[number].operation, sites[number].location) for rule in rules):
+            continue
+        for names in _names(sites[number]):
+            rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
+            matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
+            if all(levels[other] == level for other in matched):
+                break
+        rules.append(rule)
+    return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
+
+
+def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
+    """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
+    patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
+    return patterns < others
+
+
+def _names(site: MatmulSite) -> list[dict[str, str]]:
+    """Return sets of patterns that match a matmul, starting with patterns that stay valid after most code changes."""
+    location, operation = site.location, {"operation": site.operation}
+    layer = {"layer": location.layer} if location.layer else {}
+    parameter = {"parameter": location.parameter}  # An empty string matches only matmuls without a parameter.
+    function = {"function": location.functions[0]} if location.functions else {}
+    ways = [layer, parameter if location.parameter else {}, function]
+    ways += [layer | parameter, parameter | function, layer | function, layer | parameter | function]
+    return [names | operation for names in ways if names]

@@ -5,9 +5,10 @@ The result is a `Finding`, which contains one cause and the sentences of the ver
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,9 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import half_dtypes
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
-from jax_lossscale.diagnostics._range_report import OperationRange, RangeReport
+from jax_lossscale.diagnostics._loss_call import TracedGradients
+from jax_lossscale.diagnostics._range_report import OperationRange, ranges_at
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
@@ -52,22 +53,18 @@ class Finding(NamedTuple):
         return " ".join(filter(None, self.sentences))
 
 
-# A function that returns the range report at a given loss scale. Each call compiles a program, so the range report is
-# computed only if necessary.
-Ranges: TypeAlias = Callable[[float], RangeReport]
-
-
 class Finder:
     """Search for the most fundamental cause of the gradient errors.
 
     Args:
       gradients: the traced gradients of the function.
       errors: the errors of the gradients at each loss scale.
-      ranges: a function that returns the range report at a given loss scale.
     """
 
-    def __init__(self, gradients: TracedGradients, errors: GradientErrors, ranges: Ranges) -> None:
-        self._gradients, self._errors, self._ranges = gradients, errors, ranges
+    def __init__(self, gradients: TracedGradients, errors: GradientErrors) -> None:
+        self._gradients, self._errors = gradients, errors
+        # Each call compiles a program, so the range report at a loss scale is computed only if necessary.
+        self._ranges = functools.cache(functools.partial(ranges_at, gradients))
         self._dtype = gradients.dtype.name
         self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
@@ -168,13 +165,11 @@ class Finder:
             f"zero in {self._dtype}."
         )
         begins = self._begins(locations, not self._has_diverged) or division
-        cast = [
-            location.largest for location in report.forward_overflows() if location.operation == "convert_element_type"
-        ]
+        casts = [each for each in report.forward_overflows() if each.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, but {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
-            if any(math.isclose(largest, each, rel_tol=1e-6) for each in cast)  # the cast operand is in float32
+            if any(math.isclose(largest, cast.largest, rel_tol=1e-6) for cast in casts)  # the operand is in float32
         ]
         sentences = [f"{wrong} No loss scale fixes this.", begins, *too_large]
         return Finding("forward overflow", sentences, at, inaccurate)

@@ -25,8 +25,7 @@ from jax_lossscale._measure import all_finite
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._loss_call import LossCall
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
+from jax_lossscale.diagnostics._loss_call import LossCall, TracedGradients
 
 # If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.
@@ -41,7 +40,7 @@ LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# Two loss scales are considered equally good if their errors differ by at most this factor.
+# A loss scale is about as accurate as the best loss scale if its error is larger by at most this factor.
 _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
@@ -170,13 +169,16 @@ def reports_of(
       measured: the measurements for each loss scale and each leaf.
       rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
     """
-    # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row is ``rounding``. The
-    # measurements that depend only on the float32 gradients are the same in all rows.
+    # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row contains the
+    # measurements in ``rounding``, and the other rows contain those at the loss scales. The fields that depend only on
+    # the float32 gradients are the same in all rows.
     of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
     def with_all(of_leaves: Any, of_all: Any) -> Any:
-        return np.concatenate([of_leaves, np.expand_dims(of_all, -1)], axis=-1).T.tolist()
+        """Return the number, or the tuple of the numbers at the loss scales, of each leaf and of the whole gradient."""
+        numbers = np.concatenate([of_leaves, np.expand_dims(of_all, -1)], axis=-1).T.tolist()
+        return [tuple(each) if isinstance(each, list) else each for each in numbers]
 
     with np.errstate(all="ignore"):
         norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
@@ -189,20 +191,15 @@ def reports_of(
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],
         with_all(norms, norm),
         with_all(of.largest[0], np.max(of.largest[0])),  # `np.max` returns NaN if any element is NaN.
-        with_all(of.smallest[0], np.min(of.smallest[0])),
-        with_all(nonzero, nonzero.sum()),
-        with_all(relative, relative_of_all),
-        with_all(of.lost / np.maximum(nonzero, 1), of.lost.sum(axis=1) / max(nonzero.sum(), 1)),
-        with_all(of.nonfinite / np.maximum(sizes, 1), of.nonfinite.sum(axis=1) / max(sizes.sum(), 1)),
+        with_all(np.where(nonzero > 0, of.smallest[0], 0), np.min(of.smallest[0]) if nonzero.any() else 0),
+        with_all(nonzero.astype(int), int(nonzero.sum())),
+        with_all(relative[1:], relative_of_all[1:]),
+        with_all(of.lost[1:] / np.maximum(nonzero, 1), of.lost[1:].sum(axis=1) / max(nonzero.sum(), 1)),
+        with_all(of.nonfinite[1:] / np.maximum(sizes, 1), of.nonfinite[1:].sum(axis=1) / max(sizes.sum(), 1)),
+        with_all(relative[0], relative_of_all[0]),
         strict=True,
     )
-    *leaves, total = (
-        LeafGradientError(
-            *(path, shape, norm, largest, smallest if number else 0.0, int(number)),
-            *(tuple(relative[1:]), tuple(lost[1:]), tuple(nonfinite[1:]), relative[0]),
-        )
-        for path, shape, norm, largest, smallest, number, relative, lost, nonfinite in columns
-    )
+    *leaves, total = (LeafGradientError(*column) for column in columns)
     return leaves, total
 
 
@@ -279,16 +276,15 @@ class GradientErrors(NamedTuple):
 
     def working(self) -> list[int]:
         """Return the indices of the loss scales at which all gradients are accurate."""
-        return [
-            n for n in self.finite() if self.total.relative_error[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)
-        ]
+        errors = self.total.relative_error
+        return [n for n in self.finite() if errors[n] <= LARGE_ERROR and not self.inaccurate_leaves(n)]
 
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
         The best scale has the fewest inaccurate leaves. Among scales with the same number of inaccurate leaves, the
-        best scale has the smallest relative error of the whole gradient. If several scales are equally good, the
-        largest of them is returned, because the fewest gradients underflow at the largest scale.
+        best scale has the smallest relative error of the whole gradient, rounded to one digit. Among scales with the
+        same rounded error, the largest is returned, because the fewest gradients underflow at the largest scale.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -304,13 +300,10 @@ class GradientErrors(NamedTuple):
         if not finite:
             return scales[0]
         best = self.best()
-        wrong = len(self.inaccurate_leaves(best))
-        good = [
-            scales[n]
-            for n in finite
-            if len(self.inaccurate_leaves(n)) <= wrong and errors[n] <= _AS_GOOD * errors[best] + 1e-6
-        ]
-        return _largest_with_headroom(good, scales[finite[-1]])
+        fewest = len(self.inaccurate_leaves(best))
+        good = [n for n in finite if len(self.inaccurate_leaves(n)) <= fewest]
+        as_good = [scales[n] for n in good if errors[n] <= _AS_GOOD * errors[best] + 1e-6]
+        return _largest_with_headroom(as_good, scales[finite[-1]])
 
 
 def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> float:
@@ -326,8 +319,8 @@ def errors_by_scale(
     float32_program: Traced | None = None,
     scales: Sequence[float] | None = None,
     progress: Callable[[Sequence[float]], Iterable[float]] = iter,
-) -> GradientErrors | None:
-    """Compute the errors of the gradients at several loss scales. Return ``None`` if there are no gradients.
+) -> GradientErrors:
+    """Compute the errors of the gradients at several loss scales.
 
     Args:
       gradients: the traced gradients of the function.
@@ -338,9 +331,7 @@ def errors_by_scale(
     """
     program = gradients.program
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
-    if not exact:
-        return None
-    scales = scales or _useful_scales([leaf.largest for leaf in rounding], gradients.dtype)
+    scales = scales or _default_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
 
@@ -350,7 +341,7 @@ def errors_by_scale(
         The gradients are freed when this function returns, so only those of one loss scale are in memory.
         """
         outputs = compiled(jnp.float32(scale), *program.inputs[1:])
-        value, leaves = value_and_leaves(program.filled(outputs)[0], gradients.call.has_aux)
+        value, leaves = gradients.call.value_and_leaves(program, outputs)
         return float(value), measure(leaves, exact, scale)
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
@@ -361,8 +352,7 @@ def errors_by_scale(
         # If a callback raises an exception, JAX raises either a `RuntimeError` or a `ValueError`, depending on the
         # program.
         except (RuntimeError, ValueError) as error:
-            if not is_raised_in_callback(error):
-                raise
+            raise_unless_in_callback(error)
             run_time_errors[scale] = first_sentence(error)
             measurements = [
                 each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
@@ -383,18 +373,17 @@ def initial_scale(gradients: TracedGradients) -> float:
     program, evaluator = gradients.program, Evaluator(jnp.dtype(jnp.float32))
     inputs = program.inputs[1:]
     in_float32 = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
-    _, exact = value_and_leaves(program.filled(in_float32(jnp.float32(1), *inputs))[0], gradients.call.has_aux)
+    _, exact = gradients.call.value_and_leaves(program, in_float32(jnp.float32(1), *inputs))
     if not exact:
         return 1.0
-    scales = _useful_scales([leaf.largest for leaf in measure(exact, exact, 1.0)], gradients.dtype)
+    scales = _default_scales([leaf.largest for leaf in measure(exact, exact, 1.0)], gradients.dtype)
     are_finite = jax.jit(lambda *inputs: all_finite(program.filled(jaxpr_as_fun(program.jaxpr)(*inputs))[0][1]))
 
     def overflow(scale: float) -> bool:
         try:
             return not are_finite(jnp.float32(scale), *inputs)
         except (RuntimeError, ValueError) as error:
-            if not is_raised_in_callback(error):
-                raise
+            raise_unless_in_callback(error)
             return True
 
     finite = scales[: bisect.bisect_left(scales, True, key=overflow)] or scales[:1]
@@ -418,12 +407,9 @@ def _reference(
     else:
         computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
     # The changed parameters are freed before the second run to save memory.
-    outputs = computed(*float32_program.inputs_from(moved, call.kwargs))
-    _, of_moved = value_and_leaves(float32_program.filled(outputs)[0], call.has_aux)
-    del moved, outputs
-    outputs = computed(*float32_program.inputs)
-    value, exact = value_and_leaves(float32_program.filled(outputs)[0], call.has_aux)
-    del outputs
+    _, of_moved = call.value_and_leaves(float32_program, computed(*float32_program.inputs_from(moved, call.kwargs)))
+    del moved
+    value, exact = call.value_and_leaves(float32_program, computed(*float32_program.inputs))
     return exact, measure(of_moved, exact, 1.0), value, tuple(evaluator.opaque_operations)
 
 
@@ -442,12 +428,13 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
     )
 
 
-def is_raised_in_callback(error: Exception) -> bool:
-    """Return whether an error was raised by a callback in the program.
+def raise_unless_in_callback(error: Exception) -> None:
+    """Raise an error unless it was raised by a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """
-    return "callback" in str(error).lower()
+    if "callback" not in str(error).lower():
+        raise error
 
 
 def first_sentence(error: Exception) -> str:
@@ -456,11 +443,12 @@ def first_sentence(error: Exception) -> str:
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
 
-def _useful_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list[float]:
+def _default_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list[float]:
     """Return the loss scales that are compared by default, which are powers of two.
 
-    The default scales lie between 2**-8 and 2**24. If the scale that brings the largest gradient close to the largest
-    finite number of the dtype is outside the range from 2**-4 to 2**20, powers of two around that scale are added.
+    The usual scales lie between 2**-8 and 2**24. The scale that fits a gradient is the largest power of two at which
+    the gradient does not overflow. If the scale that fits the largest gradient is below 2**-4 or above 2**20, powers of
+    two around it are added to the usual scales.
 
     Args:
       largest_of_leaves: the largest magnitude in each leaf of the float32 gradients.
@@ -470,7 +458,7 @@ def _useful_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> list
     exponents = {-8, -4, 0, 4, 8, 12, 15, 18, 21, 24}
     if 0 < largest < math.inf:
         fitting = math.floor(math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest))
-        exponents |= {fitting + step for step in (-12, -8, -4, 0, 4)} if not -4 <= fitting <= 20 else set()
+        exponents |= set() if -4 <= fitting <= 20 else {fitting + step for step in (-12, -8, -4, 0, 4)}
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
@@ -500,15 +488,3 @@ def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool)
     sign = jax.lax.dynamic_slice_in_dim(signs, start, widened.size).reshape(widened.shape).astype(widened.real.dtype)
     nudged = widened * (1 + by * sign)
     return nudged.astype(leaf.dtype) if keep_dtype else nudged
-
-
-def value_and_leaves(result: Any, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """Return the value of the function and a dictionary from paths to gradients.
-
-    Args:
-      result: the result of `jax.value_and_grad`.
-      has_aux: whether the function also returns auxiliary data.
-    """
-    value, grads = result
-    with_paths = jax.tree_util.tree_leaves_with_path(grads)
-    return value[0] if has_aux else value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}

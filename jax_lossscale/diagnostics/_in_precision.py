@@ -9,7 +9,6 @@ parameters as before, except that the dtypes in the parameters are replaced as w
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from jax_lossscale._program.jaxpr import (
 from jax_lossscale._program.primitives import BITS, OPAQUE, ROUNDED, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._program.walk import Walk
+from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -97,12 +97,9 @@ def in_precision(fun: _Function, dtype: DTypeLike = jnp.float32) -> _Function:
         evaluator = Evaluator(dtype)
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
-            warnings.warn(
+            warn_user(
                 "`in_precision` evaluates the following operations in their original dtype, because it cannot convert "
-                "them: "
-                f"{', '.join(evaluator.opaque_operations)}.",
-                UserWarning,
-                stacklevel=2,
+                f"them: {', '.join(evaluator.opaque_operations)}."
             )
         return traced.array_result(outputs)
 
@@ -192,10 +189,8 @@ class Evaluator(Walk[Any]):
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        original = [
-            as_dtype(value, atom.aval.dtype) if is_half(atom.aval) else value
-            for value, atom in zip(inputs, eqn.invars, strict=True)
-        ]
+        avals = [atom.aval for atom in eqn.invars]
+        original = [as_dtype(x, aval.dtype) if is_half(aval) else x for x, aval in zip(inputs, avals, strict=True)]
         return self._outputs(eqn, bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:

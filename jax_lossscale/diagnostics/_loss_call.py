@@ -1,10 +1,14 @@
-"""Checking and tracing of the loss function and its arguments, which the user passes to a report."""
+"""Checking and tracing of the loss function and its arguments, which the user passes to a report.
+
+`TracedGradients` is the traced program, with information that is shared by several reports.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +19,23 @@ from jax_lossscale._autocast.matmuls import TracedWithReasons, trace_with_reason
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
-from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale._program.jaxpr import Traced, is_half
+from jax_lossscale.diagnostics._lost_constants import LostConstant, lost_constants
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
+from jax_lossscale.diagnostics._operations import MatmulSummary, first_float32, operations, summary_of
 
 
 class LossCall(NamedTuple):
     """A loss function and its arguments.
 
     Attributes:
-      fun: the function, which accepts `Leaves` instead of the differentiated arguments. A differentiated argument can
-        therefore be a whole model that contains leaves without gradients, such as functions, keys and counters.
+      fun: the function, which returns a pair of the value and auxiliary data, or of the value and ``None``. It accepts
+        `Leaves` instead of the differentiated arguments. A differentiated argument can therefore be a whole model that
+        contains leaves without gradients, such as functions, keys and counters.
       args: the positional arguments. `Leaves` replace the differentiated arguments.
       kwargs: the keyword arguments.
       argnums: the positions of the differentiated arguments, as in `jax.grad`.
       positions: the elements of ``argnums`` that are valid positions, as non-negative numbers.
-      has_aux: whether the function also returns auxiliary data.
       names: the name of each positional argument in the signature of the function, or a name such as "args[0]".
     """
 
@@ -38,19 +44,26 @@ class LossCall(NamedTuple):
     kwargs: Mapping[str, Any]
     argnums: int | tuple[int, ...]
     positions: list[int]
-    has_aux: bool
     names: list[str]
 
-    def with_args(self, args: Sequence[Any]) -> LossCall:
+    def with_args(self, args: Sequence[Any]) -> Self:
         """Return a call to the same function with different positional arguments of the same structure."""
         chosen = list(args)
         for position in self.positions:
             chosen[position], _ = _selected(args[position])
         return self._replace(args=chosen)
 
+    def check_has_gradients(self, caller: str) -> None:
+        """Raise a `ValueError` that names the caller if there are no differentiated leaves."""
+        if not any(self.args[position] for position in self.positions):
+            raise ValueError(
+                f"`{caller}(argnums={self.argnums})` selects no floating-point or complex argument. Select an argument "
+                "with parameters."
+            )
+
     def value_and_grad(self) -> Traced:
         """Trace the value and the gradients of the loss function without a loss scale."""
-        return Traced(jax.value_and_grad(self.fun, self.argnums, self.has_aux), self.args, self.kwargs)
+        return Traced(jax.value_and_grad(self.fun, self.argnums, has_aux=True), self.args, self.kwargs)
 
     def scaled(self) -> Traced:
         """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
@@ -62,9 +75,20 @@ class LossCall(NamedTuple):
 
     def _scaled_call(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
         def scaled_gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
-            return value_and_scaled_grad(self.fun, scale, self.argnums, self.has_aux)(*args, **kwargs)
+            return value_and_scaled_grad(self.fun, scale, self.argnums, has_aux=True)(*args, **kwargs)
 
         return scaled_gradients, [jnp.float32(1), *self.args], self.kwargs
+
+    def value_and_leaves(self, program: Traced, outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the value of the function, and a dictionary from the paths of the differentiated leaves to gradients.
+
+        Args:
+          program: one of the traced programs that the methods above return.
+          outputs: the outputs of the program.
+        """
+        ((value, _), grads), _ = program.filled(outputs)
+        with_paths = jax.tree_util.tree_leaves_with_path(grads)
+        return value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
 
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
         """Return one list of ``(name, leaf)`` pairs for each positional argument and each keyword argument."""
@@ -114,52 +138,46 @@ def check_call(
         chosen[position], rebuild[position] = _selected(args[position])
 
     def of_leaves(*args: Any, **kwargs: Any) -> Any:
-        filled = [rebuild[n](arg) if isinstance(arg, Leaves) else arg for n, arg in enumerate(args)]
-        return fun(*filled, **kwargs)
+        result = fun(*(rebuild[n](arg) if n in rebuild else arg for n, arg in enumerate(args)), **kwargs)
+        return result if has_aux else (result, None)
 
     try:
         names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
     except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
-    return LossCall(of_leaves, chosen, kwargs, argnums, positions, bool(has_aux), names)
+    return LossCall(of_leaves, chosen, kwargs, argnums, positions, names)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Leaves:
-    """A pytree of the differentiable leaves of an argument, whose keys are the paths of the leaves in the argument."""
+class Leaves(dict[str, Any]):
+    """A dictionary from the paths of the differentiable leaves of an argument to these leaves.
 
-    def __init__(self, paths: tuple[str, ...], leaves: Sequence[Any]) -> None:
-        self.paths = paths
-        self.leaves = leaves
+    Unlike other dictionaries, it is flattened in the order of its keys, and the path of a leaf in it is equal to the
+    path of the leaf in the argument.
+    """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
-        return list(zip(self.paths, self.leaves, strict=True)), self.paths
+        return list(self.items()), tuple(self)
 
     @classmethod
-    def tree_unflatten(cls, paths: tuple[str, ...], leaves: Sequence[Any]) -> Leaves:
-        return cls(paths, leaves)
+    def tree_unflatten(cls, paths: tuple[str, ...], leaves: Sequence[Any]) -> Self:
+        return cls(zip(paths, leaves, strict=True))
 
 
 def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
+    """Return the differentiable leaves of an argument by path, and a function that inserts such leaves into it."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
-    leaves, are_trained = [leaf for _, leaf in with_paths], nnx_objects.are_trained(argument)
-    inexact = [n for n, leaf in enumerate(leaves) if _tree.is_inexact(leaf)]
-    arrays = [n for n in inexact if not isinstance(leaves[n], (float, complex))]
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
+    are_trained = dict(zip(leaves, nnx_objects.are_trained(argument), strict=True))
+    inexact = [path for path, leaf in leaves.items() if _tree.is_inexact(leaf)]
+    arrays = [path for path in inexact if not isinstance(leaves[path], (float, complex))]
     # If an argument contains arrays, its Python floats are not differentiated, because the Python floats in a model are
     # constants, such as a dropout rate.
     # If an nnx model contains parameters, its other variables, such as batch statistics, are not differentiated.
-    trained = [n for n in arrays if are_trained[n]]
-    positions = trained or arrays or inexact
-
-    def rebuilt(moved: Leaves) -> Any:
-        filled = list(leaves)
-        for position, leaf in zip(positions, moved.leaves, strict=True):
-            filled[position] = leaf
-        return jax.tree.unflatten(structure, filled)
-
-    paths = tuple(jax.tree_util.keystr(with_paths[position][0]) for position in positions)
-    return Leaves(paths, [leaves[position] for position in positions]), rebuilt
+    trained = [path for path in arrays if are_trained[path]]
+    chosen = Leaves((path, leaves[path]) for path in trained or arrays or inexact)
+    return chosen, lambda moved: jax.tree.unflatten(structure, {**leaves, **moved}.values())
 
 
 class ArgumentFaults(NamedTuple):
@@ -200,3 +218,66 @@ def argument_faults(call: LossCall) -> ArgumentFaults:
         infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
         largest={leaf.path: leaf.largest_finite or 0.0 for leaf in reports},
     )
+
+
+class TracedGradients:
+    """The traced program that computes the value and the scaled gradients of a function.
+
+    The cached properties are computed when a report first uses them.
+
+    Attributes:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
+      program: the program. Its first input is the loss scale.
+      is_autocast: whether `autocast` is applied to any part of the function.
+
+    Args:
+      call: the function and its arguments.
+      dtype: the half-precision dtype.
+      has_reference: whether the user passed a float32 version of the function.
+    """
+
+    def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
+        self.call, self.dtype, self._has_reference = call, dtype, has_reference
+        self.program, self._used, self.is_autocast = call.scaled_with_reasons()
+
+    @property
+    def input_names(self) -> list[str]:
+        """The names of the inputs of the program."""
+        names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
+        return [names[position] for position in self.program.positions]
+
+    @functools.cached_property
+    def half_parameters(self) -> dict[str, list[str]]:
+        """The names of the half-precision parameters, by the name of their dtype."""
+        named = self.call.named_leaves()
+        names: dict[str, list[str]] = {}
+        for name, leaf in (pair for position in self.call.positions for pair in named[position]):
+            if is_half(leaf):
+                names.setdefault(leaf.dtype.name, []).append(name)
+        return names
+
+    @functools.cached_property
+    def matmuls(self) -> MatmulSummary:
+        """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
+        summary = summary_of(operations(self._used.jaxpr, self.dtype), self.dtype.name, self.is_autocast)
+        # Under `autocast`, the summary already states why the matmul is in float32. This reason is more informative
+        # than the origin of the operands.
+        if not summary.first_float32 or self.is_autocast:
+            return summary
+        origin = first_float32(self._used, self.dtype, self.input_names)
+        return summary._replace(first_float32=origin or summary.first_float32)
+
+    @functools.cached_property
+    def argument_faults(self) -> ArgumentFaults:
+        """The NaNs and infinities in the arguments, and the largest magnitude of each leaf of the arguments."""
+        return argument_faults(self.call)
+
+    @functools.cached_property
+    def lost_constants(self) -> Sequence[LostConstant]:
+        """The constants that became zero or infinite in half precision.
+
+        The float32 reference contains the same rounded constants if the reference is derived from the function. If the
+        user passed a separate reference, no constants are returned.
+        """
+        return () if self._has_reference else lost_constants(self.program, self.is_autocast)

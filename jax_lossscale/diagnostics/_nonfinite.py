@@ -157,10 +157,9 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
     reports = []
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
         nan, posinf, neginf = map(int, counts)
-        dtype, bad = jnp.result_type(leaf), jax.device_get(_first_bad_index(leaf)) if nan or posinf or neginf else None
+        dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
         largest_finite = number_of(int(largest) - 1, format_of(dtype)) if largest else None
-        first = None if bad is None else tuple(map(int, bad))
-        shape = jnp.shape(leaf)
+        first = tuple(map(int, jax.device_get(_first_bad_index(leaf)))) if any(counts) else None
         reports.append(LeafReport(path, str(dtype), shape, nan, posinf, neginf, largest_finite, first))
     return reports
 
@@ -186,8 +185,7 @@ def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
       >>> jls.diagnostics.leaf_path(grads, jls.diagnostics.first_nonfinite(grads))
       "['block3']['kernel']"
     """
-    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
-    paths = [jax.tree_util.keystr(path) for path, _ in with_paths]
+    paths = _tree.paths_of(tree)
     try:
         position = operator.index(index)  # type: ignore[arg-type]
     except TypeError as error:

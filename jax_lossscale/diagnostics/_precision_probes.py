@@ -33,7 +33,7 @@ from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced, rounded
-from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows
+from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows, Rule
 
 # Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
@@ -145,17 +145,17 @@ class RoundingEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype.
-      strengths: which values are rounded, an array ``float32[2, sites]`` of zeros and ones. The first row of
-        ``strengths`` determines whether the result of each matmul is rounded. The second row of ``strengths``
-        determines whether the operands and cotangents of each matmul are rounded.
+      are_rounded: which values are rounded, an array ``bool[2, sites]``. The first row determines whether the result of
+        the matmuls at each site is rounded. The second row determines whether their operands and cotangents are
+        rounded.
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 
     fields = len(Measured._fields)
 
-    def __init__(self, dtype: jnp.dtype, strengths: Any = None, axes: frozenset[str] = frozenset()) -> None:
+    def __init__(self, dtype: jnp.dtype, are_rounded: Any = None, axes: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self._dtype, self._strengths, self._axes = dtype, strengths, axes
+        self._dtype, self._are_rounded, self._axes = dtype, are_rounded, axes
 
     def goes_into(self, eqn: Any) -> bool:
         return super().goes_into(eqn) and bool(self.names_within(eqn))
@@ -177,7 +177,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         for site, role in self.measured_of(eqn):
             number, value = inputs
             self.rows.append(vary(_statistics(number, value, self._dtype, role >= COTANGENTS.start), self._axes))
-            is_rounded = self._strengths[0 if role == RESULT else 1, site] > 0
+            is_rounded = self._are_rounded[0 if role == RESULT else 1, site]
             return [jnp.where(is_rounded, rounded(number, self._dtype), number)]
         return bind(eqn, inputs, eqn.params)
 
@@ -187,7 +187,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         The measurements of each shard are returned as additional outputs, which are partitioned over the mesh.
         """
         axes = custom_rules.axes_of_shard_map(eqn)
-        of_shards = RoundingEvaluator(self._dtype, self._strengths, axes)
+        of_shards = RoundingEvaluator(self._dtype, self._are_rounded, axes)
 
         def evaluated(jaxpr: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
             outputs, rows = of_shards.evaluate(jaxpr, shards)
@@ -198,7 +198,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         count = len(eqn.outvars)
         return outputs[:count], [vary(jnp.max(row, axis=0), self._axes) for row in outputs[count:]]
 
-    rules: ClassVar[dict[str, Callable[..., Any]]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
+    rules: ClassVar[dict[str, Rule]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
 
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:

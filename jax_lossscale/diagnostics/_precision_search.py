@@ -12,17 +12,7 @@ import numpy as np
 from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._precision_probes import (
-    COTANGENTS,
-    FLOAT32,
-    FLOAT32_RESULT,
-    HALF,
-    LEFT,
-    RESULT,
-    RIGHT,
-    VALUES,
-    Measured,
-)
+from jax_lossscale.diagnostics import _precision_probes as probes
 from jax_lossscale.diagnostics._precision_trials import MOST_GRADIENTS, Gradients, Result, references_of
 from jax_lossscale.diagnostics._report import off, power_of_two
 
@@ -67,8 +57,8 @@ class Search:
        the gradients are accurate, and then lowers the precision of matmuls as long as the gradients stay accurate. The
        precision is raised first where values overflow, then where values underflow, and then where rounding does the
        most damage.
-    3. `verified` evaluates the function under `autocast` with the policy that contains these precisions. If the policy
-       is not accurate, `find_precision` calls `raise_levels`, and then `verified` again.
+    3. `verified` evaluates the function under `autocast` with a policy for the precisions that `found` returned. While
+       the policy is not accurate, `find_precision` calls `raise_levels` and `verified` in turn.
     4. `reasons` describes why each matmul is not in half precision.
 
     Each evaluation of the gradients counts towards the limit `MOST_GRADIENTS`.
@@ -88,8 +78,8 @@ class Search:
         self._largest = measured.largest
         # For each matmul, the damage is the estimated change in the value of the function if the result of the matmul
         # is rounded, and the estimated change if the operands of the matmul are rounded: ``[sites, 2]``.
-        damage = np.nan_to_num(measured.damage[:, COTANGENTS])
-        self._damages = np.stack([damage[:, RESULT], damage[:, [LEFT, RIGHT]].sum(axis=1)], axis=1)
+        damage = np.nan_to_num(measured.damage[:, probes.COTANGENTS])
+        self._damages = np.stack([damage[:, probes.RESULT], damage[:, [probes.LEFT, probes.RIGHT]].sum(axis=1)], axis=1)
         self._known: dict[bytes, Trial] = {}
 
     def found(self) -> tuple[Trial, Trial]:
@@ -98,10 +88,10 @@ class Search:
         The result is an accurate trial whose precision the search could not lower further, or the trial with all
         matmuls in float32 if no trial is accurate.
         """
-        first = trial = self._trial(np.full(len(self._largest), HALF))
+        first = trial = self._trial(np.full(len(self._largest), probes.HALF))
         if not trial.is_accurate:
             # Overflows in the forward pass are fixed first, because they do not depend on the loss scale.
-            trial = self._trial(_levels_without(self._largest[:, VALUES] >= self._overflow))
+            trial = self._trial(_levels_without(self._largest[:, probes.VALUES] >= self._overflow))
         if not trial.is_accurate:
             levels = _levels_without(self._too_small(self.gradients.measured(trial.scale)))
             trial = self._trial(np.maximum(trial.levels, levels))
@@ -110,7 +100,7 @@ class Search:
             trial = self.raise_levels(trial, most)
             most *= 2
         if not trial.is_accurate:
-            trial = self._trial(np.full_like(trial.levels, FLOAT32))
+            trial = self._trial(np.full_like(trial.levels, probes.FLOAT32))
         return first, self._lowered(trial)
 
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
@@ -119,12 +109,12 @@ class Search:
         If only a few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
         steps = np.argsort(-self._damages, axis=None, kind="stable")
-        sites, levels = steps // 2, np.where(steps % 2, FLOAT32, FLOAT32_RESULT)
+        sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
         raised = trial.levels.copy()
         np.maximum.at(raised, sites[left], levels[left])
         is_last = self.gradients.spent >= MOST_GRADIENTS - _RESERVED_GRADIENTS // 2 or len(left) == 0
-        return self._trial(np.full_like(raised, FLOAT32) if is_last else raised)
+        return self._trial(np.full_like(raised, probes.FLOAT32) if is_last else raised)
 
     def _lowered(self, best: Trial) -> Trial:
         """Lower the precision of matmuls by bisection until it cannot be lowered further without losing accuracy."""
@@ -133,7 +123,7 @@ class Search:
         before = None
         while before is not best:
             before = best
-            for level in (HALF, FLOAT32_RESULT):
+            for level in (probes.HALF, probes.FLOAT32_RESULT):
                 higher = order[best.levels[order] > level]
                 parts = [higher] if len(higher) else []
                 while parts and self._can_continue():
@@ -161,7 +151,7 @@ class Search:
         """Return the loss scale for a trial: a power of two at which no cotangent in half precision overflows."""
         if self.gradients.dtype != jnp.float16:
             return 1.0
-        largest = self._largest[levels < FLOAT32, COTANGENTS].max(initial=0.0)
+        largest = self._largest[levels < probes.FLOAT32, probes.COTANGENTS].max(initial=0.0)
         if not 0 < largest < math.inf:
             return 2.0**15
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
@@ -174,12 +164,11 @@ class Search:
                 found += of_batch
         # The program may raise an error in a callback, for example if the input of a linear solver is not finite.
         except (RuntimeError, ValueError) as error:
-            if not errors.is_raised_in_callback(error):
-                raise
+            errors.raise_unless_in_callback(error)
             found.append((math.inf, math.inf, "the value"))
         return Trial(levels, scale, *max(found))
 
-    def _too_small(self, measured: Measured) -> np.ndarray:
+    def _too_small(self, measured: probes.Measured) -> np.ndarray:
         """Return a mask of the values that underflow.
 
         A value underflows if its relative error exceeds about eleven times the mean relative rounding error of normal
@@ -196,11 +185,11 @@ class Search:
 
         If the limit on gradient evaluations is reached, a generic sentence replaces each reason that is still unknown.
         """
-        measured: dict[float, Measured] = {}
+        measured: dict[float, probes.Measured] = {}
         reasons = [""] * len(trial.levels)
         for site in map(int, np.flatnonzero(trial.levels)):
             levels = trial.levels.copy()
-            levels[site] = HALF
+            levels[site] = probes.HALF
             scale = self._best_scale(levels)
             if scale not in measured and self.gradients.spent < MOST_GRADIENTS:
                 measured[scale] = self.gradients.measured(scale)
@@ -211,7 +200,7 @@ class Search:
             reasons[site] = reason or "the rest of the computation is sensitive to its rounding errors"
         return reasons
 
-    def _out_of_range(self, measured: Measured, site: int, levels: np.ndarray, scale: float) -> str:
+    def _out_of_range(self, measured: probes.Measured, site: int, levels: np.ndarray, scale: float) -> str:
         """Describe the values that are out of range if a matmul is in half precision, or return "" if there are none.
 
         Args:
@@ -221,7 +210,7 @@ class Search:
           scale: the best loss scale for these levels.
         """
         dtype, too_small = self.gradients.dtype.name, self._too_small(measured)
-        of_values = ((LEFT, "an operand"), (RIGHT, "an operand"), (RESULT, "its result"))
+        of_values = ((probes.LEFT, "an operand"), (probes.RIGHT, "an operand"), (probes.RESULT, "its result"))
         for role, value in of_values:
             if measured.largest[site, role] >= self._overflow:
                 return f"{value} reaches {measured.largest[site, role]:.2g}"
@@ -229,11 +218,11 @@ class Search:
             if too_small[site, role]:
                 largest = measured.largest[site, role]
                 return f"{value} is at most {largest:.2g}, and many of its elements are too small for {dtype}"
-        gradients, is_half = measured.largest[:, COTANGENTS], levels < FLOAT32
-        is_lost, top = too_small[:, COTANGENTS].max(axis=1), gradients[site].max()
+        gradients, is_half = measured.largest[:, probes.COTANGENTS], levels < probes.FLOAT32
+        is_lost, top = too_small[:, probes.COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
-            largest = gradients[site, measured.error[site, COTANGENTS].argmax()]
+            largest = gradients[site, measured.error[site, probes.COTANGENTS].argmax()]
             return (
                 f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
                 f"for {dtype}, and other gradients overflow at larger scales; to compute it in half "
@@ -258,5 +247,6 @@ def _levels_without(is_out: np.ndarray) -> np.ndarray:
     Args:
       is_out: whether a value is out of range in half precision, ``bool[sites, roles]``.
     """
-    needs_float32 = np.delete(is_out, RESULT, axis=1).any(axis=1)
-    return np.where(needs_float32, FLOAT32, np.where(is_out[:, RESULT], FLOAT32_RESULT, HALF))
+    needs_float32 = np.delete(is_out, probes.RESULT, axis=1).any(axis=1)
+    of_others = np.where(is_out[:, probes.RESULT], probes.FLOAT32_RESULT, probes.HALF)
+    return np.where(needs_float32, probes.FLOAT32, of_others)

@@ -13,18 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _gradient_errors as errors
+from jax_lossscale.diagnostics import _precision_probes as probes
 from jax_lossscale.diagnostics._loss_call import LossCall
-from jax_lossscale.diagnostics._precision_probes import (
-    COTANGENTS,
-    FLOAT32,
-    FLOAT32_RESULT,
-    MatmulsBySite,
-    Measured,
-    RoundingEvaluator,
-    with_probes,
-)
 
 # The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
@@ -84,12 +75,13 @@ class Gradients:
     ) -> None:
         self.batches, self.dtype, self.spent = batches, dtype, 0
         self._steps = iter(progress(range(MOST_GRADIENTS)))
-        found: MatmulsBySite = {}
-        self._traced = batches[0]._replace(fun=with_probes(batches[0].fun, dtype, names_parameters, found)).scaled()
+        found: probes.MatmulsBySite = {}
+        probed = probes.with_probes(batches[0].fun, dtype, names_parameters, found)
+        self._traced = batches[0]._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # The name of a row of measurements contains the index of a matmul site and the role of the measured value.
-        self._row_names = RoundingEvaluator(dtype).names(self._traced.jaxpr)
+        # The index of the matmul site and the role of the measured value, for each row of measurements.
+        self._sites_and_roles = probes.RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
     def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
@@ -105,9 +97,9 @@ class Gradients:
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
         """Evaluate the program with probes for each batch, with all matmuls in float32."""
-        return self.with_levels(np.full(len(self.sites), FLOAT32), scale, by)
+        return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
-    def measured(self, scale: float) -> Measured:
+    def measured(self, scale: float) -> probes.Measured:
         """Return the measurements of the probes in float32, as arrays ``float32[sites, 2 * roles]``."""
         return largest_of(self.in_float32(scale))
 
@@ -118,7 +110,7 @@ class Gradients:
         traced = call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled()
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
-        return (self._split(traced, compiled(*each)) for each in inputs)
+        return (Result(*call.value_and_leaves(traced, compiled(*each))) for each in inputs)
 
     def _count(self) -> None:
         self.spent += 1
@@ -127,27 +119,24 @@ class Gradients:
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
         args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
-        strengths = jnp.asarray(np.stack([levels < FLOAT32_RESULT, levels < FLOAT32]), jnp.float32)
-        outputs, rows = self._compiled(strengths, jnp.float32(scale), inputs)
-        measured = np.zeros((len(self.sites), COTANGENTS.stop, len(Measured._fields)))
-        for site_and_role, row in zip(self._row_names, np.asarray(rows), strict=True):
+        are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
+        outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
+        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.Measured._fields)))
+        for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
-        return self._split(self._traced, outputs)._replace(measured=measured)
-
-    def _split(self, traced: Traced, outputs: Any) -> Result:
-        return Result(*errors.value_and_leaves(traced.result(outputs), self.batches[0].has_aux))
+        return Result(*batch.value_and_leaves(self._traced, outputs), measured)
 
 
-def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, strengths: Any, scale: Any, inputs: Any) -> Any:
+def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: Any, inputs: Any) -> Any:
     """Evaluate a program with probes and return its outputs and the measurements of the probes."""
-    outputs, rows = RoundingEvaluator(dtype, strengths).evaluate(program, [scale, *inputs])
+    outputs, rows = probes.RoundingEvaluator(dtype, are_rounded).evaluate(program, [scale, *inputs])
     return outputs, jnp.asarray(rows)
 
 
-def largest_of(results: Iterable[Result]) -> Measured:
+def largest_of(results: Iterable[Result]) -> probes.Measured:
     """Return the maxima of the measurements over all batches."""
     largest = np.max([result.measured for result in results], axis=0)
-    return Measured(*np.moveaxis(largest, -1, 0))
+    return probes.Measured(*np.moveaxis(largest, -1, 0))
 
 
 class Reference(NamedTuple):
@@ -172,10 +161,6 @@ class Reference(NamedTuple):
         """Return whether the value and the gradients are finite."""
         return all(math.isfinite(number) for number in (self.value, *(leaf.largest for leaf in self.rounding)))
 
-    def gradient_leaves(self) -> list[errors.LeafGradientError]:
-        """Return a `LeafGradientError` for each float32 gradient."""
-        return errors.reports_of(self.leaves, [self.rounding], self.rounding)[0]
-
     def errors_of(self, result: Result, scale: float) -> list[tuple[float, float, str]]:
         """Return ``(error / tolerance, error, name)`` for the value, the gradient of each leaf, and the whole gradient.
 
@@ -183,27 +168,23 @@ class Reference(NamedTuple):
           result: the result of an evaluation for the same batch.
           scale: the loss scale of this evaluation.
         """
-        reports, total = errors.reports_of(
-            self.leaves, [errors.measure(result.leaves, self.leaves, scale)], self.rounding
-        )
+        measured = errors.measure(result.leaves, self.leaves, scale)
+        reports, total = errors.reports_of(self.leaves, [measured], self.rounding)
         found = [("the value", errors.relative_error(result.value, self.value))]
         for leaf in reports:
             is_tiny = leaf.norm < _TINY_SHARE * self.total and not leaf.nonfinite[0]
             error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
             found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
         found.append(("the whole gradient", total.relative_error[0]))
-        return [
-            (error / tolerance, error, name)
-            for (name, error), tolerance in zip(found, self.tolerances, strict=True)
-            if tolerance
-        ]
+        with_tolerances = zip(found, self.tolerances, strict=True)
+        return [(error / tolerance, error, name) for (name, error), tolerance in with_tolerances if tolerance]
 
 
 # The relative change in the value, and the measurements of the gradients, after a change to the parameters.
 _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 
 
-def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], Measured]:
+def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
     """Evaluate the gradients in float32, and at two nudges (small random changes to all parameters).
 
     Return the reference for each batch, and the measurements of the probes without a loss scale.
@@ -221,10 +202,11 @@ def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Referenc
 def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
     """Return the float32 results for a batch, and the tolerance for each error.
 
-    The fine nudge changes each parameter by about one float32 rounding error. If the fine nudge changes the value by
-    more than half the tolerance, the error of the value is ignored in trials. The same applies to the gradient of each
-    leaf. The coarse nudge changes each parameter by about one half-precision rounding error. If the coarse nudge causes
-    a disproportionately large error, for example because the inputs of ReLUs change sign, the tolerance is increased.
+    The fine nudge multiplies each parameter by ``1 ± 2**-22``, a change of a few float32 rounding errors. If the fine
+    nudge changes the value by more than half the tolerance, the error of the value is ignored in trials. The same
+    applies to the gradient of each leaf. The coarse nudge multiplies each parameter by ``1 ± 2**-9``, a change of a few
+    float16 rounding errors. If the coarse nudge causes a disproportionately large error, for example because the inputs
+    of ReLUs change sign, the tolerance is increased.
 
     Args:
       tolerance: the tolerance of the user.

@@ -14,15 +14,14 @@ from jax.typing import DTypeLike
 from jax_lossscale._check import is_number
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program.jaxpr import is_half
-from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, sources_of_rounding, suggestion_for
+from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._matmuls import MatmulSummary
+from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
 _MOSTLY_ROUNDING = 2.0**-6
@@ -141,11 +140,8 @@ class RangeReport(Report[OperationRange]):
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """Return the operations in the forward pass that overflow, regardless of the loss scale."""
-        return tuple(
-            operation
-            for operation in self.bad
-            if operation.overflow and not (operation.is_backward or operation.derivative_of)
-        )
+        forward = (operation for operation in self.bad if not (operation.is_backward or operation.derivative_of))
+        return tuple(operation for operation in forward if operation.overflow)
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
         """Return the operations in the forward pass at which errors originate, with the worst operation first."""
@@ -302,29 +298,21 @@ def ranges_at(
 ) -> RangeReport:
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
-    (value, grads), _ = program.filled(flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs]))
+    outputs = flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs])
+    of_value, of_leaves = gradients.call.value_and_leaves(program, outputs)
     evaluator = ShadowEvaluator(dtype, iter(progress(range(len(flow.sites)))))
     inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
-    of_value, of_grads = value[0] if gradients.call.has_aux else value, frozenset[int]().union(*jax.tree.leaves(grads))
-    results = {node for node in of_value | of_grads if not _is_noise(measured.get(node), dtype)}
-    harmful, origins = blame(flow, measured, results)
-    if not harmful:  # if there are no large errors, report smaller errors of the loss
-        harmful, origins = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
-    amplified = sources_of_rounding(flow, measured, origins)
+    results = {node for node in of_value.union(*of_leaves.values()) if not _is_noise(measured.get(node), dtype)}
+    blamed = blame(flow, measured, results)
+    if not blamed.harmful:  # if there are no large errors, report smaller errors of the loss
+        blamed = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
     operations = []
     for node, statistics in measured.items():
-        site = flow.sites[node]
-        suggestion = suggestion_for(
-            site,
-            statistics,
-            is_harmful=node in harmful,
-            is_origin=node in origins,
-            is_autocast=gradients.is_autocast,
-            amplified_by=amplified.get(node, ""),
-        )
-        operation = _operation_range(site, statistics, dtype, node in harmful or node in amplified, suggestion)
+        site, changes_result = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
+        suggestion = suggestion_for(node, site, statistics, blamed, gradients.is_autocast)
+        operation = _operation_range(site, statistics, dtype, changes_result, suggestion)
         if is_half(site.aval) or operation.suggestion:
             operations.append(operation)
     operations.sort(key=_severity)
@@ -384,17 +372,7 @@ def _operation_range(
     numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
     is_nan = numbers.pop("nan") > 0 and not measured.overflow
     numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
-    return OperationRange(
-        operation=site.operation,
-        derivative_of=site.derivative_of,
-        layer=site.location.layer,
-        source=site.location.source,
-        is_backward=site.location.is_backward,
-        shape=site.aval.shape,
-        dtype=site.aval.dtype.name,
-        log2_overflow=log2_overflow,
-        log2_underflow=log2_underflow,
-        suggestion=suggestion,
-        changes_result=is_harmful or measured.nan > 0,
-        **numbers,
-    )
+    numbers |= {"log2_overflow": log2_overflow, "log2_underflow": log2_underflow}
+    at, aval = site.location, site.aval
+    facts = site.operation, site.derivative_of, at.layer, at.source, at.is_backward, aval.shape, aval.dtype.name
+    return OperationRange(*facts, suggestion=suggestion, changes_result=is_harmful or measured.nan > 0, **numbers)

@@ -51,13 +51,9 @@ class Report(Sequence[Entry]):
     def __repr__(self) -> str:
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if n in self._text_columns else cell.rjust(width)
-                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        sides = ["<" if n in self._text_columns else ">" for n in range(len(widths))]
+        template = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        lines = [template.format(*row).rstrip() for row in rows]
         return "\n".join([self._header(), *lines, *self._notes()])
 
     def _repr_html_(self) -> str:
@@ -68,8 +64,7 @@ class Report(Sequence[Entry]):
             cells = zip(sides, map(html.escape, row), strict=True)
             return "".join(f'<{cell} style="text-align: {side}">{text}</{cell}>' for side, text in cells)
 
-        lines = [line("td" if n else "th", row) for n, row in enumerate(self._rows())]
-        table = "".join(f"<tr>{cells}</tr>\n" for cells in lines)
+        table = "".join(f"<tr>{line('td' if n else 'th', row)}</tr>\n" for n, row in enumerate(self._rows()))
         above, below = (
             f'<div style="white-space: pre-wrap">{html.escape(text)}</div>\n' if text else ""
             for text in (self._header(), "\n".join(self._notes()))

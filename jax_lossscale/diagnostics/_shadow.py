@@ -42,6 +42,7 @@ _SMALLEST_SHARE = 1 / 256
 # The measurements of a program, in the order of its operations. Each row of measurements contains several numbers, and
 # larger numbers are worse.
 Rows: TypeAlias = list[jax.Array]
+Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
 
 
 class MeasuringEvaluator(Walk[Any]):
@@ -114,8 +115,7 @@ class MeasuringEvaluator(Walk[Any]):
     def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
         """Return the outputs of an equation whose sub-jaxprs are entered, and the rows recorded in the sub-jaxprs."""
         with in_context(eqn):
-            outputs, rows = self.rules[eqn.primitive.name](self, eqn, inputs)
-            return outputs, rows
+            return self.rules[eqn.primitive.name](self, eqn, inputs)
 
     def nothing(self, program: ClosedJaxpr) -> Rows:
         """Return rows of zeros for a jaxpr that is not evaluated."""
@@ -163,24 +163,16 @@ class MeasuringEvaluator(Walk[Any]):
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
-        def of(number: int) -> Callable[..., Any]:
-            def taken(operands: list[Any]) -> Any:
-                outputs, rows = self.evaluate(branches[number], operands)
-                of_others = map(self.nothing, branches)
-                return outputs, [rows if n == number else other for n, other in enumerate(of_others)]
-
-            return taken
+        def taken(number: int, operands: list[Any]) -> Any:
+            of_branches = list(map(self.nothing, branches))
+            outputs, of_branches[number] = self.evaluate(branches[number], operands)
+            return outputs, [row for rows in of_branches for row in rows]
 
         index, *operands = inputs
-        outputs, of_branches = lax.switch(jnp.int32(self.decided(index)), [*map(of, range(len(branches)))], operands)
-        return outputs, [row for rows in of_branches for row in rows]
+        functions = [partial(taken, number) for number in range(len(branches))]
+        return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, Callable[..., Any]]] = {
-        **dict.fromkeys(FOLLOWED, _call),
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-    }
+    rules: ClassVar[dict[str, Rule]] = {**dict.fromkeys(FOLLOWED, _call), "scan": _scan, "while": _while, "cond": _cond}
 
 
 def _worst(worst: Rows, rows: Rows) -> Rows:
@@ -287,11 +279,8 @@ class ShadowEvaluator(MeasuringEvaluator):
         ]
         known = [value.statistics for value in inputs if value.statistics is not None]
         of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
-        rows = [
-            _row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS)
-            for variable, value in zip(eqn.outvars, outputs, strict=True)
-            if is_measured(eqn, variable)
-        ]
+        measured = [value for value, variable in zip(outputs, eqn.outvars, strict=True) if is_measured(eqn, variable)]
+        rows = [_row(value.statistics, of_operands, self._unit, eqn.primitive.name in SUMS) for value in measured]
         if not self._is_compiled:
             self._count(len(rows))
         self.rows += rows
@@ -324,17 +313,12 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
         difference = jnp.where(is_equal | ~where, 0, (half - float32) / unit)
         return [jnp.square(difference), jnp.square(jnp.where(is_finite & where, float32 / unit, 0))]
 
-    flags = (
-        is_finite & (magnitude >= limits.overflow) & is_half,
-        is_nan,
-        (magnitude > 0) & (magnitude <= limits.zero) & is_half,
-        (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half,
-        magnitude > 0,
-        is_inlier & (magnitude > 0),
-    )
-    *counts, off, norm, off_inliers, norm_inliers = reduced(
-        sums=[*flags, *squares(jnp.ones_like(is_nan), unit), *squares(is_inlier, largest_inlier)]
-    )
+    overflows, is_nonzero = is_finite & (magnitude >= limits.overflow) & is_half, magnitude > 0
+    becomes_zero = is_nonzero & (magnitude <= limits.zero) & is_half
+    becomes_subnormal = (magnitude > limits.zero) & (magnitude < limits.subnormal) & is_half
+    flags = overflows, is_nan, becomes_zero, becomes_subnormal, is_nonzero, is_inlier & is_nonzero
+    of_all, of_inliers = squares(jnp.ones_like(is_nan), unit), squares(is_inlier, largest_inlier)
+    *counts, off, norm, off_inliers, norm_inliers = reduced(sums=[*flags, *of_all, *of_inliers])
     overflow, nan, zero, subnormal, nonzero, inliers = (count.astype(jnp.float32) for count in counts)
     size, nonzero = max(float32.size, 1), jnp.maximum(nonzero, 1)
     shares = [overflow / size, nan / size, zero / nonzero, subnormal / nonzero]

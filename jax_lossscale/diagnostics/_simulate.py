@@ -114,16 +114,14 @@ def simulate(
     dtype = checked_floating_dtype(dtype, "simulate(dtype=...)")
     if (grads_finite is None) == (largest is None):
         raise ValueError("`simulate` requires either `grads_finite` or `largest`. Pass exactly one of them.")
+    if largest is None and max_cotangent is not None:
+        raise ValueError("`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`.")
+    if largest is None and loss_scale.needs_largest:
+        raise ValueError(
+            f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on the "
+            "largest gradient of each step. Pass `largest` instead."
+        )
     if largest is None:
-        if max_cotangent is not None:
-            raise ValueError(
-                "`simulate(max_cotangent=...)` requires `largest`. Pass `largest` instead of `grads_finite`."
-            )
-        if loss_scale.needs_largest:
-            raise ValueError(
-                f"`simulate(grads_finite=...)` is not sufficient, because a `{type(loss_scale).__name__}` depends on "
-                "the largest gradient of each step. Pass `largest` instead."
-            )
         # A gradient of zero is finite at every scale, and an infinite gradient is not finite at any scale.
         seen = jnp.where(_checked_trace(grads_finite, "grads_finite", of_flags=True), jnp.float32(0), jnp.inf)
     else:

@@ -39,7 +39,8 @@ class Site(NamedTuple):
       operation: the name of the operation that computes the result.
       location: the location of the operation.
       aval: the type of the result.
-      derivative_of: the operation whose derivative this operation computes, if it is part of the forward pass.
+      derivative_of: if ``operation`` is part of a derivative that is computed in the forward pass, the name of the
+        operation that is differentiated; otherwise "".
     """
 
     operation: str
@@ -66,8 +67,8 @@ class Dataflow(Propagation[frozenset[int]]):
         self.sites: dict[int, Site] = {}
         self.sources: list[frozenset[int]] = []
         self.ends_of_carries: dict[int, frozenset[int]] = {}
-        self._divisions: set[str] = set()
-        self._is_autocast = is_autocast  # `autocast` adds casts to the operands of matmuls
+        self._divisions: set[str] = set()  # the positions of all divisions in the source code
+        self._is_autocast = is_autocast
 
     def value_of(self, constant: Any, aval: Any) -> frozenset[int]:
         return frozenset()
@@ -79,7 +80,7 @@ class Dataflow(Propagation[frozenset[int]]):
         return frozenset({self._node(start)})
 
     def carried_on(self, within: frozenset[int], at_end: frozenset[int]) -> None:
-        (node,) = within
+        (node,) = within  # the node that `carried` created for this carry
         self.sources[node] |= at_end
         self.ends_of_carries[node] = at_end
 
@@ -106,7 +107,11 @@ class Dataflow(Propagation[frozenset[int]]):
         return results
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
-        """Assign the location of an operation to casts added by `autocast` and to operands without a location."""
+        """Assign the location of an operation to its operands that have no location of their own.
+
+        An operand that `autocast` casts for a matmul has the location of the operation that computes the uncast value.
+        Such a cast is reported at the location of the matmul instead.
+        """
         for node in operands:
             site = self.sites.get(node)
             if site is None or not location.source:

@@ -35,6 +35,5 @@ def warn_about_settings(library: str, loss_scale: DynamicLossScale, **used: floa
     }
     for name, value in used.items():
         if not math.isclose(settings[name], value, rel_tol=1e-6):
-            warn_user(
-                f"`to_{library}`: {library} does not support `{name}` = {settings[name]:g}; it uses {value:g} instead."
-            )
+            setting = f"`{name}` = {settings[name]:g}"
+            warn_user(f"`to_{library}`: {library} does not support {setting}; it uses {value:g} instead.")

@@ -67,14 +67,11 @@ def plot_gradient_error(comparison: GradientComparison, *, ax: Axes | None = Non
     drawn = [leaf for leaf in comparison if not leaf.is_rounding]
     inaccurate = [leaf for leaf in drawn if leaf.path in comparison.inaccurate_leaves]
     others = [leaf for leaf in drawn if leaf.path not in comparison.inaccurate_leaves]
+    thin, thick = {"linewidth": 0.8}, {"linewidth": 2.4}
     lines: list[tuple[Sequence[LeafGradientError], str, dict[str, Any]]] = [
-        ([comparison.total], "all leaves", {"color": BLUE, "linewidth": 2.4, "marker": "o", "zorder": 3}),
-        (others, f"one leaf ({len(others)})", {"color": GRAY, "linewidth": 0.8}),
-        (
-            inaccurate,
-            f"inaccurate leaf ({len(inaccurate)})",
-            {"color": VERMILLION, "linewidth": 0.8, "linestyle": "--"},
-        ),
+        ([comparison.total], "all leaves", thick | {"color": BLUE, "marker": "o", "zorder": 3}),
+        (others, f"one leaf ({len(others)})", thin | {"color": GRAY}),
+        (inaccurate, f"inaccurate leaf ({len(inaccurate)})", thin | {"color": VERMILLION, "linestyle": "--"}),
     ]
     for leaves, name, style in lines:
         for n, leaf in enumerate(leaves):

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.ci
 HALF, FLOAT32 = "float16", "float32"
 
 
-def pooled(x):
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+def pooled(x, size=2):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, size), (1, 2), "SAME")
 
 
 # Selections from the results of matmuls or arithmetic. Each entry contains a function, a primitive, and its expected
@@ -134,7 +134,8 @@ USES_OF_BIASED = {
     "a relu before a matmul": (lambda w, y: jax.nn.relu(y) @ w, False),
     "a matmul and a relu before a matmul": (lambda w, y: y @ w + jax.nn.relu(y) @ w.T, False),
     "a pooling before a matmul": (lambda w, y: pooled(y) @ w[:4], False),
-    "a pooling before a matmul, and another matmul": (lambda w, y: pooled(y) @ w[:4] + y @ w, True),
+    "a pooling before a matmul, and another matmul": (lambda w, y: pooled(y) @ w[:4] + y @ w, False),
+    "overlapping windows before a matmul, and another matmul": (lambda w, y: pooled(y, 3) @ w[:4] + y @ w, True),
     "a pooling and a maximum before matmuls": (lambda w, y: pooled(y) @ w[:4] + y.max(0)[None] @ w, True),
     "float32 arithmetic": (lambda w, y: jnp.sin(y) @ w, True),
     "a matmul and float32 arithmetic": (lambda w, y: y @ w + jnp.sin(y), True),

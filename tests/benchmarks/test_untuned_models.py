@@ -9,16 +9,18 @@ from benchmarks.autocast.ways import AUTOCAST, HALF_RESIDUAL_STREAM, MANUAL_CAST
 pytestmark = pytest.mark.ci  # Each model is compiled four times.
 
 # These models compile fastest.
-QUICK = ("WaveNet", "PPO", "experts by ragged_dot")
+QUICK = ("WaveNet", "PPO", "experts by ragged_dot", "NeRF", "DLRM")
 # The gradients of these models have larger errors, with manual casts as well as under `autocast`.
-LESS_ACCURATE = ("U-Net", "PPO")
+LESS_ACCURATE = ("U-Net", "PPO", "nnU-Net 3D")
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_with_float32(name):
     trained = Trained(small()[name], steps=0, batches=1)
-    errors = {way: trained.error(WAYS[way](small()[name])) for way in (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)}
+    # With a half-precision residual stream, the positions in NeRF are rounded before they are multiplied by up to 2^9.
+    ways = (MANUAL_CASTS, AUTOCAST) if name == "NeRF" else (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
+    errors = {way: trained.error(WAYS[way](small()[name])) for way in ways}
     assert max(errors.values()) < (0.05 if name in LESS_ACCURATE else 0.01), errors
     assert min(errors.values()) > 0
 

@@ -23,8 +23,7 @@ from jax_lossscale.diagnostics import (
     range_report,
 )
 from jax_lossscale.diagnostics._bits import reduced
-from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
+from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
 
 pytestmark = pytest.mark.ci
 

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics._loss_call import check_call
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
+from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
 
 HALF = jnp.dtype(jnp.float16)
 W, X = jnp.ones((4, 4)), jnp.ones((8, 4))

@@ -1,4 +1,4 @@
-"""Comparison with float32 of the libraries in the tables of `docs/guide/libraries.md`.
+"""Comparison with float32 of the libraries in the tables of `docs/guide/trainers.md`.
 
 The test of a library that is not installed is skipped. To run all tests, install the libraries: ``pip install brax
 diffrax e3nn-jax evosax "haliax>=1.4.dev453" lineax mctx optimistix penzai qwix``.

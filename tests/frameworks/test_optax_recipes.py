@@ -1,4 +1,4 @@
-"""The recipes of `docs/frameworks/optax.md`, compared with the inner optimizer in float32."""
+"""The recipes of `docs/guide/recipes.md`, compared with the inner optimizer in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""The behavior of other libraries that the second table of `docs/differences.md` describes.
+"""The behavior of other libraries that the section "Intended differences" of `docs/migrating.md` describes.
 
-`tests/test_peers.py` tests the first table. Other tests check the behavior of jax_lossscale. Tests of libraries that
-are not installed are skipped.
+`tests/test_peers.py` tests the table before that section. Other tests check the behavior of jax_lossscale. Tests of
+libraries that are not installed are skipped.
 """
 
 import importlib

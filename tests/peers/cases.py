@@ -1,4 +1,4 @@
-"""Helper functions that convert observed behavior to the words of the table in `docs/differences.md`."""
+"""Helper functions that convert observed behavior to the words of the table in `docs/migrating.md`."""
 
 import itertools
 

@@ -3,8 +3,8 @@
 The modules, in reading order:
 
 - `layers`: shared layers, and the batches;
-- `images`, `language`, `sequences`, `others`: the models;
-- `table`: training steps of all models, compiled for an H100.
+- `images`, `language`, `sequences`, `stylegan`, `others`: the models;
+- `table`: the benchmark, ``python -m benchmarks untuned``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from benchmarks.autocast.models import Model
-from benchmarks.autocast.untuned.images import PPO, ConvNeXt, DiffusionUNet, DiT, UNet
+from benchmarks.autocast.untuned.images import PPO, ConvNeXt, DiffusionUNet, DiT, MLPMixer, NNUNet, UNet
 from benchmarks.autocast.untuned.language import T5, Llama, LSTMLanguageModel, RaggedExperts, lora
 from benchmarks.autocast.untuned.layers import Integers, model_of
-from benchmarks.autocast.untuned.others import CLIP, GraphNetwork
-from benchmarks.autocast.untuned.sequences import CTC, RWKV, RetNet, WaveNet
+from benchmarks.autocast.untuned.others import CLIP, DLRM, GraphNetwork, GraphTransformer, NeRF
+from benchmarks.autocast.untuned.sequences import CTC, RWKV, Mamba2, RetNet, Transducer, WaveNet
+from benchmarks.autocast.untuned.stylegan import stylegan
 
 
 def networks() -> dict[str, Model]:
@@ -28,7 +29,7 @@ def networks() -> dict[str, Model]:
     llama = {"vocabulary": 32_000, "blocks": 4, "width": 1024, "hidden": 2816, "heads": 16, "groups": 4}
     return {
         "U-Net": _unet(8, 256, widths=(64, 128, 256, 512, 1024), classes=21),
-        "GNN": _graph_network(16_384, 131_072, rounds=4, width=128),
+        "GNN": _graph(GraphNetwork, 16_384, 131_072, rounds=4, width=128),
         "WaveNet": _denoiser(8, 8192, layers=10, width=128, skip=256),
         "PPO": _ppo(2048),
         "RetNet": _decoder(RetNet, 8, 1025, vocabulary=8192, blocks=4, width=1024, heads=8, chunk=128),
@@ -38,7 +39,7 @@ def networks() -> dict[str, Model]:
         "Llama": _decoder(Llama, 4, 1025, **llama),
         "diffusion UNet": _diffusion_unet(32, 64, widths=(128, 256, 256), heads=4),
         "T5": _t5(16, 512, 129, vocabulary=32_128, blocks=4, width=512, heads=8),
-        "CTC speech model": _ctc((16, 1024, 80), (16, 64), vocabulary=1024, blocks=4, width=512, heads=8),
+        "CTC speech model": _speech(CTC, (16, 1024, 80), (16, 64), vocabulary=1024, blocks=4, width=512, heads=8),
         # XLA fails to compile attention with the lengths of CLIP. These are the lengths of SigLIP (arXiv 2303.15343).
         "CLIP": _clip(64, 256, 64, blocks=4, image_width=768, text_width=512, vocabulary=49_408, patch=16),
         "LSTM language model": _decoder(LSTMLanguageModel, 64, 129, vocabulary=10_000, width=1024),
@@ -46,6 +47,14 @@ def networks() -> dict[str, Model]:
         "experts by ragged_dot": _decoder(
             RaggedExperts, 8, 513, vocabulary=32_000, blocks=2, width=768, heads=12, experts=8
         ),
+        "graph transformer": _graph(GraphTransformer, 16_384, 131_072, blocks=4, width=128, heads=8),
+        "Mamba-2": _decoder(Mamba2, 8, 1025, vocabulary=8192, blocks=4, width=768, heads=24, state=128, chunk=128),
+        "RNN-T": _speech(Transducer, (8, 800, 80), (8, 40), vocabulary=1024, blocks=4, width=512, heads=8),
+        "MLP-Mixer": _classifier(MLPMixer, 64, 224, blocks=8, width=512, patch=16),
+        "nnU-Net 3D": _nn_unet(2, 96, widths=(32, 64, 128, 256), classes=4),
+        "NeRF": _nerf(4096, samples=128, layers=8, width=256),
+        "DLRM": _dlrm(8192, 20, tables=16, rows=10_000, width=64),
+        "StyleGAN2": stylegan(16, widths=(512, 512, 256, 128, 64), latent=512),
     }
 
 
@@ -54,7 +63,7 @@ def small() -> dict[str, Model]:
     llama = {"vocabulary": 32, "blocks": 1, "width": 32, "hidden": 64, "heads": 4, "groups": 2}
     return {
         "U-Net": _unet(2, 16, widths=(8, 16), classes=5),
-        "GNN": _graph_network(16, 64, rounds=1, width=16),
+        "GNN": _graph(GraphNetwork, 16, 64, rounds=1, width=16),
         "WaveNet": _denoiser(2, 16, layers=3, width=8, skip=16),
         "PPO": _ppo(4),
         "RetNet": _decoder(RetNet, 2, 17, vocabulary=32, blocks=1, width=32, heads=2, chunk=4),
@@ -64,11 +73,19 @@ def small() -> dict[str, Model]:
         "Llama": _decoder(Llama, 2, 17, **llama),
         "diffusion UNet": _diffusion_unet(2, 8, widths=(32, 32), heads=2),
         "T5": _t5(2, 16, 9, vocabulary=32, blocks=1, width=32, heads=2),
-        "CTC speech model": _ctc((2, 32, 16), (2, 4), vocabulary=16, blocks=1, width=32, heads=2),
+        "CTC speech model": _speech(CTC, (2, 32, 16), (2, 4), vocabulary=16, blocks=1, width=32, heads=2),
         "CLIP": _clip(4, 8, 8, blocks=1, image_width=32, text_width=16, vocabulary=32, patch=4),
         "LSTM language model": _decoder(LSTMLanguageModel, 2, 17, vocabulary=32, width=16),
         "ConvNeXt": _classifier(ConvNeXt, 2, 32, stages=(1, 1), width=16),
         "experts by ragged_dot": _decoder(RaggedExperts, 2, 17, vocabulary=32, blocks=1, width=16, heads=2, experts=4),
+        "graph transformer": _graph(GraphTransformer, 16, 64, blocks=1, width=16, heads=2),
+        "Mamba-2": _decoder(Mamba2, 2, 17, vocabulary=32, blocks=1, width=16, heads=2, state=8, chunk=4),
+        "RNN-T": _speech(Transducer, (2, 32, 16), (2, 4), vocabulary=16, blocks=1, width=32, heads=2),
+        "MLP-Mixer": _classifier(MLPMixer, 2, 32, blocks=1, width=32, patch=8),
+        "nnU-Net 3D": _nn_unet(1, 8, widths=(8, 16), classes=4),
+        "NeRF": _nerf(16, samples=8, layers=6, width=32),
+        "DLRM": _dlrm(8, 4, tables=2, rows=16, width=16),
+        "StyleGAN2": stylegan(2, widths=(16, 8), latent=16),
     }
 
 
@@ -83,6 +100,11 @@ def _classifier(network: Callable[..., nn.Module], batch: int, size: int, **opti
 def _unet(batch: int, size: int, *, classes: int, **options: Any) -> Model:
     labels = Integers(classes, (batch, size, size))
     return model_of(UNet, (batch, size, size, 3), labels, classes=classes, **options)
+
+
+def _nn_unet(batch: int, size: int, *, classes: int, **options: Any) -> Model:
+    voxels = (batch, size, size, size)
+    return model_of(NNUNet, (*voxels, 1), Integers(classes, voxels), classes=classes, **options)
 
 
 def _diffusion_unet(batch: int, size: int, **options: Any) -> Model:
@@ -100,9 +122,9 @@ def _ppo(batch: int, actions: int = 18) -> Model:
     return model_of(PPO, frames, Integers(actions, (batch,)), (batch,), (batch,), (batch,), actions=actions)
 
 
-def _graph_network(nodes: int, edges: int, **options: Any) -> Model:
+def _graph(network: Callable[..., nn.Module], nodes: int, edges: int, **options: Any) -> Model:
     ends = Integers(nodes, (edges,))
-    return model_of(GraphNetwork, (nodes, 16), (edges, 4), ends, ends, (nodes, 3), **options)
+    return model_of(network, (nodes, 16), (edges, 4), ends, ends, (nodes, 3), **options)
 
 
 def _t5(batch: int, inputs: int, outputs: int, *, vocabulary: int, **options: Any) -> Model:
@@ -115,10 +137,27 @@ def _denoiser(batch: int, length: int, **options: Any) -> Model:
     return model_of(WaveNet, samples, samples, **options)
 
 
-def _ctc(spectrum: tuple[int, ...], labels: tuple[int, ...], *, vocabulary: int, **options: Any) -> Model:
-    return model_of(CTC, spectrum, Integers(vocabulary - 1, labels), vocabulary=vocabulary, **options)
+def _speech(
+    network: Callable[..., nn.Module],
+    spectrum: tuple[int, ...],
+    labels: tuple[int, ...],
+    *,
+    vocabulary: int,
+    **options: Any,
+) -> Model:
+    return model_of(network, spectrum, Integers(vocabulary - 1, labels), vocabulary=vocabulary, **options)
 
 
 def _clip(batch: int, size: int, length: int, *, vocabulary: int, **options: Any) -> Model:
     tokens = Integers(vocabulary, (batch, length))
     return model_of(CLIP, (batch, size, size, 3), tokens, vocabulary=vocabulary, **options)
+
+
+def _nerf(rays: int, **options: Any) -> Model:
+    vectors = (rays, 3)
+    return model_of(NeRF, vectors, vectors, vectors, **options)
+
+
+def _dlrm(batch: int, categories: int, *, tables: int, rows: int, **options: Any) -> Model:
+    bags = Integers(rows, (batch, tables, categories))
+    return model_of(DLRM, (batch, 13), bags, Integers(2, (batch,), jnp.float32), tables=tables, rows=rows, **options)

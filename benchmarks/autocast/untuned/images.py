@@ -1,4 +1,4 @@
-"""Models for images: U-Net, diffusion UNet, DiT, ConvNeXt, and the network of PPO for Atari games."""
+"""Models for images: U-Nets, a diffusion UNet, DiT, ConvNeXt, MLP-Mixer, and the network of PPO for Atari games."""
 
 from __future__ import annotations
 
@@ -38,6 +38,36 @@ class UNet(nn.Module):
         for _ in range(2):
             x = nn.Conv(features, (3, 3), use_bias=False, dtype=self.dtype)(x)
             x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        return x
+
+
+class NNUNet(nn.Module):
+    """A 3D U-Net with instance norms, strided convolutions and a Dice loss (Isensee et al. 2018, arXiv 1809.10486)."""
+
+    widths: Sequence[int]
+    classes: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the loss for ``[batch, depth, height, width, channels]`` and one label for each voxel."""
+        skipped = []
+        for level, features in enumerate(self.widths):
+            x = self._convolutions(x, features, 2 if level else 1)
+            skipped.append(x)
+        skipped.pop()
+        for features in reversed(self.widths[:-1]):
+            x = nn.ConvTranspose(features, (2, 2, 2), (2, 2, 2), dtype=self.dtype)(x)
+            x = self._convolutions(jnp.concatenate([skipped.pop(), x], axis=-1), features, 1)
+        logits = nn.Conv(self.classes, (1, 1, 1), dtype=self.dtype)(x).astype(jnp.float32)
+        probabilities, truth = nn.softmax(logits), nn.one_hot(labels, self.classes)
+        shared, total = (each.sum((1, 2, 3)) for each in (probabilities * truth, probabilities + truth))
+        return cross_entropy(logits, labels) - ((2 * shared + 1e-5) / (total + 1e-5)).mean()
+
+    def _convolutions(self, x: jax.Array, features: int, stride: int) -> jax.Array:
+        for strides in ((stride,) * 3, (1, 1, 1)):
+            x = nn.Conv(features, (3, 3, 3), strides, dtype=self.dtype)(x)
+            x = nn.leaky_relu(nn.InstanceNorm(dtype=self.dtype)(x))
         return x
 
 
@@ -139,6 +169,29 @@ class ConvNeXt(nn.Module):
                 scale = self.param(f"scale_{stage}_{block}", nn.initializers.constant(1e-2), (1, 1, 1, features))
                 x = x + scale.astype(self.dtype) * y
         return cross_entropy(nn.Dense(1000, dtype=self.dtype)(norm()(x.mean((1, 2)))), labels)
+
+
+class MLPMixer(nn.Module):
+    """A network of gelu layers across patches and across channels (Tolstikhin et al. 2021, arXiv 2105.01601)."""
+
+    blocks: int
+    width: int
+    patch: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the cross-entropy for ``[batch, height, width, channels]`` and one label for each image."""
+        norm, patch = partial(nn.LayerNorm, dtype=self.dtype), (self.patch, self.patch)
+        x = nn.Conv(self.width, patch, patch, dtype=self.dtype)(x).reshape(len(x), -1, self.width)
+        for _ in range(self.blocks):
+            x = x + self._gelu(norm()(x).swapaxes(1, 2), self.width // 2).swapaxes(1, 2)
+            x = x + self._gelu(norm()(x), 4 * self.width)
+        return cross_entropy(nn.Dense(1000, dtype=self.dtype)(norm()(x).mean(1)), labels)
+
+    def _gelu(self, x: jax.Array, hidden: int) -> jax.Array:
+        y = nn.gelu(nn.Dense(hidden, dtype=self.dtype)(x))
+        return nn.Dense(x.shape[-1], dtype=self.dtype)(y)
 
 
 class PPO(nn.Module):

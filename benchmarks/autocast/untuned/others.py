@@ -1,4 +1,4 @@
-"""A graph network, and CLIP, a model for pairs of images and texts."""
+"""Graph networks, CLIP for pairs of images and texts, NeRF for scenes, and DLRM for recommendations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 from benchmarks.autocast.untuned.layers import Block
 from benchmarks.workloads.layers import cross_entropy, mean_square
@@ -40,6 +41,40 @@ class GraphNetwork(nn.Module):
         for _ in range(2):
             x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
         return nn.LayerNorm(dtype=self.dtype)(nn.Dense(self.width, dtype=self.dtype)(x))
+
+
+class GraphTransformer(nn.Module):
+    """A transformer whose nodes attend to the nodes from which edges lead to them (arXiv 2012.09699)."""
+
+    blocks: int
+    width: int
+    heads: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, nodes: jax.Array, edges: jax.Array, senders: jax.Array, receivers: jax.Array, targets: jax.Array
+    ) -> jax.Array:
+        """Return the mean square error of one vector per node for features of shape ``[number, features]``."""
+        norm = partial(nn.LayerNorm, dtype=self.dtype)
+        x = nn.Dense(self.width, dtype=self.dtype)(nodes)
+        for _ in range(self.blocks):
+            x = x + self._attention(norm()(x), edges, senders, receivers)
+            hidden = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(norm()(x)))
+            x = x + nn.Dense(self.width, dtype=self.dtype)(hidden)
+        predicted = nn.Dense(targets.shape[-1], dtype=self.dtype)(norm()(x))
+        return mean_square(predicted.astype(jnp.float32) - targets)
+
+    def _attention(self, x: jax.Array, edges: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+        dense = partial(nn.Dense, dtype=self.dtype)
+        query, key, value = (dense(self.width)(x).reshape(len(x), self.heads, -1) for _ in range(3))
+        add = partial(jax.ops.segment_sum, segment_ids=receivers, num_segments=len(x))
+        logits = (query[receivers] * key[senders]).sum(-1) * query.shape[-1] ** -0.5 + dense(self.heads)(edges)
+        logits = logits.astype(jnp.float32)
+        top = jax.lax.stop_gradient(jax.ops.segment_max(logits, receivers, num_segments=len(x)))
+        weights = jnp.exp(logits - top[receivers])
+        weights = (weights / add(weights)[receivers]).astype(self.dtype)
+        return dense(self.width)(add(weights[..., None] * value[senders]).reshape(x.shape))
 
 
 class CLIP(nn.Module):
@@ -79,3 +114,66 @@ def _unit(x: jax.Array) -> jax.Array:
     """Return vectors of length 1 in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
+
+
+class NeRF(nn.Module):
+    """The color of rays through a scene, which a relu network describes (Mildenhall et al. 2020, arXiv 2003.08934)."""
+
+    layers: int
+    width: int
+    samples: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, origins: jax.Array, directions: jax.Array, colors: jax.Array) -> jax.Array:
+        """Return the mean square error of the colors for rays. All arguments have the shape ``[rays, 3]``."""
+        dense, step = partial(nn.Dense, dtype=self.dtype), 4 / self.samples
+        directions = _unit(directions)
+        depths = 2 + step * jnp.arange(self.samples)[None, :, None]
+        x = position = self._waves(origins[:, None] + depths * directions[:, None], 10)
+        for layer in range(self.layers):
+            x = nn.relu(dense(self.width)(jnp.concatenate([x, position], axis=-1) if layer == 5 else x))
+        absorbed = step * nn.relu(dense(1)(x)[..., 0].astype(jnp.float32))
+        view = self._waves(directions, 4)[:, None].repeat(self.samples, axis=1)
+        x = nn.relu(dense(self.width // 2)(jnp.concatenate([dense(self.width)(x), view], axis=-1)))
+        seen = nn.sigmoid(dense(3)(x).astype(jnp.float32))
+        # The light that reaches a sample has passed all samples before it.
+        weights = jnp.exp(absorbed - jnp.cumsum(absorbed, axis=1)) * (1 - jnp.exp(-absorbed))
+        return mean_square((weights[..., None] * seen).sum(1) - colors)
+
+    def _waves(self, x: jax.Array, count: int) -> jax.Array:
+        """Return sines and cosines with ``count`` frequencies, which are computed in float32."""
+        angles = jnp.concatenate([2.0**n * x for n in range(count)], axis=-1)
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(self.dtype)
+
+
+class DLRM(nn.Module):
+    """A model that predicts clicks from numbers and from sets of categories (Naumov et al. 2019, arXiv 1906.00091).
+
+    The embeddings of the categories in each set are added.
+    """
+
+    tables: int
+    rows: int
+    width: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, numbers: jax.Array, categories: jax.Array, clicks: jax.Array) -> jax.Array:
+        """Return the binary cross-entropy for ``[batch, numbers]``, ``[batch, tables, categories]`` and ``[batch]``."""
+        x = self._mlp(numbers, (512, 256, self.width))
+        bags = [
+            nn.Embed(self.rows, self.width, dtype=self.dtype)(categories[:, table]).sum(1)
+            for table in range(self.tables)
+        ]
+        features = jnp.stack([x, *bags], axis=1)
+        products = jnp.einsum("bnd,bmd->bnm", features, features)
+        pairs = products[:, *jnp.triu_indices(len(bags) + 1, 1)]
+        logits = self._mlp(jnp.concatenate([x, pairs], axis=-1), (512, 256))
+        logits = nn.Dense(1, dtype=self.dtype)(logits)[:, 0].astype(jnp.float32)
+        return optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
+
+    def _mlp(self, x: jax.Array, widths: tuple[int, ...]) -> jax.Array:
+        for width in widths:
+            x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
+        return x

@@ -1,4 +1,4 @@
-"""Models for sequences that are not decoders with attention: WaveNet, RetNet, RWKV-4, and a speech model with CTC."""
+"""Models for sequences that are not decoders with attention: WaveNet, RetNet, Mamba-2, RWKV-4, and speech models."""
 
 from __future__ import annotations
 
@@ -92,6 +92,75 @@ def _retention(query: jax.Array, key: jax.Array, value: jax.Array, chunk: int) -
     return seen.transpose(1, 0, 3, 2, 4).reshape(batch, length, heads, size)
 
 
+class Mamba2(nn.Module):
+    """A language model with state spaces, whose matmuls are computed in chunks (Dao & Gu 2024, arXiv 2405.21060)."""
+
+    vocabulary: int
+    blocks: int
+    width: int
+    heads: int
+    state: int
+    chunk: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
+        norm = partial(nn.RMSNorm, dtype=self.dtype)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
+        for block in range(self.blocks):
+            x = x + self._mixed(norm()(x), block)
+        return cross_entropy(nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(norm()(x)), tokens[:, 1:])
+
+    def _mixed(self, x: jax.Array, block: int) -> jax.Array:
+        """Apply a short convolution and the state space to ``[batch, length, width]``."""
+        inner, state = 2 * self.width, self.state
+        taken = nn.Dense(2 * inner + 2 * state + self.heads, use_bias=False, dtype=self.dtype)(x)
+        gate, y, step = jnp.split(taken, [inner, 2 * inner + 2 * state], axis=-1)
+        features = y.shape[-1]
+        y = nn.Conv(features, (4,), padding="CAUSAL", feature_group_count=features, dtype=self.dtype)(y)
+        value, key, query = jnp.split(nn.silu(y), [inner, inner + state], axis=-1)
+        bias, log_rate, skip = (
+            self.param(f"{name}_{block}", nn.initializers.uniform(1.0), (1, 1, self.heads))
+            for name in ("bias", "log_rate", "skip")
+        )
+        step = nn.softplus(step.astype(jnp.float32) + bias)
+        value = value.reshape(*x.shape[:2], self.heads, -1)
+        # The decays of all pairs of positions are not saved.
+        space = jax.checkpoint(partial(_state_space, chunk=self.chunk))
+        seen = space(query, key, value * step[..., None].astype(self.dtype), -jnp.exp(log_rate) * step)
+        seen = (seen + skip[..., None].astype(self.dtype) * value).reshape(gate.shape)
+        seen = nn.RMSNorm(dtype=self.dtype)(seen * nn.silu(gate))
+        return nn.Dense(self.width, use_bias=False, dtype=self.dtype)(seen)
+
+
+def _state_space(query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, chunk: int) -> jax.Array:
+    """Return the outputs for ``[batch, length, state]``, ``[batch, length, heads, size]``, ``[batch, length, heads]``.
+
+    The decays and the states between chunks are in float32.
+    """
+    dtype, shape = value.dtype, value.shape
+    query, key, value, log_decay = (
+        x.reshape(shape[0], -1, chunk, *x.shape[2:]) for x in (query, key, value, log_decay)
+    )
+    total = jnp.cumsum(log_decay, axis=2).swapaxes(2, 3)  # [batch, chunks, heads, positions]
+    between = jnp.where(jnp.tri(chunk, dtype=bool)[None, None, None], total[..., None] - total[..., None, :], -jnp.inf)
+    scores = jnp.einsum("bcqn,bckn->bcqk", query, key)[:, :, None] * jnp.exp(between).astype(dtype)
+    seen = jnp.einsum("bchqk,bckhd->bcqhd", scores, value)
+    after = jnp.exp(total[..., -1:] - total).astype(dtype).swapaxes(2, 3)[..., None]
+    added = jnp.einsum("bckn,bckhd->cbhdn", key, value * after).astype(jnp.float32)
+
+    def step(state: jax.Array, taken: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        decay, added = taken
+        return decay[..., None, None] * state + added, state
+
+    decays = jnp.exp(total[..., -1]).swapaxes(0, 1)
+    _, states = jax.lax.scan(step, jnp.zeros_like(added[0]), (decays, added))
+    before = jnp.exp(total).astype(dtype).swapaxes(2, 3)[..., None]
+    seen = seen + jnp.einsum("bcqn,cbhdn->bcqhd", query, states.astype(dtype)) * before
+    return seen.reshape(shape)
+
+
 class RWKV(nn.Module):
     """The language model RWKV-4, whose weighted sum is computed by a scan in float32 (arXiv 2305.13048)."""
 
@@ -163,3 +232,46 @@ class CTC(nn.Module):
         logits = nn.Dense(self.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)).astype(jnp.float32)
         # The label 0 is the blank.
         return optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), 1 + labels, jnp.zeros(labels.shape)).mean()
+
+
+class Transducer(nn.Module):
+    """A speech model: transformer blocks for the sound, an LSTM for the labels, and the transducer loss of RNN-T.
+
+    The loss is the negative logarithm of the sum over all alignments (Graves 2012, arXiv 1211.3711).
+    """
+
+    vocabulary: int
+    blocks: int
+    width: int
+    heads: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, spectrum: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the loss for spectra of shape ``[batch, length, frequencies]``, and labels, ``[batch, tokens]``."""
+        dense = partial(nn.Dense, self.width, dtype=self.dtype)
+        x = dense()(spectrum.reshape(len(spectrum), spectrum.shape[1] // 4, -1))
+        for _ in range(self.blocks):
+            x = Block(self.heads, dtype=self.dtype)(x)
+        # The label 0 is the blank.
+        y = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(jnp.pad(1 + labels, ((0, 0), (1, 0))))
+        y = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(y)
+        joint = jnp.tanh(dense()(x)[:, :, None] + dense()(y)[:, None])
+        log_probabilities = nn.log_softmax(nn.Dense(self.vocabulary, dtype=self.dtype)(joint).astype(jnp.float32))
+        emitted = jnp.take_along_axis(log_probabilities[:, :, :-1], 1 + labels[:, None, :, None], axis=-1)[..., 0]
+        return -_log_likelihood(log_probabilities[..., 0], emitted).mean()
+
+
+def _log_likelihood(blank: jax.Array, emitted: jax.Array) -> jax.Array:
+    """Return the log-likelihood for log-probabilities of shapes ``[batch, times, tokens + 1]`` and ``[..., tokens]``.
+
+    A scan over the times computes the log-likelihood of each number of emitted tokens.
+    """
+    sums = jnp.pad(jnp.cumsum(emitted, axis=-1), ((0, 0), (0, 0), (1, 0))).swapaxes(0, 1)
+
+    def step(before: jax.Array, taken: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        blank, sums = taken
+        return sums + jax.lax.cumlogsumexp(before + blank - sums, axis=1), None
+
+    last, _ = jax.lax.scan(step, sums[0], (blank[:, :-1].swapaxes(0, 1), sums[1:]))
+    return last[:, -1] + blank[:, -1, -1]

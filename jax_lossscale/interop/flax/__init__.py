@@ -67,9 +67,7 @@ def register(kind: type[LossScale]) -> type[LossScale]:
                 f"The saved state of a `{kind.__name__}` contains {sorted(state)}, but the target contains "
                 f"{sorted(names)}. Restore the state into a loss scale with the same configuration."
             )
-        leaves = [
-            serialization.from_state_dict(leaf, state[name]) for name, (_, leaf) in zip(names, with_paths, strict=True)
-        ]
+        leaves = [serialization.from_state_dict(leaf, state[path[0].name]) for path, leaf in with_paths]
         return jax.tree.unflatten(structure, leaves)
 
     serialization.register_serialization_state(kind, to_state_dict, from_state_dict, override=True)

@@ -129,9 +129,8 @@ class Optimizer(nnx.Optimizer):
         def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
             check_argnums((0,), batch_positions, len(args))
             loss_scale = self._loss_scale()
-            value_and_grad = self._value_and_grad(
-                with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True), has_aux
-            )
+            scaled = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
+            value_and_grad = self._value_and_grad(scaled, has_aux)
             split_positions = {position % len(args) for position in batch_positions}
             not_split = [None if position in split_positions else arg for position, arg in enumerate(args)]
             flattened = nnx_objects.flattened((not_split, kwargs))
@@ -141,10 +140,8 @@ class Optimizer(nnx.Optimizer):
 
             def of_microbatch(leaves: list[Any], arguments: tuple[Any, ...]) -> tuple[list[Any], Any, chex.ArrayTree]:
                 (not_split, kwargs), objects = flattened.with_leaves([*constants, *leaves])
-                merged = (
-                    arguments[position] if position in split_positions else arg
-                    for position, arg in enumerate(not_split)
-                )
+                # In `not_split`, ``None`` replaces each argument that contains the batch.
+                merged = (arg if same is None else same for arg, same in zip(arguments, not_split, strict=True))
                 result, grads = value_and_grad(*merged, **kwargs)
                 leaves, new_structure = jax.tree.flatten(nnx.state(objects))
                 if new_structure != structure:  # type: ignore[operator]

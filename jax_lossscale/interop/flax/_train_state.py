@@ -73,15 +73,10 @@ class TrainState(train_state.TrainState):
             of a further field change.
         """
         has_overwritten = OVERWRITE_WITH_GRADIENT in grads  # For float8 layers, flax passes statistics as gradients.
-        params, opt_state = checked(self.tx, "TrainState(tx=...)").update_and_apply(
-            grads["params"] if has_overwritten else grads,
-            self.opt_state,
-            self.params["params"] if has_overwritten else self.params,
-            value=value,
-            skip_if=skip_if,
-            grads_finite=grads_finite,
-            **(extra_args or {}),
-        )
+        given, params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)
+        options = {"value": value, "skip_if": skip_if, "grads_finite": grads_finite}
+        tx = checked(self.tx, "TrainState(tx=...)")
+        params, opt_state = tx.update_and_apply(given, self.opt_state, params, **options, **(extra_args or {}))
         is_applied = opt_state.consecutive_skips == 0
         if has_overwritten:
             name = OVERWRITE_WITH_GRADIENT

@@ -218,7 +218,7 @@ def test_warning_if_few_matmuls_stay_in_half_precision():
 
 
 def test_rule_that_is_contained_in_another_is_detected():
-    from jax_lossscale.diagnostics._precision_rules import _contains
+    from jax_lossscale.diagnostics._find_precision import _contains
 
     rule = jls.PrecisionRule
     assert _contains(rule("float32", layer="a"), rule("float32", layer="a", operation="dot_general", reason="why"))

@@ -1,0 +1,122 @@
+"""StyleGAN2: a generator and a discriminator of images, with the R1 penalty (Karras et al. 2020, arXiv 1912.04958)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.autocast.models import Model
+from benchmarks.optimizer.peers import Loss
+
+_PENALTY = 5.0  # The weight of the R1 penalty, which is half of the gamma in the paper.
+_leaky = partial(nn.leaky_relu, negative_slope=0.2)
+
+
+class ModulatedConv(nn.Module):
+    """A convolution whose input channels are multiplied by numbers that depend on the style."""
+
+    features: int
+    size: int
+    is_normalized: bool = True
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, style: jax.Array) -> jax.Array:
+        """Apply the convolution to ``[batch, height, width, channels]`` for styles of shape ``[batch, width]``."""
+        shape = (self.size, self.size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (1, 1, 1, self.features)).astype(self.dtype)
+        scale = nn.Dense(x.shape[-1], bias_init=nn.initializers.ones, dtype=self.dtype)(style)
+        layout = ("NHWC", "HWIO", "NHWC")
+        kernels = kernel.astype(self.dtype)
+        y = jax.lax.conv_general_dilated(x * scale[:, None, None], kernels, (1, 1), "SAME", dimension_numbers=layout)
+        if self.is_normalized:
+            squares = jnp.square(scale.astype(jnp.float32)) @ jnp.square(kernel).sum((0, 1))
+            y = y * jax.lax.rsqrt(squares + 1e-8)[:, None, None].astype(self.dtype)
+        return y + bias
+
+
+class Generator(nn.Module):
+    """A network that doubles the resolution of an image at each level, beginning with 4 x 4 pixels."""
+
+    widths: Sequence[int]
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, noise: jax.Array) -> jax.Array:
+        """Return images in float32 for noise of shape ``[batch, width]``."""
+        style = noise
+        for _ in range(8):
+            style = _leaky(nn.Dense(noise.shape[-1], dtype=self.dtype)(style))
+        start = self.param("start", nn.initializers.normal(1.0), (1, 4, 4, self.widths[0]))
+        x, image = start.astype(self.dtype).repeat(len(noise), axis=0), jnp.zeros((1, 1, 1, 3), self.dtype)
+        for level, features in enumerate(self.widths):
+            if level:
+                x, image = (each.repeat(2, axis=1).repeat(2, axis=2) for each in (x, image))
+            for _ in range(2 if level else 1):
+                x = _leaky(ModulatedConv(features, 3, dtype=self.dtype)(x, style))
+            image = image + ModulatedConv(3, 1, is_normalized=False, dtype=self.dtype)(x, style)
+        return image.astype(jnp.float32)
+
+
+class Discriminator(nn.Module):
+    """A residual network that halves the resolution of an image at each level."""
+
+    widths: Sequence[int]
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return the logits, ``[batch]``, for ``[batch, height, width, channels]``."""
+        conv = partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
+        halve = partial(nn.avg_pool, window_shape=(2, 2), strides=(2, 2))
+        x = _leaky(nn.Conv(self.widths[-1], (1, 1), dtype=self.dtype)(images))
+        for features in reversed(self.widths[:-1]):
+            y = _leaky(conv(features)(halve(_leaky(conv(x.shape[-1])(x)))))
+            x = (y + nn.Conv(features, (1, 1), use_bias=False, dtype=self.dtype)(halve(x))) * 0.5**0.5
+        deviation = jnp.sqrt(x.astype(jnp.float32).var(0) + 1e-8).mean().astype(self.dtype)
+        x = jnp.concatenate([x, jnp.broadcast_to(deviation, (*x.shape[:-1], 1))], axis=-1)
+        x = _leaky(conv(self.widths[0])(x)).reshape(len(x), -1)
+        x = _leaky(nn.Dense(self.widths[0], dtype=self.dtype)(x))
+        return nn.Dense(1, dtype=self.dtype)(x)[:, 0].astype(jnp.float32)
+
+
+def stylegan(batch: int, widths: Sequence[int], latent: int) -> Model:
+    """Return a model whose loss is the sum of the losses of the generator and the discriminator.
+
+    The widths are the numbers of channels at each level, from the lowest resolution to the highest resolution.
+    """
+    size = 4 * 2 ** (len(widths) - 1)
+
+    def params() -> Any:
+        noise, images = data(0)
+        generator = Generator(widths).init(jax.random.key(0), noise)
+        return {"generator": generator, "discriminator": Discriminator(widths).init(jax.random.key(1), images)}
+
+    def data(number: int) -> Any:
+        noise, images = jax.random.split(jax.random.key(number))
+        return jax.random.normal(noise, (batch, latent)), jax.random.normal(images, (batch, size, size, 3))
+
+    def loss(dtype: DTypeLike | None) -> Loss:
+        generator, discriminator = (network(widths, dtype or jnp.float32) for network in (Generator, Discriminator))
+
+        def function(params: Any, batch: Any) -> jax.Array:
+            noise, images = batch
+            judge: Callable[..., jax.Array] = partial(discriminator.apply, params["discriminator"])
+            frozen = jax.lax.stop_gradient(params["discriminator"])
+            generated = generator.apply(params["generator"], noise)
+            deceived = nn.softplus(-discriminator.apply(frozen, generated)).mean()
+            gradients = jax.grad(lambda images: judge(images).sum())(images)
+            penalty = _PENALTY * jnp.square(gradients).sum((1, 2, 3)).mean()
+            judged = nn.softplus(judge(jax.lax.stop_gradient(generated))).mean() + nn.softplus(-judge(images)).mean()
+            return deceived + judged + penalty
+
+        return function
+
+    return Model(params, data, loss)

@@ -1,0 +1,131 @@
+"""Gathers that select one position per batch point, such as the logit of each label in a cross entropy.
+
+JAX computes the gradient of a gather by a scatter-add into zeros. XLA compiles a scatter-add to separate kernels, which
+write and read a float32 array with the shape of the operand. If each batch point selects only one position, no two
+cotangents are added, so the gradient is a selection by a mask, which XLA fuses into other operations:
+
+    gradient = where(iota == index, cotangent, 0)
+
+A gather is replaced if its indices have at least one batch dimension with more than one element and select one position
+per batch point. Whole slices may be read in the other dimensions. A batch dimension of the indices is either a batch
+dimension of the gather, or it is counted by an iota among the indices, as in ``x[jnp.arange(n), index]``. Embedding
+lookups and the selection of a row of stacked weights have no batch dimension. They keep their scatter-add, because a
+mask would be as large as the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jax_lossscale._program.inline import Node, ValueId
+from jax_lossscale._program.jaxpr import bind_here, is_float32, size_of_shape
+
+
+def batch_dimensions(node: Node, makers: Mapping[ValueId, Node]) -> tuple[tuple[int, int], ...]:
+    """Return the batch dimensions of a gather that selects one position per batch point, and () for any other node.
+
+    Each batch dimension is a pair: a dimension of the indices and a dimension of the operand.
+
+    Args:
+      node: the node.
+      makers: for each computed value, the node that computes it.
+    """
+    eqn = node.eqn
+    if eqn.primitive.name != "gather" or not is_float32(eqn.invars[0].aval) or eqn.invars[1].aval.dtype.kind != "i":
+        return ()
+    shape, indices = (atom.aval.shape for atom in eqn.invars)
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batch = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for dimension, column in zip(numbers.start_index_map, _columns(node, makers), strict=False):
+        counted = _counted_dimension(column, makers)
+        is_new = counted is not None and counted not in batch and dimension in numbers.collapsed_slice_dims
+        if is_new and indices[counted] == shape[dimension]:
+            batch[counted] = dimension
+    selected = _selected(eqn, batch)
+    is_one = size_of_shape(indices[:-1]) == size_of_shape(shape[n] for n in batch.values()) > 1
+    read = {n: 1 if n in selected else length for n, length in enumerate(shape) if n not in batch.values()}
+    is_read = all(sizes[n] == length for n, length in read.items())
+    return tuple(batch.items()) if selected and is_one and is_read else ()
+
+
+def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
+    """Return the dimensions of the operand in which the indices of a gather select a position."""
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    # Unless slices outside of the operand are filled, the start of a whole slice is 0 whatever its index is.
+    selecting = [n for n in eqn.params["dimension_numbers"].start_index_map if is_filled or sizes[n] != shape[n]]
+    return [int(n) for n in selecting if n not in batch.values()]
+
+
+def _maker(atom: Any, makers: Mapping[ValueId, Node], name: str) -> Node | None:
+    """Return the node that computes a value if the name of its primitive is ``name``, and None otherwise."""
+    node = None if isinstance(atom, Literal) else makers.get(atom)
+    return node if node is not None and node.eqn.primitive.name == name else None
+
+
+def _columns(node: Node, makers: Mapping[ValueId, Node]) -> Sequence[Any]:
+    """Return the values that are concatenated to the indices of a gather, or an empty sequence."""
+    joined = _maker(node.inputs[1], makers, "concatenate")
+    return joined.inputs if joined and len(joined.inputs) == joined.eqn.outvars[0].aval.shape[-1] else ()
+
+
+def _counted_dimension(atom: Any, makers: Mapping[ValueId, Node]) -> int | None:
+    """Return the dimension along which the elements of a value are 0, 1, 2, ..., or None."""
+    if iota := _maker(atom, makers, "iota"):
+        return int(iota.eqn.params["dimension"])
+    if broadcast := _maker(atom, makers, "broadcast_in_dim"):
+        counted = _counted_dimension(broadcast.inputs[0], makers)
+        return None if counted is None else int(broadcast.eqn.params["broadcast_dimensions"][counted])
+    if selection := _maker(atom, makers, "select_n"):
+        # JAX replaces negative indices: select_n(index < 0, index, index + length).
+        mask, index, *_ = selection.inputs
+        compared = _maker(mask, makers, "lt")
+        if compared and compared.inputs[0] == index and getattr(compared.inputs[1], "val", None) == 0:
+            return _counted_dimension(index, makers)
+    return None
+
+
+def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -> list[Any]:
+    """Return the results of a gather that selects one position per batch point, with a masked derivative.
+
+    Args:
+      eqn: the gather.
+      operands: the operand and the indices.
+      batch: the dimension of the operand for each batch dimension of the indices.
+    """
+    numbers = eqn.params["dimension_numbers"]
+
+    @jax.custom_jvp
+    def gather(x: Any, indices: Any) -> Any:
+        return bind_here(eqn, [x, indices], eqn.params)[0]
+
+    @gather.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        x, indices = primals
+        selected = _selected(eqn, batch)
+        others = [n for n in range(indices.ndim - 1) if n not in batch]
+        mask: Any = True
+        for column, n in enumerate(numbers.start_index_map):
+            if n in selected:
+                index = jax.lax.index_in_dim(indices, column, -1, keepdims=False)
+                index = index.transpose(*sorted(batch, key=batch.__getitem__), *others)
+                index = index.reshape([x.shape[n] if n in batch.values() else 1 for n in range(x.ndim)])
+                if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+                    index = jnp.clip(index, 0, x.shape[n] - 1)
+                positions = jnp.arange(x.shape[n], dtype=index.dtype)
+                mask &= index == jnp.expand_dims(positions, [k for k in range(x.ndim) if k != n])
+        result = gather(x, indices)
+        tangent = jnp.where(mask, tangents[0], 0).sum(selected, keepdims=True)
+        hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        read, points = (iter(dims) for dims in ([n for n in range(x.ndim) if n not in hidden], range(indices.ndim - 1)))
+        order = [next(read) if n in numbers.offset_dims else batch.get(next(points)) for n in range(result.ndim)]
+        order = [n for n in order if n is not None]
+        order += [n for n in range(x.ndim) if n not in order]
+        return result, tangent.transpose(order).reshape(result.shape)
+
+    return [gather(*operands)]

@@ -1,0 +1,98 @@
+"""The gradient of a gather that selects one position per batch point is a mask; other gathers keep their scatter-add."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from any_jax import set_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reading import distance, equations
+
+import jax_lossscale as jls
+
+W = jax.random.normal(jax.random.key(0), (8, 8))
+X = jax.random.normal(jax.random.key(1), (4, 8))
+INDEX = jnp.array([3, 0, 7, 3])
+ROWS = jnp.arange(4)
+
+
+def along(y, index, axis=1, **options):
+    return jnp.take_along_axis(y, jnp.expand_dims(index, axis), axis, **options)
+
+
+def in_a_cube(y, index):
+    cube = y[:, None, :] * jnp.arange(1.0, 4.0)[None, :, None]
+    return cube[ROWS[:, None], jnp.arange(3)[None], jnp.stack([index, 7 - index, index], 1)]
+
+
+MASKED = {
+    "take_along_axis": along,
+    "take_along_axis on the first axis": lambda y, index: along(y.T, index, 0),
+    "take_along_axis, clip": lambda y, index: along(y, index + 3, mode="clip"),
+    "take_along_axis, fill": lambda y, index: along(y, index + 3, mode="fill", fill_value=0),
+    "take_along_axis, promise_in_bounds": lambda y, index: along(y, index, mode="promise_in_bounds"),
+    "negative indices": lambda y, index: along(y, index - 8),
+    "arange": lambda y, index: y[jnp.arange(4), index],
+    "arange in the second dimension": lambda y, index: y.T[index, jnp.arange(4)],
+    "arange, clip": lambda y, index: y.at[jnp.arange(4), index + 3].get(mode="clip"),
+    "arange, drop": lambda y, index: y.at[jnp.arange(4), index + 3].get(mode="fill", fill_value=0),
+    "two aranges": lambda y, index: in_a_cube(y, index),
+    "two indices per batch point": lambda y, index: y.reshape(4, 2, 4)[jnp.arange(4), index % 2, index % 4],
+    "a diagonal": lambda y, index: y[jnp.arange(4), jnp.arange(4)],
+    "whole slices": lambda y, index: y.reshape(4, 4, 2)[jnp.arange(4), index % 4],
+    "whole slices before the index": lambda y, index: jax.vmap(lambda y, n: y[:, n])(y.reshape(4, 2, 4), index % 4),
+    "vmap": lambda y, index: jax.vmap(lambda y, n: y[n])(y, index),
+    "vmap over the last axis": lambda y, index: jax.vmap(lambda y, n: y[n], in_axes=(1, 0))(y.T, index),
+    "vmap of a dynamic slice": lambda y, index: jax.vmap(lambda y, n: jax.lax.dynamic_slice(y, (n,), (1,)))(y, index),
+    "optax": lambda y, index: optax.softmax_cross_entropy_with_integer_labels(y, index),
+}
+NOT_MASKED = {
+    "an embedding lookup": lambda y, index: y[index % 4],
+    "a lookup of columns": lambda y, index: y[:, index],
+    "two positions per batch point": lambda y, index: (
+        along(y, jnp.stack([index, index], 1)[..., 0]) * jnp.take_along_axis(y, jnp.stack([index, index], 1), 1)
+    ),
+    "a slice of two positions": lambda y, index: jax.vmap(lambda y, n: jax.lax.dynamic_slice(y, (n,), (2,)))(y, index),
+    "a batch of one element": lambda y, index: jnp.take_along_axis(y[:1], index[:1, None], 1),
+    "a row of some rows": lambda y, index: y[jnp.arange(3), index[:3]],
+    "a permutation": lambda y, index: y[3 - jnp.arange(4), index],
+}
+
+
+def sum_of(select):
+    def loss(w, x, index):
+        selected = select(x @ w, index)
+        return jnp.sum(jnp.sin(selected) * jnp.arange(1.0, 1 + selected.size).reshape(selected.shape))
+
+    return loss
+
+
+def largest_scatter_add(function, *args):
+    """Return the number of elements of the largest array to which a function adds values at some positions."""
+    eqns = equations(jax.make_jaxpr(function)(*args))
+    return max(
+        (eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in ("scatter-add", "scatter_add")), default=0
+    )
+
+
+@pytest.mark.parametrize("select", MASKED.values(), ids=MASKED)
+def test_gradient_of_a_gather_of_one_position_is_a_mask(select):
+    loss, half = sum_of(select), jls.autocast(sum_of(select))
+    assert largest_scatter_add(jax.grad(half), W, X, INDEX) <= 4
+    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 6e-3
+    tangents = [jax.jvp(lambda w, x, f=f: f(w, x, INDEX), (W, X), (W.T, X[::-1]))[1] for f in (loss, half)]
+    assert distance(*tangents) < 2e-2
+
+
+@pytest.mark.parametrize("select", NOT_MASKED.values(), ids=NOT_MASKED)
+def test_other_gathers_keep_their_scatter_add(select):
+    loss, half = sum_of(select), jls.autocast(sum_of(select))
+    expected = largest_scatter_add(jax.grad(loss), W, X, INDEX)
+    assert largest_scatter_add(jax.grad(half), W, X, INDEX) == expected > 4
+    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 6e-3
