@@ -4,7 +4,8 @@ A small Llama 3 learns to count in steps of 1. Its weights are then stored in ``
 published models, and all of them are fine-tuned on sequences that count in steps of 2. The updates of a fine-tuning are
 small, and adding them to bfloat16 weights would lose most of them. `jls.master_weights` stores the missing bits of each
 weight in the optimizer state. With ``--storage``, the weights are rounded stochastically or to the nearest number
-instead.
+instead. With seed 0, the test loss is 0.07 with float32 weights and with master weights in bfloat16, and 0.77 if the
+weights are rounded to the nearest bfloat16 number.
 
 tunix computes the gradients and applies the optimizer itself, so `jls.MixedPrecision` wraps both the loss function and
 the optimizer. The function `in_float32` casts the weights to float32 inside the loss function, because `jls.autocast`
