@@ -120,15 +120,20 @@ def device_of(leaf: Any) -> Any:
     return getattr(leaf.sharding, "mesh", None) or frozenset(leaf.sharding.device_set)
 
 
-def _leaf_by_leaf(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
-    """Return ``function(leaves)``, computed with a separate call for each leaf if they are on different devices.
+def _device_by_device(function: Callable[[list[Any]], list[jax.Array]], leaves: list[Any]) -> list[jax.Array]:
+    """Return ``function(leaves)``, computed with a separate call for the leaves on each device or mesh.
 
     A compiled function cannot process arrays that are committed to different devices. ``function`` must process each
     leaf independently of all other leaves.
     """
-    if len({device_of(leaf) for leaf in leaves} - {None}) <= 1:
+    devices = list(map(device_of, leaves))
+    if len({*devices} - {None}) <= 1:
         return function(leaves)
-    return [result for leaf in leaves for result in function([leaf])]
+    results: dict[int, jax.Array] = {}
+    for device in dict.fromkeys(devices):
+        positions = [position for position, other in enumerate(devices) if other == device]
+        results.update(zip(positions, function([leaves[position] for position in positions]), strict=True))
+    return [results[position] for position in range(len(leaves))]
 
 
 def applied(loss_scale: ArrayLike) -> jax.Array:
@@ -166,7 +171,7 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     def widen_leaves(leaves: list[Any]) -> list[Any]:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return [_at_least_float32(leaf, keep) for leaf in leaves]
-        return _leaf_by_leaf(lambda leaves: _widen(leaves, keep), leaves)
+        return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
 
     return map_inexact(widen_leaves, tree)
 
@@ -218,7 +223,7 @@ def cast_floating(
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
 
     def cast(leaves: list[Any]) -> list[jax.Array]:
-        return _leaf_by_leaf(lambda leaves: _cast(leaves, dtype), leaves)
+        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
 
     return _replace(cast, tree, jax.tree.leaves(chosen))
 

@@ -489,20 +489,23 @@ def across_devices():
     return {"b": np.float16(2), **tree, "a": jnp.float16(3), "static": "relu", "frozen": None}
 
 
-def test_leaves_stay_on_their_devices_with_one_dispatch_if_they_share_a_device(monkeypatch):
+def test_leaves_stay_on_their_devices_with_one_dispatch_per_device(monkeypatch):
     calls = []
     for name in "_widen", "_cast":
         compiled = getattr(_tree, name)
         monkeypatch.setattr(_tree, name, lambda *args, compiled=compiled: (calls.append(args), compiled(*args))[1])
     tree = across_devices()
     for cast in _tree.widen, partial(jls.cast_floating, dtype=jnp.float32):
+        calls.clear()
         result = cast(tree)
+        assert sorted(len(leaves) for leaves, _ in calls) == [2, 4, 4, 4]
         assert jax.tree.structure(result) == jax.tree.structure(tree)
         assert [leaf.sharding for leaf in jax.tree.leaves(result["mesh"])] == [leaf.sharding for leaf in tree["mesh"]]
         for name in ("first", "second"):
             assert {device for leaf in result[name] for device in leaf.devices()} == set(tree[name][0].devices())
         jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old), result, tree)
         assert {leaf.dtype for leaf in _tree.inexact_leaves(result)} == {jnp.dtype("float32")}
-        calls.clear()
-        cast([tree["first"], tree["a"], tree["b"]])
-        assert len(calls) == 1
+        for together, number in ([tree["first"], tree["a"], tree["b"]], 1), ([tree["first"], tree["second"]], 2):
+            calls.clear()
+            cast(together)
+            assert len(calls) == number
