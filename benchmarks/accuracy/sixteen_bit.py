@@ -44,7 +44,11 @@ _FIRST = ("transformer", "convnet", "gru", "diffusion", "pinn")
 _NEAREST, _MASTER, _STOCHASTIC = "rounded to nearest", "master weights", "stochastic rounding"
 _HALF_STATE = "half-precision state"
 _ROUNDED = "float32, rounded to "  # the arms of the noise floors
-_STORED = (_NEAREST, _MASTER, _STOCHASTIC, f"{_MASTER}, {_HALF_STATE}", f"{_STOCHASTIC}, {_HALF_STATE}")
+_EVALUATED = "evaluated in 16 bits"
+_STORED = (
+    *(_NEAREST, _MASTER, f"{_MASTER}, {_EVALUATED}", _STOCHASTIC),
+    *(f"{_MASTER}, {_HALF_STATE}", f"{_STOCHASTIC}, {_HALF_STATE}"),
+)
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
@@ -120,7 +124,8 @@ def storage(dtype: DTypeLike, name: str) -> Storage:
             return jls.master_weights(optimizer)
         return jls.stochastic_rounding(optimizer) if name.startswith(_STOCHASTIC) else optimizer
 
-    options = {"trained": jls.float32_params} if name.startswith(_MASTER) else {}
+    is_evaluated_in_float32 = name.startswith(_MASTER) and not name.endswith(_EVALUATED)
+    options = {"trained": jls.float32_params} if is_evaluated_in_float32 else {}
     return Storage(dtype, wrapped, **options)
 
 
@@ -213,7 +218,7 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
         "run that is caused by rounding its initial weights once (to the nearest number of the dtype, or up or down at "
         "random).",
         "All networks compute in float32, except under `autocast`. Trainings with master weights are evaluated with "
-        "`float32_params`.",
+        "`float32_params` or, where stated, with the 16-bit parameters of the training steps.",
     ]
     return Table(f"Final loss with {prefix.removesuffix(', ')} parameters", heads, rows, notes=notes, quick=quick)
 
