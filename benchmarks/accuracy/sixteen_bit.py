@@ -189,7 +189,9 @@ def _stored() -> Iterator[tuple[tuple[str, str], tuple[Outcome, ...]]]:
 def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bool) -> Table:
     """Return a table with one row for each workload, and one column for each arm."""
     all_arms = arms(dtype)
-    shown = [arm for arm in all_arms if not arm.name.startswith(_ROUNDED) and arm.name != "float32"]
+    measured = {arm for name, arm in outcomes if name in names}
+    shown = [arm for arm in all_arms if arm.name in measured and not arm.name.startswith(_ROUNDED)]
+    shown = [arm for arm in shown if arm.name != "float32"]
     prefix = f"{jnp.dtype(dtype).name}, "
     floors = ["float16", "bfloat16"] if dtype == jnp.bfloat16 else ["float16"]
     heads = [
@@ -200,8 +202,8 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
     rows: list[tuple[Cell, ...]] = []
     for name in names:
         finished = [arm for arm in all_arms if (name, arm.name) in outcomes]
-        if finished[:2] != all_arms[:2]:
-            continue
+        if finished[:2] != all_arms[:2] or not shown:
+            continue  # This workload cannot be compared yet.
         results = {one.arm: one for one in compared_arms(name, finished, outcomes)}
         of_floors = (results.get(_ROUNDED + floor) for floor in floors)
         rows.append(
@@ -237,5 +239,8 @@ def _details(outcomes: Outcomes, quick: bool) -> Table:
         )
         for (name, arm), trainings in shown.items()
     ]
-    notes = ["Skipped is the largest number of skipped steps over the seeds."]
+    notes = [
+        "Skipped is the largest number of skipped steps over the seeds. With `--resume`, some trainings are from an "
+        "earlier run, which may have used a different machine than the one at the top of this page.",
+    ]
     return Table("Final losses", heads, rows, notes=notes, quick=quick)
