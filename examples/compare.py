@@ -32,6 +32,7 @@ MEASURES = {
     "pinn": ["relative error"],
     "rl_float16": ["reward", "mismatch of log-probabilities"],
     "sharded_training": ["mean squared error"],
+    "tunix_bfloat16": ["test loss"],
     "tunix_grpo": ["reward", "mismatch of log-probabilities"],
 }
 

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.ci
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in ("command_line", "compare"))
 PACKAGES = ["equinox", "flax", "haiku", "matplotlib", "orbax.checkpoint", "rich", "sklearn"]
-NOT_IN_THE_TESTS_EXTRA = {"diffrax_neural_ode": "diffrax", "numpyro_vae": "numpyro", "tunix_grpo": "tunix"}
+NOT_IN_THE_TESTS_EXTRA = {"diffrax_neural_ode": "diffrax", "numpyro_vae": "numpyro"} | dict.fromkeys(
+    ("tunix_bfloat16", "tunix_grpo"), "tunix"
+)
 DTYPES = ["float32", "bfloat16", "float16"]
 sys.path.append(str(EXAMPLES))  # An example imports the modules next to it.
 
@@ -77,7 +79,7 @@ QUICK = ("sharded_training",)
 )
 def test_example_trains_draws_a_figure_and_prints_results(name, tmp_path, capsys):
     arguments = "--steps", 2, "--figure", tmp_path / "figure.png"
-    if name == "tunix_grpo":  # tunix raises warnings, and uses rank promotion in a thread.
+    if name.startswith("tunix"):  # tunix raises warnings, and uses rank promotion in a thread.
         load(name)
         output = run_command(EXAMPLES / f"{name}.py", *arguments)
     else:
@@ -139,6 +141,7 @@ REACHED = {
     "equinox_gan": ("distance of drawn and true digits", 0.0, 0.4),
     "rl_float16": ("reward", 0.9, 1.0),
     "sharded_training": ("mean squared error", 0.0, 0.02),
+    "tunix_bfloat16": ("test loss", 0.0, 0.2),
     "tunix_grpo": ("reward", 0.9, 1.0),
 }
 

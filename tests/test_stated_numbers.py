@@ -219,3 +219,29 @@ def test_index_of_the_results_is_current():
 def test_every_benchmark_has_an_existing_module():
     modules = [benchmark.module for benchmark in (BENCHMARKS | ON_REQUEST).values()]
     assert [module for module in modules if importlib.util.find_spec(f"benchmarks.{module}") is None] == []
+
+
+def test_bytes_and_times_of_16_bit_parameters():
+    names = {
+        "none, float32 parameters": "float32 parameters, autocast",
+        "`master_weights`": "master weights",
+        "`stochastic_rounding`": "stochastic rounding",
+        "`half_precision_state`, float32 parameters": "float32 parameters, half-precision state",
+        "`master_weights` and `half_precision_state`": "master weights, half-precision state",
+        "`stochastic_rounding` and `half_precision_state`": "stochastic rounding, half-precision state",
+    }
+    results = RESULTS / "sixteen_bit_steps.md"
+    measured = {
+        step: (number(stored), number(over))
+        for batch, step, stored, _, over, *_ in rows(results, "### Steps for one H100")
+        if batch == "2 x 512"
+    }
+    path = ROOT / "docs" / "guide" / "sixteen_bit.md"
+    stated = rows(path, "## Which wrapper when")
+    assert [wrapper for wrapper, *_ in stated] == list(names)
+    for wrapper, *_, stored, over in stated:
+        assert (stored, over) == tuple(map("{:.{}f}".format, measured[names[wrapper]], (0, 2))), wrapper
+    moved = {(layout, step): number(over) for layout, step, *_, over, _ in rows(results, "### Collectives of one of")}
+    page = " ".join(path.read_text().split())
+    assert f"move {moved['FSDP, explicit axes', 'master weights']:.2f} times as many bytes" in page
+    assert f"automatic axes {moved['FSDP', 'master weights']:.2f} times" in page

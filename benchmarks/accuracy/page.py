@@ -60,7 +60,11 @@ def write_tables(benchmark: str, path: Path, tables: Sequence[Table]) -> None:
 
 def write_sixteen_bit(tables: Sequence[Table]) -> None:
     """Replace the accuracy tables in ``guide/sixteen_bit.md``."""
-    write_tables("sixteen_bit", _FOLDER / "guide" / "sixteen_bit.md", tables)
+    *others, last = tables
+    details = "[The results](../../benchmarks/results/sixteen_bit.md) list each seed."
+    last = dataclasses.replace(last, notes=[*last.notes, details])
+    others = [dataclasses.replace(table, notes=()) for table in others]  # The notes of all tables are the same.
+    write_tables("sixteen_bit", _FOLDER / "guide" / "sixteen_bit.md", [*others, last])
 
 
 def draw(summary: Table, details: Table) -> Figure:

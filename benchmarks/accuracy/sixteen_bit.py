@@ -44,7 +44,11 @@ _FIRST = ("transformer", "convnet", "gru", "diffusion", "pinn")
 _NEAREST, _MASTER, _STOCHASTIC = "rounded to nearest", "master weights", "stochastic rounding"
 _HALF_STATE = "half-precision state"
 _ROUNDED = "float32, rounded to "  # the arms of the noise floors
-_STORED = (_NEAREST, _MASTER, _STOCHASTIC, f"{_MASTER}, {_HALF_STATE}", f"{_STOCHASTIC}, {_HALF_STATE}")
+_EVALUATED = "evaluated in 16 bits"
+_STORED = (
+    *(_NEAREST, _MASTER, f"{_MASTER}, {_EVALUATED}", _STOCHASTIC),
+    *(f"{_MASTER}, {_HALF_STATE}", f"{_STOCHASTIC}, {_HALF_STATE}"),
+)
 
 
 def workloads(quick: bool) -> dict[str, Workload]:
@@ -120,7 +124,8 @@ def storage(dtype: DTypeLike, name: str) -> Storage:
             return jls.master_weights(optimizer)
         return jls.stochastic_rounding(optimizer) if name.startswith(_STOCHASTIC) else optimizer
 
-    options = {"trained": jls.float32_params} if name.startswith(_MASTER) else {}
+    is_evaluated_in_float32 = name.startswith(_MASTER) and not name.endswith(_EVALUATED)
+    options = {"trained": jls.float32_params} if is_evaluated_in_float32 else {}
     return Storage(dtype, wrapped, **options)
 
 
@@ -184,7 +189,9 @@ def _stored() -> Iterator[tuple[tuple[str, str], tuple[Outcome, ...]]]:
 def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bool) -> Table:
     """Return a table with one row for each workload, and one column for each arm."""
     all_arms = arms(dtype)
-    shown = [arm for arm in all_arms if not arm.name.startswith(_ROUNDED) and arm.name != "float32"]
+    measured = {arm for name, arm in outcomes if name in names}
+    shown = [arm for arm in all_arms if arm.name in measured and not arm.name.startswith(_ROUNDED)]
+    shown = [arm for arm in shown if arm.name != "float32"]
     prefix = f"{jnp.dtype(dtype).name}, "
     floors = ["float16", "bfloat16"] if dtype == jnp.bfloat16 else ["float16"]
     heads = [
@@ -195,8 +202,8 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
     rows: list[tuple[Cell, ...]] = []
     for name in names:
         finished = [arm for arm in all_arms if (name, arm.name) in outcomes]
-        if finished[:2] != all_arms[:2]:
-            continue
+        if finished[:2] != all_arms[:2] or not shown:
+            continue  # This workload cannot be compared yet.
         results = {one.arm: one for one in compared_arms(name, finished, outcomes)}
         of_floors = (results.get(_ROUNDED + floor) for floor in floors)
         rows.append(
@@ -213,7 +220,7 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
         "run that is caused by rounding its initial weights once (to the nearest number of the dtype, or up or down at "
         "random).",
         "All networks compute in float32, except under `autocast`. Trainings with master weights are evaluated with "
-        "`float32_params`.",
+        "`float32_params` or, where stated, with the 16-bit parameters of the training steps.",
     ]
     return Table(f"Final loss with {prefix.removesuffix(', ')} parameters", heads, rows, notes=notes, quick=quick)
 
@@ -232,5 +239,8 @@ def _details(outcomes: Outcomes, quick: bool) -> Table:
         )
         for (name, arm), trainings in shown.items()
     ]
-    notes = ["Skipped is the largest number of skipped steps over the seeds."]
+    notes = [
+        "Skipped is the largest number of skipped steps over the seeds. With `--resume`, some trainings are from an "
+        "earlier run, which may have used a different machine than the one at the top of this page.",
+    ]
     return Table("Final losses", heads, rows, notes=notes, quick=quick)
