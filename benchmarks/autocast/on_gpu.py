@@ -6,8 +6,8 @@ All other tables of `autocast` contain estimates from programs that are compiled
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,14 +15,14 @@ import jax
 from benchmarks.autocast import untuned
 from benchmarks.autocast.gpu import networks, training_step
 from benchmarks.autocast.ways import AUTOCAST, MANUAL_CASTS
+from benchmarks.harness.compiling import compile_all, repeated
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Cell, Mark, Table, columns
-from benchmarks.harness.timing import Repeated, interleave
+from benchmarks.harness.timing import interleave
 
 _WAYS = (MANUAL_CASTS, AUTOCAST)
 _QUICK_MODELS = ("PPO", "LSTM")
 _PATIENCE = 240.0  # The time limit in seconds to compile all programs.
-_COMPILERS = 8  # Tracing is sequential, but XLA compiles several programs at the same time.
 # The goals for models that `autocast` was not tuned for, as in the benchmark `untuned`.
 _MEDIAN_GOAL, _WORST_GOAL = 1.00, 1.10
 _COLUMNS = columns(
@@ -41,13 +41,13 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     ratios = {}
     names = list(dict.fromkeys([*untuned.networks(), *networks()])) if jax.default_backend() == "gpu" else []
     names = [name for name in names if not quick or name in _QUICK_MODELS]
-    pool = ThreadPoolExecutor(_COMPILERS)
-    programs = {name: [pool.submit(_compiled, name, way) for way in _WAYS] for name in names}
     progress(0, "compiling")
-    wait([program for of_model in programs.values() for program in of_model], _PATIENCE)
-    pool.shutdown(wait=False, cancel_futures=True)
+    models = networks()
+    steps = {f"{name}, {way}": partial(training_step, models[name], way) for name in names for way in _WAYS}
+    compiled = compile_all(steps, _PATIENCE)
     for n, name in enumerate(names):
-        row = _row(name, programs[name], 5 if quick else 20, progress.part(n + len(names), 2 * len(names), name))
+        programs = {way: compiled[f"{name}, {way}"] for way in _WAYS if f"{name}, {way}" in compiled}
+        row = _row(name, programs, 5 if quick else 20, progress.part(n + len(names), 2 * len(names), name))
         rows.append(row)
         print(*row, flush=True)
         if name in untuned.networks() and isinstance(row[3], float):
@@ -63,20 +63,12 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     return [Table("Training steps on a GPU", _COLUMNS, rows, marks, _NOTES, quick)]
 
 
-def _compiled(name: str, way: str) -> Any:
-    """Compile a training step for the GPU. Return the program and the function that returns its first arguments."""
-    step, begin = training_step(networks()[name], way)
-    return step.lower(*jax.eval_shape(begin)).compile(), begin
-
-
-def _row(name: str, programs: Sequence[Future[Any]], rounds: int, progress: Progress) -> tuple[Cell, ...]:
+def _row(name: str, programs: Mapping[str, tuple[Any, Any]], rounds: int, progress: Progress) -> tuple[Cell, ...]:
     """Time the programs of a model in turns, and return the row of the table."""
-    if not all(program.done() and not program.cancelled() for program in programs):
+    if len(programs) < len(_WAYS):
         return name, *[None] * (len(_COLUMNS) - 2), "not compiled"
-    compiled = dict(zip(_WAYS, (program.result() for program in programs), strict=True))
-    steps = {way: Repeated(step, *jax.jit(begin)()) for way, (step, begin) in compiled.items()}
-    timings = interleave(steps, rounds, progress)
-    sizes = {way: step.memory_analysis().temp_size_in_bytes for way, (step, _) in compiled.items()}
+    timings = interleave({way: repeated(program) for way, program in programs.items()}, rounds, progress)
+    sizes = {way: step.memory_analysis().temp_size_in_bytes for way, (step, _) in programs.items()}
     ratio = timings.ratio(AUTOCAST, MANUAL_CASTS)
     return (
         name,

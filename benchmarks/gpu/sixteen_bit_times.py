@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 
-from benchmarks.gpu.sixteen_bit import BATCHES, CONTEXT, REFERENCE, VOCABULARY, WAYS, title, training_step
+from benchmarks.gpu.sixteen_bit import BATCHES, CONTEXT, REFERENCE, VOCABULARY, WAYS, Way, title, training_step
+from benchmarks.harness.compiling import compile_all, repeated
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark, Table, columns
-from benchmarks.harness.timing import Repeated, interleave
+from benchmarks.harness.timing import interleave
 
+_PATIENCE = 600.0  # The time limit in seconds to compile all steps.
 _COLUMNS = columns(f"step | median {{:.3f}} ms | minimum {{:.3f}} ms | over {REFERENCE} {{:.3f}} | spread")
 
 
@@ -21,12 +26,14 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         return [Table("Times of steps with 16-bit parameters", (), (), marks)]
     batch = BATCHES["small batch"]
     tokens = jax.random.randint(jax.random.key(1), (batch, CONTEXT + 1), 0, VOCABULARY)
-    steps = {}
-    for n, name in enumerate(WAYS):
-        progress(n / len(WAYS) / 2, f"compiling {name}")
-        step, begin = training_step(WAYS[name])
-        steps[name] = Repeated(step, jax.jit(begin)(), tokens)
-        print(f"{name}: loss {float(steps[name]()[-1]):.4f} before the first step", flush=True)
+    progress(0, "compiling")
+
+    def make(way: Way) -> tuple[Any, Any]:
+        step, begin = training_step(way)
+        return step, lambda: (begin(), tokens)
+
+    compiled = compile_all({name: partial(make, way) for name, way in WAYS.items()}, _PATIENCE)
+    steps = {name: repeated(program) for name, program in compiled.items()}
     timings = interleave(steps, 5 if quick else 25, progress.part(1, 2, "timing"))
     rows = [timings.row(name, REFERENCE) for name in WAYS]
     marks = [timings.mark(f"{what}, {name}", name, REFERENCE, goal) for name, goal in goals.items()]
