@@ -6,7 +6,7 @@ inexact leaves, which are floating or complex (see `is_inexact`). All other leav
 objects.
 
 The computations in this module are compiled with ``jax.jit(..., inline=True)``. An eager call is therefore a single
-dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer jaxpr.
+dispatch for a pytree of any size, and a call inside `jax.jit` adds its operations directly to the outer program.
 """
 
 from __future__ import annotations

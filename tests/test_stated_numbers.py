@@ -107,6 +107,16 @@ def test_other_costs_of_autocast():
     assert f"from {number(manual_before):.0f} to {manual_memory} with manual casts" in page
 
 
+def test_compile_time_of_autocast():
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    for_gpu = {row[0]: row[2] for row in rows(RESULTS / "autocast.md", "### Trace, lower and compile for an H100")}
+    text = "H100 takes {} times as long as in float32, and {} times as long with manual casts"
+    assert text.format(for_gpu["autocast"], for_gpu["manual casts"]) in page
+    for_cpu = [row[4] for row in rows(RESULTS / "autocast.md", "### Trace and compile time on a CPU")]
+    assert len(for_cpu) == 8
+    assert f"eight smaller programs takes {min(for_cpu)} to {max(for_cpu)} times as long as in float32" in page
+
+
 def test_compile_time_of_a_training_step():
     page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     over = {row[0]: row[2] for row in rows(RESULTS / "compile_time.md", "### Compile time of a training step")}

@@ -5,6 +5,7 @@ the same order: a file of the package, a piece of code that occurs once in the f
 """
 
 TREE, STEP, LARGEST = "_tree.py", "_optax/wrapper.py", "_measure/largest.py"
+ROUNDING = "_optax/rounding.py"
 DYNAMIC, AUTO = "_loss_scale/dynamic.py", "_loss_scale/auto.py"
 LEAVES_A_CHANGED_STATE = (
     STEP,
@@ -153,6 +154,16 @@ BREAKS = {
             "list(map(is_inexact, jax.tree.leaves(tree)))",
             "[hasattr(leaf, 'dtype') for leaf in jax.tree.leaves(tree)]",
         )
+    ],
+    "Master weights of bfloat16 parameters are exact": [
+        (ROUNDING, "lower.astype(jnp.uint16)", "jnp.zeros_like(lower, jnp.uint16)")
+    ],
+    "Stochastic rounding is unbiased": [
+        (ROUNDING, "+ _random_bits(weights, seed, counter, leaf)", "+ np.uint32(0x8000)"),
+        (ROUNDING, "_mixed(key + jnp.asarray(counter).astype(jnp.uint32))", "_mixed(key)"),
+    ],
+    "Random bits do not depend on the devices": [
+        (ROUNDING, "_indices(like) ^ keys[0]", "_indices(like) ^ (keys[0] + jax.sharding.get_abstract_mesh().size)")
     ],
     "All devices skip together": [
         (

@@ -8,6 +8,7 @@
 
 ``oldest`` installs exactly the lower bounds of all dependencies. For each minor version, the latest patch release is
 installed with the newest compatible versions of optax, chex and numpy. Each version has its own virtual environment.
+The versions are those that support the Python interpreter: JAX 0.11 and newer require Python 3.12.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ QUICK = [
 
 def main() -> int:
     arguments = parsed()
-    wanted = arguments.only or ["oldest", *minor_versions()]
+    wanted = arguments.only or ["oldest", *minor_versions(arguments.python)]
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(arguments.folder or scratch)
@@ -76,10 +77,10 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def minor_versions() -> list[str]:
-    """Return the minor versions in the package index, from the oldest supported version on."""
+def minor_versions(python: str) -> list[str]:
+    """Return the minor versions that a Python interpreter can install, from the oldest supported version on."""
     listed = subprocess.run(
-        [sys.executable, "-m", "pip", "index", "versions", "jax"], capture_output=True, text=True, check=True
+        [python, "-m", "pip", "index", "versions", "jax"], capture_output=True, text=True, check=True
     ).stdout
     minors = {tuple(map(int, version.split(".")[:2])) for version in re.findall(r"\b\d+\.\d+\.\d+", listed)}
     oldest = tuple(map(int, OLDEST["jax"].split(".")[:2]))

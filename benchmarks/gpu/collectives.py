@@ -41,8 +41,8 @@ _NOTES = (
     "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
     "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
     "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
-    "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, it gathers one "
-    "gradient to scatter the other one into it.",
+    "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, the "
+    "float32 program gathers one gradient to scatter the other one into it.",
 )
 
 

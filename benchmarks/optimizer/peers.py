@@ -108,11 +108,15 @@ class Ours(Contender):
         return optax.apply_updates(params, updates), opt_state
 
 
+@dataclass(frozen=True)
 class Handwritten(Contender):
     """A short loss-scaled step without any library: one check of all gradients, one branch and one factor.
 
-    The check concatenates all gradients, which is fast to compile but not to run.
+    The check concatenates all gradients, which is fast to compile but not to run. If ``fused`` is false, the branch
+    returns the updates, as required by the optax protocol.
     """
+
+    fused: bool = True
 
     def init(self, params: Tree) -> State:
         return params, (ADAM.init(params), jnp.float32(LOSS_SCALE), jnp.int32(0))
@@ -124,9 +128,13 @@ class Handwritten(Contender):
         def run() -> State:
             factor = 1 / scale
             updates, new_state = ADAM.update(jax.tree.map(lambda g: g * factor, _to_float32(grads)), adam_state, params)
-            return optax.apply_updates(params, updates), new_state
+            return optax.apply_updates(params, updates) if self.fused else updates, new_state
 
-        params, adam_state = jax.lax.cond(is_finite, run, lambda: (params, adam_state))
+        def leave() -> State:
+            return params if self.fused else optax.tree.zeros_like(params), adam_state
+
+        result, adam_state = jax.lax.cond(is_finite, run, leave)
+        params = result if self.fused else optax.apply_updates(params, result)
         grows = is_finite & (counter == 1999)
         scale = jnp.where(is_finite, jnp.where(grows, 2 * scale, scale), scale / 2)
         return params, (adam_state, scale, jnp.where(is_finite & ~grows, counter + 1, 0))
@@ -218,6 +226,7 @@ class ApplyIfFinite(Contender):
 
 BARE = Bare("bare")
 HANDWRITTEN = Handwritten("handwritten")
+HANDWRITTEN_IN_TWO_CALLS = Handwritten("handwritten, update + apply_updates", fused=False)
 OURS = Ours()
 OURS_IN_TWO_CALLS = Ours(fused=False)
 OTHER_KINDS: tuple[Contender, ...] = tuple(Ours(loss_scale=kind) for kind in _LOSS_SCALES if kind != "dynamic")

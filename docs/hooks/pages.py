@@ -33,7 +33,7 @@ DOCUMENTS = {
     "CONTRIBUTING.md": "contributing.md",
 }
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository")
-# The keys are addresses of pages that were merged with other pages, and the values are the addresses of the new pages.
+# The keys are addresses of pages of earlier versions, and the values are the addresses of the new pages.
 MOVED = {
     "differences": "migrating",
     "frameworks/bare": "guide/step",
@@ -44,6 +44,7 @@ MOVED = {
     "guide/logging": "guide/metrics",
     "notebooks": "examples",
     "results": "performance",
+    **{f"results/{path.stem}": "performance" for path in (ROOT / "benchmarks" / "results").glob("*.md")},
 }
 REDIRECT = """<!doctype html>
 <html lang="en">

@@ -24,6 +24,7 @@ class NodeKind(enum.Enum):
     MATMUL = enum.auto()
     DATA_MOVEMENT = enum.auto()
     SELECTION = enum.auto()  # A selection preserves the dtype of its operands. Its derivative needs a mask.
+    LOOKUP = enum.auto()  # A gather from an array that is rounded to half precision.
     CALL = enum.auto()  # An equation whose jaxprs are rewritten.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
     OTHER = enum.auto()
@@ -69,6 +70,8 @@ def operands_in_half(
       half: the values that are stored in half precision.
       upcast: the subset of ``half`` that is converted to float32 within the segment of the node.
     """
+    if node_plan.kind is NodeKind.LOOKUP:
+        return [node.inputs[0] in half, False]
     if node_plan.kind not in FOLLOWING:
         return [node_plan.is_half] * len(node.inputs)
     are_half = [value_id in half and value_id not in upcast for value_id in node.outputs]

@@ -29,6 +29,7 @@ from jax_lossscale._autocast.use_analysis import (
     added_up_in_float32,
     carried_residual_stream,
     going_into_matmuls,
+    lookups_in_half,
     residual_stream,
     sums_with_a_bias,
 )
@@ -99,6 +100,8 @@ class Planner:
             node_plan._replace(batch=batch_dimensions(node, makers))
             for node, node_plan in zip(graph.nodes, node_plans, strict=True)
         ]
+        for position in lookups_in_half(graph, node_plans, closed):
+            node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
@@ -281,7 +284,8 @@ class Planner:
         found = []
         for segment in groups:
             nodes = _nodes_of(segment, graph, node_plans)
-            computes = any(plan.kind not in (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT) for _, plan in nodes)
+            moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
+            computes = any(plan.kind not in moving for _, plan in nodes)
             if computes and not any(plan.is_alone for _, plan in nodes):
                 segment = segment._replace(saved=min_cut.saved(segment, nodes))
             found.append(segment)

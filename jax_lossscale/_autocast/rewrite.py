@@ -200,6 +200,8 @@ class Rewriting:
             return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
             return self._half_matmul(plan, node, node_plan, operands)
+        if node_plan.kind is NodeKind.LOOKUP:
+            return [_lookup(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
             return masked_gather(eqn, operands, dict(node_plan.batch))
         outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
@@ -297,6 +299,23 @@ class Rewriting:
             for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
         ]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
+
+
+def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
+    """Return the float32 result of a gather from a rounded array, whose gradient is summed in float32."""
+
+    @jax.custom_jvp
+    def gather(*operands: Any) -> Any:
+        return as_float32(*bind_here(eqn, [as_dtype(operands[0], dtype), *operands[1:]], eqn.params))
+
+    @gather.defjvp
+    def derivative(operands: Any, tangents: Any) -> Any:
+        # Without the barrier, XLA adds the terms of the sum to the gradient that the matmuls compute for the operand.
+        # If this gradient is sharded, XLA gathers it first.
+        tangent = jax.lax.optimization_barrier(as_dtype(tangents[0], _FLOAT32))
+        return gather(*operands), *bind_here(eqn, [tangent, *operands[1:]], eqn.params)
+
+    return gather(*operands)
 
 
 def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:

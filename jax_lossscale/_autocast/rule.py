@@ -100,12 +100,15 @@ class Rule:
         is_opaque = name not in WRITTEN and any(map(jaxprs_of, eqn.params.values()))
         if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Rules of the policy do not apply to data movement, with two exceptions: data movement between devices (such as
-        # an all-gather) and placements (such as `pvary`). The transposes of an all-gather and of `pvary` are sums.
-        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS
+        # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
+        # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
+        # of an all-gather and of `pvary` are sums.
+        exceptions = DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS | {"gather"}
+        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
-        if follows is not None and not is_float32_by_rule:
+        is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
+        if follows is not None and not is_float32_by_rule and not is_kept:
             return NodePlan(follows, is_alone)
         if not is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
@@ -219,7 +222,8 @@ class Rule:
         return low == high and self._holds_exactly(low)
 
     def _holds_exactly(self, number: Any) -> bool:
-        return np.ndim(number) == 0 and bool(np.float32(as_dtype(np.asarray(number), self._dtype)) == number)
+        rounded = np.float32(as_dtype(np.asarray(number), self._dtype))
+        return np.ndim(number) == 0 and np.array_equal(rounded, number, equal_nan=True)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
         """Return whether an operation can be computed in half precision.

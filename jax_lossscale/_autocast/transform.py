@@ -41,9 +41,9 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
 
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
     backward pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the
-    operands. All other arithmetic, such as norms, softmax and losses, is computed in float32, so only matmuls can
-    overflow or lose digits. Integers, random keys, complex numbers, float64 and the results of manual casts do not
-    change.
+    operands, but lookups in a tied embedding table read the table in ``dtype``. All other arithmetic, such as norms,
+    softmax and losses, is computed in float32, so only matmuls can overflow or lose digits. Integers, random keys,
+    complex numbers, float64 and the results of manual casts do not change.
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
+from jax.extend.core import ClosedJaxpr
+
 from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
@@ -42,7 +44,7 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
     into_matmuls: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
         # The nodes are visited in reverse order, so all uses of the results of this node have already been visited.
-        goes_on = _takes_half(node_plan) or (
+        goes_on = takes_half(node_plan) or (
             _is_plain_data_movement(node, node_plan)
             and all(result in into_matmuls and result not in elsewhere for result in node.outputs)
         )
@@ -53,9 +55,10 @@ def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Valu
 def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the values that are cast to half precision separately for each use, instead of once for all uses.
 
-    Two kinds of values are returned:
+    Three kinds of values are returned:
 
     - arguments of the graph that several nodes use;
+    - arguments of the graph that are tables of lookups;
     - values that an `in_half` function uses, if they are arguments of the graph, or are computed from arguments by data
       movement and selections alone.
 
@@ -73,6 +76,8 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
         uses.update(operands)
         if node_plan.kind is NodeKind.IN_HALF:
             into_half |= operands
+        elif node_plan.kind is NodeKind.LOOKUP:
+            into_half |= operands & arguments
     return {argument for argument in arguments if uses[argument] > 1} | (into_half & moved)
 
 
@@ -82,7 +87,7 @@ def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Val
     pools: set[ValueId] = set()
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
         is_used = node_plan.kind in FOLLOWING and not into_any.isdisjoint(node.outputs)
-        if is_used or _takes_half(node_plan):
+        if is_used or takes_half(node_plan):
             into_any |= _float32_operands(graph, node)
         if is_used and node.eqn.primitive.name in POOLS:
             pools.update(node.outputs)
@@ -93,9 +98,9 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
     return {operand for operand in value_ids(node.inputs) if is_float32(graph.types[operand])}
 
 
-def _takes_half(node_plan: NodePlan) -> bool:
+def takes_half(node_plan: NodePlan) -> bool:
     """Return whether a node always takes its operands in half precision."""
-    return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half
+    return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
 def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
@@ -109,6 +114,44 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     # JAX cannot differentiate pooling with dilations, so the dilations do not matter.
     has_overlaps = name in POOLS and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
     return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
+
+
+def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: ClosedJaxpr) -> list[int]:
+    """Return the positions of the lookups (gathers) that read an argument of the graph in half precision.
+
+    Rounding commutes with a lookup. If the argument is rounded before the lookup, XLA sends half as many bytes between
+    the devices over which the argument is sharded. An argument is rounded in two cases:
+
+    - Only matmuls in half precision use the result of the lookup.
+    - A matmul in half precision uses the argument as well, and the result of the lookup is a term of a sum. This is
+      the case for a tied embedding table whose rows are the first term of a residual stream. All other terms of the
+      stream are rounded matmul results. In contrast, rows whose difference is computed are not rounded.
+    """
+    arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
+    multiplied: set[ValueId] = set()
+    gathers: dict[int, ValueId] = {}
+    for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
+        operands = [arguments[operand] for operand in value_ids(node.inputs) if operand in arguments]
+        if takes_half(node_plan):
+            multiplied.update(operands)
+        elif node_plan.kind is NodeKind.DATA_MOVEMENT and operands:
+            if node.eqn.primitive.name == "gather" and not node_plan.batch:
+                gathers[position] = operands[0]
+            elif len(node.inputs) == 1:
+                arguments.update(dict.fromkeys(node.outputs, operands[0]))
+    into_matmuls = going_into_matmuls(graph, node_plans) if gathers else set()
+    return [
+        position
+        for position, argument in gathers.items()
+        if graph.nodes[position].outputs[0] in into_matmuls
+        or (argument in multiplied and _is_added(graph.nodes[position].eqn, closed))
+    ]
+
+
+def _is_added(eqn: Any, closed: ClosedJaxpr) -> bool:
+    terms = _Terms(eqn)
+    terms.outputs(closed, [None] * len(closed.in_avals))
+    return terms.are_added
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
@@ -258,3 +301,21 @@ class _Additions(Propagation[bool | None]):
                 return [any(each) if each else None for each in known]
             self.is_used = True
         return [None] * len(eqn.outvars)
+
+
+class _Terms(_Additions):
+    """Determine whether the result of an equation is a term of a sum, possibly after data movement and scaling.
+
+    In contrast to `_Additions`, the result of the equation takes the place of the argument, and the value may be
+    multiplied by others before the addition.
+    """
+
+    are_added = False
+
+    def __init__(self, eqn: Any) -> None:
+        self._eqn = eqn
+
+    def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
+        self.are_added |= eqn.primitive.name == "add" and False in operands
+        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and False in operands)
+        return [False] if is_term else super().operation(eqn, location, operands)

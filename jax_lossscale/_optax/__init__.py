@@ -10,6 +10,9 @@ consists of the following operations:
 5. `partition`: Insert the parameters that are not trained into the result of the inner optimizer.
 
 The functions in `monitoring` read the optimizer state on the host.
+
+`half_parameters` contains three other optimizer wrappers, for parameters and optimizer states in 16 bits. They can be
+used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
 """
 
 from jax_lossscale._optax.half_parameters import (

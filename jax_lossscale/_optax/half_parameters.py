@@ -124,7 +124,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     The sum of a parameter and its update is computed in float32. If one step changes a parameter by more than about
     2^12 times its new value, the sum is inexact, and the parameter can differ from the new parameter by a rounding
     error. The derivatives of the parameters with respect to the gradients or the state are zero, because they are
-    computed with integers.
+    computed with integers. XLA flushes numbers below 2^-126 to zero, so updates that are smaller than this are lost.
 
     References:
       The optimizers of Apex (``contrib.optimizers.DistributedFusedAdam`` with ``store_param_remainders=True``) also
@@ -206,7 +206,8 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
     """
     name = "stochastic_rounding"
     inner = checked_optimizer(inner, f"{name}(inner=...)")
-    seed = count(seed, f"{name}(seed=...)")
+    # Each seed of `half_precision_state` gives an odd number, so the two wrappers never use the same random bits.
+    bits_seed = np.uint32(2 * count(seed, f"{name}(seed=...)"))
 
     def init(params: optax.Params) -> StochasticRoundingState:
         return StochasticRoundingState(jnp.zeros([], jnp.int32), _initial_state(name, inner, params))
@@ -217,7 +218,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
         _check_state(name, state, StochasticRoundingState)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-            return round_stochastically(weights, dtype, 2 * seed, state.counter, index), None
+            return round_stochastically(weights, dtype, bits_seed, state.counter, index), None
 
         updates, _, inner_state = _step(name, inner, rounded, updates, None, state.inner_state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
@@ -283,7 +284,7 @@ def half_precision_state(
     """
     name = "half_precision_state"
     inner = checked_optimizer(inner, f"{name}(inner=...)")
-    seed = count(seed, f"{name}(seed=...)")
+    bits_seed = np.uint32(2 * count(seed, f"{name}(seed=...)") + 1)
     if exclude is not None:
         check_function(exclude, f"{name}(exclude=...)")
 
@@ -300,7 +301,7 @@ def half_precision_state(
             if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_in_half and leaf.dtype == jnp.float32:
-                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), 2 * seed + 1, counter, index)
+                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), bits_seed, counter, index)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:

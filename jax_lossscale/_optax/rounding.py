@@ -58,13 +58,12 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
       and the weight is not, the highest bit of the remainder is the sign of the weight, because `optax.apply_updates`
       does not preserve the sign of a zero.
     """
-    fixed, is_finite = _fixed_point(weights, dtype)
+    fixed = _fixed_point(weights, dtype)
     upper = (fixed + np.uint32(0x8000)) >> 16
     sign = _float_bits(weights) >> 31
     is_small = (upper == 0) & (fixed != 0)
     lower = jnp.where(is_small, fixed | (sign << 15), fixed & np.uint32(0xFFFF))
-    remainders = jnp.where(is_finite, lower, np.uint32(0)).astype(jnp.uint16)
-    return _half_number(weights, upper, dtype), remainders
+    return _half_number(weights, upper, dtype), lower.astype(jnp.uint16)
 
 
 @_compiled
@@ -90,7 +89,9 @@ def as_float32(params: jax.Array) -> jax.Array:
 
 
 @partial(_compiled, static_argnums=1)
-def round_stochastically(weights: jax.Array, dtype: jnp.dtype, seed: int, counter: jax.Array, leaf: int) -> jax.Array:
+def round_stochastically(
+    weights: jax.Array, dtype: jnp.dtype, seed: np.uint32, counter: jax.Array, leaf: int
+) -> jax.Array:
     """Return float32 weights rounded to one of the two nearest 16-bit numbers at random.
 
     The probability of each of the two numbers is proportional to the distance of the weight from the other number, so
@@ -105,8 +106,7 @@ def round_stochastically(weights: jax.Array, dtype: jnp.dtype, seed: int, counte
       counter: as in `_random_bits`.
       leaf: as in `_random_bits`.
     """
-    fixed, _ = _fixed_point(weights, dtype)
-    upper = (fixed + _random_bits(weights, seed, counter, leaf)) >> 16
+    upper = (_fixed_point(weights, dtype) + _random_bits(weights, seed, counter, leaf)) >> 16
     return _half_number(weights, jnp.minimum(upper, _HALF_INFINITY[dtype.name] - np.uint32(1)), dtype)
 
 
@@ -124,18 +124,17 @@ def _float_bits(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.uint32)
 
 
-def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the fixed-point magnitudes, of which those out of range saturate, and whether the weights are finite."""
+def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the fixed-point magnitudes. Magnitudes that are out of range or not finite saturate."""
     magnitude = _float_bits(weights) & _MAGNITUDE
-    is_finite = magnitude < _INFINITY
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:
         # Weights that would be rounded to infinity saturate. Slightly smaller weights have an exact remainder.
-        return jnp.where(magnitude >= largest + np.uint32(0x8000), largest, magnitude), is_finite
+        return jnp.where(magnitude >= largest + np.uint32(0x8000), largest, magnitude)
     magnitude = jnp.minimum(magnitude, (largest >> np.uint32(3)) + _BIAS)
     small = jax.lax.bitcast_convert_type(jnp.minimum(magnitude, _SMALLEST_NORMAL), jnp.float32)
     subnormal = jax.lax.round(small / _UNIT, jax.lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.uint32)
-    return jnp.where(magnitude < _SMALLEST_NORMAL, subnormal, (magnitude - _BIAS) << 3), is_finite
+    return jnp.where(magnitude < _SMALLEST_NORMAL, subnormal, (magnitude - _BIAS) << 3)
 
 
 def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -151,7 +150,7 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
     return jax.lax.bitcast_convert_type(((bits >> 31 << 15) | upper).astype(jnp.uint16), dtype)
 
 
-def _random_bits(like: jax.Array, seed: int, counter: jax.Array, leaf: int) -> jax.Array:
+def _random_bits(like: jax.Array, seed: np.uint32, counter: jax.Array, leaf: int) -> jax.Array:
     """Return random 16-bit integers in a uint32 array with the shape of ``like``.
 
     The integers are a hash of the seed, the counter, the leaf and the index of the element. Because the hash consists
@@ -165,13 +164,13 @@ def _random_bits(like: jax.Array, seed: int, counter: jax.Array, leaf: int) -> j
 
     Args:
       like: an array with the shape and the sharding of the result.
-      seed: an integer that identifies the random numbers of an optimizer.
+      seed: a number that identifies the random bits of an optimizer.
       counter: ``int32[]``, the number of the step. It wraps around at the largest int32 number.
       leaf: the index of the leaf.
     """
     keys = []
     for constant in (0x9E3779B9, 0x85EBCA6B):
-        key = _mixed(jnp.uint32(constant) ^ jnp.asarray(seed).astype(jnp.uint32))
+        key = _mixed(jnp.uint32(constant) ^ seed)
         key = _mixed(key + jnp.asarray(counter).astype(jnp.uint32))
         keys.append(_mixed(key + jnp.asarray(leaf).astype(jnp.uint32)))
     return _mixed(_indices(like) ^ keys[0], keys[1]) >> 16

@@ -77,13 +77,9 @@ class Wrapper:
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
     def _inner_state(self, params: optax.Params) -> optax.OptState:
-        """Return the state of the inner optimizer before the first step.
-
-        The inner optimizer receives 16-bit parameters only if its state shows that it takes them (see `_params`).
-        """
-        if any(map(is_half, jax.tree.leaves(params))):
-            params = self._params(params, jax.eval_shape(self.inner.init, params), self.initial_loss_scale)
-        return self.inner.init(params)
+        """Return the state of the inner optimizer before the first step."""
+        expected = jax.eval_shape(self.inner.init, params) if any(map(is_half, jax.tree.leaves(params))) else None
+        return self.inner.init(self._params(params, expected, self.initial_loss_scale))
 
     def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
         """Return the parameters that the inner optimizer receives.

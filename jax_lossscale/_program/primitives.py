@@ -51,7 +51,8 @@ REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
 # Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
 # the results are not communicated again.
 DATA_MOVEMENT_BETWEEN_DEVICES = _names(
-    "all_gather all_gather_invariant all_gather_reduced all_to_all device_put ppermute ragged_all_to_all"
+    "all_gather all_gather_invariant all_gather_reduced all_to_all device_put pbroadcast_dynamic ppermute "
+    "ragged_all_to_all"
 )
 # Data movement in which each result has the dtype of the operand at the same position.
 OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
@@ -64,7 +65,7 @@ DATA_MOVEMENT = (
 )
 # For data movement with additional operands, such as indices or sizes: the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {
-    **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape"), 1),
+    **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "pbroadcast_dynamic", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),
 }
 # Operations that convert an operand to a different dtype or precision.

@@ -82,8 +82,8 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     else:
         (closed,) = jaxprs
         name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-        # A `Jaxpr` (unlike a `ClosedJaxpr`) cannot contain constants, so the constants become arguments.
-        if not isinstance(params[name], ClosedJaxpr):
+        # The jaxpr of a `jax.checkpoint` cannot contain constants, so the constants become arguments.
+        if eqn.primitive.name == REMAT:
             jaxpr, consts = closed.jaxpr, list(closed.consts)
             closed = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
             if isinstance(params.get("prevent_cse"), tuple):

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._program.subjaxprs import subjaxprs
+
 
 class InexactError(Exception):
     """A value has more significant bits than its dtype can represent."""
@@ -31,7 +33,7 @@ def evaluated(closed, inputs, check=lambda within, inputs, outputs: None, within
 def _outputs(eqn, inputs, check, within):
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _scan(params, inputs, check, within)
+        return _scan(eqn, inputs, check, within)
     if name == "while":
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[second:]
@@ -52,13 +54,14 @@ def _outputs(eqn, inputs, check, within):
     return outputs
 
 
-def _scan(params, inputs, check, within):
-    first, second = params["num_consts"], params["num_consts"] + params["num_carry"]
-    carry, stacked = inputs[first:second], [None] * params["length"]
-    order = range(params["length"])
-    for n in reversed(order) if params["reverse"] else order:
+def _scan(eqn, inputs, check, within):
+    _, carried, sliced, length = subjaxprs(eqn)
+    first, second = sliced.start - len(carried), sliced.start
+    carry, stacked = inputs[first:second], [None] * length
+    order = range(length)
+    for n in reversed(order) if eqn.params["reverse"] else order:
         outputs = evaluated(
-            params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check, within
+            eqn.params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check, within
         )
         carry, stacked[n] = outputs[: len(carry)], outputs[len(carry) :]
     return [*carry, *map(np.stack, zip(*stacked, strict=True))]

@@ -9,6 +9,7 @@ from jax import random
 from reading import distance, equations, taken_by_segments
 
 import jax_lossscale as jls
+from jax_lossscale._program.subjaxprs import subjaxprs
 
 KEY = random.key(0)
 W = random.normal(KEY, (4, 16, 16)) / 8  # These are the weights of four blocks.
@@ -132,7 +133,7 @@ def by_scan(body, start):
 def carried(function):
     """Return the dtypes of the carries of the outermost scan."""
     scan = next(eqn for eqn in equations(jax.make_jaxpr(function)(W)) if eqn.primitive.name == "scan")
-    return [v.aval.dtype.name for v in scan.outvars[: scan.params["num_carry"]]]
+    return [v.aval.dtype.name for v in scan.outvars[: len(subjaxprs(scan).carried)]]
 
 
 @pytest.mark.parametrize(("body", "start", "dtypes"), CASES.values(), ids=CASES)

@@ -1,6 +1,4 @@
-"""The gradient of a gather that selects one position per batch point is a mask; other gathers keep their scatter-add."""
-
-import functools
+"""The gradient of a gather of one position per batch point is a mask. Other gathers keep their scatter-add."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,7 +17,6 @@ import jax_lossscale as jls
 W = jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (4, 8))
 INDEX = jnp.array([3, 0, 7, 3])
-ROWS = jnp.arange(4)
 
 
 def along(y, index, axis=1, **options):
@@ -28,7 +25,7 @@ def along(y, index, axis=1, **options):
 
 def in_a_cube(y, index):
     cube = y[:, None, :] * jnp.arange(1.0, 4.0)[None, :, None]
-    return cube[ROWS[:, None], jnp.arange(3)[None], jnp.stack([index, 7 - index, index], 1)]
+    return cube[jnp.arange(4)[:, None], jnp.arange(3)[None], jnp.stack([index, 7 - index, index], 1)]
 
 
 MASKED = {
@@ -85,7 +82,7 @@ def largest_scatter_add(function, *args):
 def test_gradient_of_a_gather_of_one_position_is_a_mask(select):
     loss, half = sum_of(select), jls.autocast(sum_of(select))
     assert largest_scatter_add(jax.grad(half), W, X, INDEX) <= 4
-    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 6e-3
+    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 1e-2
     tangents = [jax.jvp(lambda w, x, f=f: f(w, x, INDEX), (W, X), (W.T, X[::-1]))[1] for f in (loss, half)]
     assert distance(*tangents) < 2e-2
 
@@ -95,4 +92,91 @@ def test_other_gathers_keep_their_scatter_add(select):
     loss, half = sum_of(select), jls.autocast(sum_of(select))
     expected = largest_scatter_add(jax.grad(loss), W, X, INDEX)
     assert largest_scatter_add(jax.grad(half), W, X, INDEX) == expected > 4
-    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 6e-3
+    assert distance(jax.grad(loss, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 1e-2
+
+
+@pytest.mark.ci
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(st.data())
+def test_gradient_is_that_of_jax_for_all_shapes_and_modes(data):
+    """Out-of-range indices are clipped or dropped, depending on the mode of the gather."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=4), label="shape")
+    axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
+    mode = data.draw(st.sampled_from(["fill", "clip"]), label="mode")
+    points = [*shape[:axis], 1, *shape[axis + 1 :]]
+    number = int(np.prod(points))
+    drawn = data.draw(st.lists(st.integers(-6, 6), min_size=number, max_size=number), label="index")
+    index = jnp.array(drawn).reshape(points)
+    w, x = jax.random.normal(jax.random.key(0), (2, shape[-1])), jax.random.normal(jax.random.key(1), (*shape[:-1], 2))
+
+    def loss(w, x):
+        selected = jnp.take_along_axis(x @ w, index, axis, mode=mode, fill_value=0)
+        return jnp.sum(selected * jnp.arange(1.0, 1 + number).reshape(points))
+
+    for plain, half in zip(*(jax.grad(f, (0, 1))(w, x) for f in (loss, jls.autocast(loss))), strict=True):
+        np.testing.assert_allclose(half, plain, rtol=1e-2, atol=0.1)
+
+
+def cross_entropy(w, x, index):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ w, index))
+
+
+TRANSFORMED = {
+    "vmap": lambda f: (
+        lambda w, x, index: jax.vmap(f, (None, 0, 0))(w, jnp.stack([x, 2 * x]), jnp.stack([index, 7 - index]))
+    ),
+    "a second derivative": lambda f: lambda w, x, index: jax.jvp(lambda w: jax.grad(f)(w, x, index), (w,), (w.T,))[1],
+    "jit": jax.jit,
+    "a scan": lambda f: (
+        lambda w, x, index: jax.lax.scan(lambda total, _: (total + f(w, x, index), None), 0.0, length=2)[0]
+    ),
+    "a checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_masks_under_transformations(transformed):
+    plain, half = (
+        lambda *args, f=f: jnp.sum(jnp.square(10 * transformed(f)(*args)))
+        for f in (cross_entropy, jls.autocast(cross_entropy))
+    )
+    assert largest_scatter_add(jax.grad(half), W, X, INDEX) <= 8
+    assert distance(jax.grad(plain, (0, 1))(W, X, INDEX), jax.grad(half, (0, 1))(W, X, INDEX)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "spec"),
+    [(AxisType.Auto, P(None, "data")), (AxisType.Auto, P("data", None)), (AxisType.Explicit, P("data", None))],
+    ids=["vocabulary", "rows", "explicit"],
+)
+def test_masks_on_a_mesh(axis_type, spec):
+    """With explicit axes, JAX supports logits that are sharded over the batch, but not over the vocabulary."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    over_batch = P("data") if axis_type is AxisType.Explicit else P()
+
+    def loss(w, x, index):
+        logits = x @ w
+        if axis_type is AxisType.Auto:
+            logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
+        return -jnp.mean(along(jax.nn.log_softmax(logits), index))
+
+    with set_mesh(mesh):
+        x, index = (jax.device_put(array, NamedSharding(mesh, over_batch)) for array in (X, INDEX))
+        half = jax.jit(jax.grad(jls.autocast(loss)))
+        assert largest_scatter_add(half, W, x, index) == 0
+        assert distance(jax.jit(jax.grad(loss))(W, x, index), half(W, x, index)) < 1e-2
+
+
+def test_masks_in_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(w, x, index):
+        def mean(w, x, index):
+            return jax.lax.pmean(jnp.mean(x @ w - along(jax.nn.log_softmax(x @ w), index)), "data")
+
+        return jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())(w, x, index)
+
+    args = W, jnp.concatenate([X, -X]), jnp.concatenate([INDEX, 7 - INDEX])
+    half = jax.jit(jax.grad(jls.autocast(loss)))
+    assert largest_scatter_add(half, *args) == 0
+    assert distance(jax.grad(loss)(*args), half(*args)) < 1e-2

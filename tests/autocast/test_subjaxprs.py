@@ -15,7 +15,8 @@ from small_programs import PROGRAMS, W, X
 import jax_lossscale as jls
 from jax_lossscale._autocast import linear_algebra
 from jax_lossscale._program import location, primitives
-from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs
+from jax_lossscale._program.remat3 import with_remat2
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER, subjaxprs, with_jaxprs
 
 
 def solved(w, x):
@@ -48,6 +49,15 @@ def test_subjaxprs_have_the_types_of_operands_and_results(program):
             assert types(eqn.outvars, results, is_stacked) == types(made, range(len(made)), lambda n: False)
         for result, operand in found.carried:
             assert eqn.outvars[result].aval.shape == eqn.invars[operand].aval.shape
+
+
+def test_constants_of_a_checkpoint_become_operands():
+    x, factors = jnp.ones(4), jnp.arange(4.0)
+    (checkpoint,) = with_remat2(jax.make_jaxpr(jax.checkpoint(jnp.sin))(x)).eqns
+    scaled = jax.make_jaxpr(lambda x: factors * x)(x)
+    assert scaled.consts
+    gradient = jax.grad(lambda x: jnp.sum(with_jaxprs(checkpoint, [scaled], [x])[0]))(x)
+    np.testing.assert_array_equal(gradient, factors)
 
 
 # Each entry contains a function and, for each result of its last operation, the positions of the operands that it

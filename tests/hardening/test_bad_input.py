@@ -46,6 +46,8 @@ def square(x):
 REFUSED = """
 jls.AutoLossScale("3")
     `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
+jls.AutoLossScale(jax.random.key(0))
+    `AutoLossScale(initial_loss_scale=...)` must be a number, got Array((), dtype=key<fry>) overlaying: [0 0].
 jls.AutoLossScale(min_loss_scale=2.0**16)
     `AutoLossScale(initial_loss_scale=...)` must not be below `min_loss_scale` = 65536.0, got 256.0. Lower
     `min_loss_scale`.
@@ -194,6 +196,23 @@ jls.loss_scaled(optax.sgd(0.1), skip="other")
     `loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got 'other'.
 jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
     `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
+jls.master_weights(3)
+    `master_weights(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.master_weights(TX).init(PARAMS)
+    `master_weights(inner=...)` contains a `loss_scaled`, whose gradients must be unscaled before any other step.
+    Use the opposite order: `loss_scaled(master_weights(adamw))`.
+jls.master_weights(optax.sgd(0.1)).update(PARAMS, (), PARAMS)
+    `master_weights(...).update(state=...)` must be the state of this optimizer, got (). Pass the state that its
+    `init` returned. The order is `update(grads, state, params)`.
+jls.stochastic_rounding(3)
+    `stochastic_rounding(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.stochastic_rounding(optax.sgd(0.1), -1)
+    `stochastic_rounding(seed=...)` must be at least 0 and fit in int32, got -1.
+jls.half_precision_state(optax.sgd(0.1), exclude="nu")
+    `half_precision_state(exclude=...)` must be a function, got 'nu'.
+jls.float32_params(PARAMS, ())
+    `float32_params(state=...)` must contain the state of a `master_weights` optimizer, got (). The order is
+    `float32_params(params, state)`.
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
     `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns
     `(loss, aux)`, pass only `loss`.
@@ -271,6 +290,8 @@ diagnostics.first_nonfinite("x")
     `first_nonfinite(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.in_precision(square, jnp.int32)
     `in_precision(dtype=...)` must be a real floating dtype, got int32.
+diagnostics.lost_updates("x", PARAMS)
+    `lost_updates(params=...)` must be a pytree of arrays, got 'x'.
 diagnostics.nonfinite_report("x")
     `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
 diagnostics.range_report(square, jax.ShapeDtypeStruct((2,), jnp.float32))

@@ -186,7 +186,8 @@ def test_random_bits_change_with_every_step_seed_and_leaf():
         assert 0.4 < np.mean(array == 1) < 0.6
         for other in arrays[:index]:
             assert 0.4 < np.mean(array == other) < 0.6
-    assert_same_bits(rounded(3, 5), rounded(3, 5))
+    largest = 2**31 - 1
+    assert_same_bits(rounded(largest, 5), rounded(largest, 5))
 
 
 @ci
@@ -201,9 +202,23 @@ def test_counter_wraps_around():
 @ci
 def test_optimizers_of_a_partition_use_different_random_bits():
     params = {"a": jnp.ones(512, BF16), "b": jnp.ones(512, BF16)}
-    tx = optax.partition(dict.fromkeys("ab", jls.stochastic_rounding(optax.sgd(1.0))), {"a": "a", "b": "b"})
+    tx = optax.transforms.partition(dict.fromkeys("ab", jls.stochastic_rounding(optax.sgd(1.0))), {"a": "a", "b": "b"})
     new, _ = step_of(tx)(params, tx.init(params), jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-9), params))
     assert 0.4 < float(jnp.mean(new["a"] == new["b"])) < 0.6
+
+
+@ci
+def test_parameters_and_state_use_different_random_bits_with_the_same_seed():
+    """The roundings of the state in the first step and of the parameters in the second step have the same counter."""
+    between = jnp.full(512, 1 + 2.0**-8)
+    tx = jls.stochastic_rounding(jls.half_precision_state(optax.chain(optax.trace(0.0), optax.scale(-1.0))))
+    params = {"w": jnp.zeros(512, BF16)}
+    params, state = step_of(tx)(params, tx.init(params), {"w": between})
+    in_state = state.inner_state.inner_state[0].trace["w"]
+    params, _ = step_of(tx)(params, state, {"w": between + params["w"].astype(F32)})
+    for array in in_state, -params["w"]:
+        assert set(np.unique(array.astype(F32))) == {1, 1 + 2.0**-7}
+    assert 0.4 < float(jnp.mean(in_state == -params["w"])) < 0.6
 
 
 # --- half_precision_state ---
@@ -345,7 +360,7 @@ def test_warnings_about_16_bit_parameters_recommend_the_wrappers():
 @both_dtypes
 @of_parameters
 def test_wrappers_cause_no_warning(wrapper, dtype):
-    inner = optax.partition({"all": wrapper(optax.adam(1e-3))}, {"kernel": "all", "bias": "all"})
+    inner = optax.transforms.partition({"all": wrapper(optax.adam(1e-3))}, {"kernel": "all", "bias": "all"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jls.loss_scaled(inner).init(params_in(dtype))
@@ -466,8 +481,11 @@ def test_partition_trains_each_group_with_its_own_wrapper():
     optimizers = {"adam": EXACT, "sgd": optax.sgd(1e-3), "frozen": optax.set_to_zero()}
     wrapped = {name: jls.master_weights(inner) for name, inner in optimizers.items()}
     wrapped["frozen"] = optimizers["frozen"]
-    expected, _ = trained(optax.partition(optimizers, labels), jls.cast_floating(params, F32))
-    for tx in optax.partition(wrapped, labels), jls.loss_scaled(optax.partition(wrapped, labels), None):
+    expected, _ = trained(optax.transforms.partition(optimizers, labels), jls.cast_floating(params, F32))
+    for tx in (
+        optax.transforms.partition(wrapped, labels),
+        jls.loss_scaled(optax.transforms.partition(wrapped, labels), None),
+    ):
         new, state = trained(tx, params)
         assert_same_bits(jls.float32_params(new, state), expected)
         assert_same_bits(new["frozen"], params["frozen"])
@@ -544,7 +562,7 @@ def test_tree_map_params_and_schedule_free_evaluation_work():
 @ci
 def test_float32_params_of_arrays_without_remainder_are_cast():
     params = {"a": jnp.full(2, 1.5, BF16), "b": jnp.full(2, 0.1, F16)}
-    tx = optax.partition(
+    tx = optax.transforms.partition(
         {"a": jls.master_weights(optax.sgd(1.0)), "b": jls.stochastic_rounding(optax.sgd(1.0))}, {"a": "a", "b": "b"}
     )
     params, state = step_of(tx)(params, tx.init(params), {"a": jnp.full(2, 2.0**-20), "b": jnp.zeros(2)})

@@ -49,7 +49,7 @@ def networks() -> dict[str, Model]:
         ),
         "graph transformer": _graph(GraphTransformer, 16_384, 131_072, blocks=4, width=128, heads=8),
         "Mamba-2": _decoder(Mamba2, 8, 1025, vocabulary=8192, blocks=4, width=768, heads=24, state=128, chunk=128),
-        "RNN-T": _speech(Transducer, (8, 800, 80), (8, 40), vocabulary=1024, blocks=4, width=512, heads=8),
+        "RNN-T": _speech(Transducer, (8, 1024, 80), (8, 31), vocabulary=1024, blocks=4, width=512, heads=8),
         "MLP-Mixer": _classifier(MLPMixer, 64, 224, blocks=8, width=512, patch=16),
         "nnU-Net 3D": _nn_unet(2, 96, widths=(32, 64, 128, 256), classes=4),
         "NeRF": _nerf(4096, samples=128, layers=8, width=256),
