@@ -25,6 +25,7 @@ from jax_lossscale._program.jaxpr import (
     bind_here,
     has_effects,
     in_context,
+    is_float32,
     jaxprs_of,
     size_of,
     with_dtype,
@@ -113,8 +114,11 @@ class Rule:
         if not is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
             return NodePlan(NodeKind.OTHER, is_alone, is_half)
-        others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
-        if others:
+        operands = {atom.aval.dtype.name for atom in eqn.invars[:2]}
+        others = (operands | {atom.aval.dtype.name for atom in eqn.outvars}) - {"float32"}
+        # JAX multiplies a 16-bit parameter by a float32 activation in float32, without a cast in the user's code.
+        is_mixed = operands == {"float32", self._dtype.name} and is_float32(eqn.outvars[0].aval)
+        if others and not is_mixed:
             return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
