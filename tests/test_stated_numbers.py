@@ -233,9 +233,17 @@ def test_bytes_and_times_of_16_bit_parameters():
     path = ROOT / "docs" / "guide" / "sixteen_bit.md"
     stated = rows(path, "## Which wrapper when")
     assert [wrapper for wrapper, *_ in stated] == list(names)
-    for wrapper, *_, stored, over in stated:
+    timed = {name: cells for name, *cells in rows(RESULTS / "sixteen_bit_times.md", "### Measured on")}
+    for wrapper, *_, stored, over, measured in stated:
         assert float(stored) == steps["2 x 512", names[wrapper]][0], wrapper
         assert over == times.get(names[wrapper], "1.00"), wrapper
+        assert measured == f"{number(timed[names[wrapper]][2]):.2f}", wrapper
+    medians = [number(timed[f"float32{step}"][0]) for step in (" parameters, autocast", "", " parameters, manual casts")]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    in_words = "takes {:.2f} ms, compared with {:.2f} ms in float32 and {:.2f} ms with manual casts".format(*medians)
+    assert in_words in readme
+    small = number(timed["stochastic rounding, half-precision state"][2])
+    assert f"with a small batch takes {small:.2f} times as long (measured on an H100)" in readme
     moved = {(layout, step): number(over) for layout, step, *_, over, _ in rows(results, "### Collectives of one of")}
     page = " ".join(path.read_text().split())
     assert f"move {moved['FSDP, explicit axes', 'master weights']:.2f} times as many bytes" in page
@@ -267,7 +275,7 @@ def test_final_losses_of_16_bit_parameters():
         assert largest(column, "pinn") <= 0.05
     assert "(up to 0.16%) than master weights (up to 0.05%)" in page
     assert largest("float32, half-precision state") <= 0.05
-    assert "**Half-precision state** changes the final loss by at most 0.05%" in page
+    assert "**With float32 parameters and a half-precision state**, the difference is at most 0.05%" in page
     nearest = {name: cells["rounded to nearest"] for name, cells in of_name.items()}
     assert (nearest["convnet"], nearest["pinn"]) == ("+24.9 %", "+1,140 %")
     rest = [cell for name, cell in nearest.items() if name not in ("convnet", "pinn") and "noise" not in cell]
