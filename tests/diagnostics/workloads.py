@@ -58,7 +58,7 @@ def tiny_loss():
 
 def tiny_loss_in_float16():
     def loss(params, x):
-        return (jnp.mean(network(params, x) ** 2) * 1e-4 * jnp.float16(1e-4)).astype(jnp.float16)
+        return (jnp.mean(network(params, x) ** 2) * 1e-4 * jnp.float16(1e-6)).astype(jnp.float16)
 
     return loss, layers(8, 16, 4), draw(32, 8, seed=20)
 

@@ -25,7 +25,7 @@ KNOWN = {
     "tiny_loss_in_float16": (
         "underflow",
         False,
-        "The loss is 5.6e-10, which is too small for float16. The loss is in float16, which",
+        "The loss is 5.6e-12, which is too small for float16. The loss is in float16, which",
     ),
     "two_branches": ("branch underflow", False, "`jls.scale_gradient(..., 2.0**"),
     "square_too_large": ("forward overflow", False, "`integer_pow` in energy (tests/diagnostics/workloads.py:"),
