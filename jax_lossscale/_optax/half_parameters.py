@@ -88,7 +88,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         other leaf.
       - ``update(updates, state, params, **extra_args)`` returns ``(updates, state)``. The gradients can have any
         floating dtype; the inner optimizer receives them in float32. The updates of 16-bit parameters are the float32
-        arrays for which `optax.apply_updates` computes the new parameters.
+        arrays for which `optax.apply_updates` computes the new parameters. ``equinox.apply_updates`` would return
+        float32 parameters instead, because it does not cast the sum to the dtype of the parameter.
 
       Leaves that are not 16-bit parameters, such as float32 parameters and integers, are updated as by the inner
       optimizer.
@@ -96,8 +97,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     Raises:
       ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
         of the wrappers above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
-        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a 16-bit parameter is not
-        floating-point, or if ``state`` is not the state of this wrapper for these parameters.
+        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a floating-point parameter
+        is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -255,7 +256,8 @@ def half_precision_state(
     Raises:
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
         int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
-        ``inner`` contains a `loss_scaled`, and ``update`` if ``state`` is not the state of this wrapper for these
+        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradient of a floating-point
+        parameter is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these
         parameters.
 
     Examples:
@@ -275,8 +277,8 @@ def half_precision_state(
 
     To determine which bfloat16 arrays are float32 arrays of the inner optimizer, ``update`` traces ``inner.init`` with
     the parameters (or, if ``params`` is ``None``, with the gradients). Arrays that the inner optimizer itself stores in
-    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. All arrays keep
-    their dtypes in every step.
+    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. Arrays that are
+    stored in bfloat16 keep this dtype in every step.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -300,8 +302,9 @@ def half_precision_state(
         for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
             if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
-            elif is_in_half and leaf.dtype == jnp.float32:
-                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), bits_seed, counter, index)
+            elif is_in_half and leaf.dtype != jnp.bfloat16:
+                weights = leaf.astype(jnp.float32)  # with `jax_enable_x64`, the inner optimizer can return float64
+                leaves[index] = round_stochastically(weights, jnp.dtype(jnp.bfloat16), bits_seed, counter, index)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
@@ -316,9 +319,9 @@ def half_precision_state(
         updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HalfPrecisionState]:
         _check_state(name, state, HalfPrecisionState)
-        grads, trained = _trained(updates, params)
+        grads, trained = _trained(name, updates, params)
         # The state alone does not show whether the inner optimizer stores a bfloat16 array in float32 or in bfloat16.
-        expected = jax.eval_shape(inner.init, grads if params is None else trained)
+        expected = jax.eval_shape(inner.init, _tree.widen(grads) if params is None else trained)
         expected_leaves = jax.tree.leaves(expected, is_leaf=_is_empty)
         leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
         if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
@@ -442,9 +445,10 @@ def _is_empty(node: Any) -> bool:
     return is_none(node) or isinstance(node, optax.MaskedNode)
 
 
-def _trained(grads: optax.Updates, params: optax.Params | None) -> tuple[optax.Updates, optax.Params | None]:
+def _trained(name: str, grads: optax.Updates, params: optax.Params | None) -> tuple[optax.Updates, Any]:
     """Return the gradients and the parameters with ``None`` in place of each leaf that is not trained."""
     trained = None if params is None else _tree.inexact_only(only_with_gradients(params, grads))
+    _check_gradients(f"{name}(...).update(updates=...)", grads, trained)
     return _tree.inexact_only(grads), trained
 
 
@@ -489,15 +493,14 @@ def _step(
             f"`{name}(...).update(params=...)` must be the parameters, got None. Call `update(grads, state, params)`."
         )
     _check_params(f"{name}(...).update(params=...)", params)
-    trained_grads, trained = _trained(grads, params)
-    _check_gradients(f"{name}(...).update(updates=...)", grads, trained)
+    trained_grads, trained = _trained(name, grads, params)
     structure: Any
     leaves, structure = jax.tree.flatten(trained, is_leaf=_is_empty)
-    rests = [None] * len(leaves) if remainders is None else _remainders_of(name, trained, remainders)
+    rests = [None] * len(leaves) if remainders is None else _remainders_of(name, leaves, structure, remainders)
 
     weights = [_weights(leaf, rest) for leaf, rest in zip(leaves, rests, strict=True)]
     updates, inner_state = inner.update(
-        _tree.widen(trained_grads), inner_state, jax.tree.unflatten(structure, weights), **extra_args
+        _tree.cast_floating(trained_grads, jnp.float32), inner_state, structure.unflatten(weights), **extra_args
     )
     new_updates = structure.flatten_up_to(updates)
     for index, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
@@ -518,10 +521,8 @@ def _weights(leaf: Any, remainder: jax.Array | None) -> Any:
     return as_float32(jnp.asarray(leaf)) if remainder is None else join(jnp.asarray(leaf), jnp.asarray(remainder))
 
 
-def _remainders_of(name: str, params: optax.Params, remainders: chex.ArrayTree) -> list[Any]:
+def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:
     """Return the remainder of each leaf of the parameters, or raise a `ValueError` if they do not match."""
-    structure: Any
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_empty)
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:
@@ -565,14 +566,18 @@ def _check_params(name: str, params: optax.Params) -> None:
 
 
 def _check_gradients(name: str, grads: optax.Updates, params: optax.Params) -> None:
-    """Raise a `ValueError` if the gradient of a 16-bit parameter is not a floating-point array."""
+    """Raise a `ValueError` if the gradient of a floating-point parameter is not a floating-point array."""
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     structure: Any
     with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_empty)
-    for (path, leaf), grad in zip(with_paths, structure.flatten_up_to(grads), strict=True):
-        if is_half(leaf) and not _tree.is_inexact(grad):
+    try:
+        leaves = structure.flatten_up_to(grads)
+    except ValueError as error:
+        raise ValueError(f"`{name}` must be gradients with the structure of the parameters. {error}") from error
+    for (path, leaf), grad in zip(with_paths, leaves, strict=True):
+        if not _is_empty(leaf) and not _tree.is_inexact(grad):
             raise ValueError(
-                f"`{name}` must contain floating-point gradients of 16-bit parameters, got {shown(grad)} at "
+                f"`{name}` must contain floating-point gradients of the parameters, got {shown(grad)} at "
                 f"{jax.tree_util.keystr(path)!r}. Compute the gradients with `jax.grad`."
             )
 

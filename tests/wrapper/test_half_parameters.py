@@ -292,6 +292,18 @@ def test_state_can_be_used_without_parameters():
     assert_same_bits(with_params, without)
 
 
+def test_state_without_parameters_is_computed_in_float32():
+    """With bfloat16 gradients of ones, the second moment after n steps is 1 - 0.99^n."""
+    tx = jls.half_precision_state(optax.scale_by_adam(b2=0.99))
+    grads = {"w": jnp.ones(4096, BF16)}
+    state = tx.init({"w": jnp.ones(4096)})
+    for _ in range(30):
+        _, state = jax.jit(tx.update)(grads, state)
+    nu = state.inner_state.nu["w"]
+    assert nu.dtype == BF16
+    assert abs(float(jnp.mean(nu.astype(F32))) - (1 - 0.99**30)) < 1e-3
+
+
 # --- With a loss scale ---
 
 
@@ -629,12 +641,24 @@ def test_parameters_must_be_passed_and_have_16_or_32_bits(wrapper):
         tx.init("params")
 
 
-@of_parameters
-def test_gradients_must_be_floating(wrapper):
-    tx, params = wrapper(optax.adam(1e-3)), params_in(BF16)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
+@all_wrappers
+def test_gradients_must_be_floating(wrapper, dtype):
+    tx, params = wrapper(optax.adam(1e-3)), params_in(dtype)
     grads = grads_at(0, params) | {"bias": jnp.ones(8, jnp.int32)}
     with pytest.raises(ValueError, match=r"update\(updates=...\)`.*floating-point.*int32\[8\] at \"\['bias'\]\""):
         tx.update(grads, tx.init(params), params)
+
+
+@all_wrappers
+def test_gradients_must_have_the_structure_of_the_parameters(wrapper):
+    tx, params = wrapper(optax.adam(1e-3)), params_in(BF16)
+    grads = grads_at(0, params)
+    for bad in {"kernel": grads["kernel"]}, (jnp.float32(1), grads):
+        with pytest.raises(
+            ValueError, match=r"update\(updates=...\)` must be gradients with the structure of the param"
+        ):
+            tx.update(bad, tx.init(params), params)
 
 
 @all_wrappers

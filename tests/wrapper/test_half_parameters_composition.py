@@ -93,6 +93,17 @@ def test_strict_promotion_and_64_bits_do_not_change_the_result(wrapper):
         assert_same_bits(trained(wrapper(EXACT), start), expected)
 
 
+@all_wrappers
+def test_float64_gradients_do_not_change_the_dtypes_of_the_state(wrapper):
+    params = params_in(F32 if wrapper is jls.half_precision_state else BF16)
+    tx = wrapper(optax.sgd(0.1, 0.9))
+    state = tx.init(params)
+    with enable_x64():
+        grads = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, jnp.float64), params)
+        _, new_state = tx.update(grads, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, new_state)
+
+
 # --- Devices ---
 
 
