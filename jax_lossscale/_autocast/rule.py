@@ -16,6 +16,7 @@ from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
+from jax_lossscale._program import primitives
 from jax_lossscale._program.custom_rules import RULES, derivative_of
 from jax_lossscale._program.inline import Node, ValueId, inlined
 from jax_lossscale._program.jaxpr import (
@@ -31,16 +32,6 @@ from jax_lossscale._program.jaxpr import (
 )
 from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path
-from jax_lossscale._program.primitives import (
-    COMPUTED_ONCE,
-    DATA_MOVEMENT,
-    DATA_MOVEMENT_BETWEEN_DEVICES,
-    IN_HALF,
-    PLACEMENTS,
-    SELECTIONS,
-    WRITTEN,
-    is_matmul,
-)
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
 # Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. For
@@ -92,25 +83,25 @@ class Rule:
             if name == "custom_vjp_call":
                 self._match_backward_pass(eqn, around)
             return NodePlan(NodeKind.CALL, is_alone=True)
-        if name == IN_HALF:
+        if name == primitives.IN_HALF:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
-        is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
+        is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
         # The jaxpr in a scatter-add only adds two numbers.
-        is_opaque = name not in WRITTEN and any(map(jaxprs_of, eqn.params.values()))
+        is_opaque = name not in primitives.WRITTEN and any(map(jaxprs_of, eqn.params.values()))
         if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
         # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
         # of an all-gather and of `pvary` are sums.
-        exceptions = DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS | {"gather"}
+        exceptions = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
         is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
         if follows is not None and not is_float32_by_rule and not is_kept:
             return NodePlan(follows, is_alone)
-        if not is_matmul(eqn):
+        if not primitives.is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
             return NodePlan(NodeKind.OTHER, is_alone, is_half)
         others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
@@ -187,7 +178,9 @@ class Rule:
                 NodeKind.SELECTION in kinds and None not in kinds and None not in self._node_kinds_in_derivative(eqn)
             )
             return NodeKind.SELECTION if is_selection else None
-        return NodeKind.SELECTION if name in SELECTIONS else NodeKind.DATA_MOVEMENT if name in DATA_MOVEMENT else None
+        if name in primitives.SELECTIONS:
+            return NodeKind.SELECTION
+        return NodeKind.DATA_MOVEMENT if name in primitives.DATA_MOVEMENT else None
 
     def _node_kinds(self, closed: ClosedJaxpr, of_masks: NodeKind | None) -> set[NodeKind | None]:
         """Return the kinds of the operations in a jaxpr; None stands for an operation that computes new numbers.

@@ -13,13 +13,8 @@ from typing import Any
 from jax_lossscale._program.jaxpr import size_of_shape
 
 # The primitives that `autocast` defines.
-FLOAT32_RESULT_MATMUL, SAVED, ROUNDED, ROUNDED_COTANGENT, IN_HALF = (
-    "float32_result_matmul",
-    "saved",
-    "rounded",
-    "rounded_cotangent",
-    "in_half",
-)
+FLOAT32_RESULT_MATMUL, IN_HALF = "float32_result_matmul", "in_half"
+SAVED, ROUNDED, ROUNDED_COTANGENT = "saved", "rounded", "rounded_cotangent"
 
 
 def _names(words: str) -> frozenset[str]:

@@ -118,7 +118,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
         raise ValueError(f"`{name}` must be pytrees with the same structure. {error}") from error
     leaves = []
     for (path, param), update in zip(with_paths, others, strict=True):
-        if not (_is_floating(param) and _is_floating(update)):
+        if not (_tree.is_floating(param) and _tree.is_floating(update)):
             continue
         if jnp.shape(param) != jnp.shape(update):
             raise ValueError(
@@ -130,22 +130,14 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
     return LostUpdates(tuple(sorted(leaves, key=lambda leaf: -leaf.fraction)))
 
 
-def _is_floating(leaf: Any) -> bool:
-    return _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 @jax.jit
 def _counts(param: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the number of nonzero updates and the number of nonzero updates that are lost."""
     with jax.numpy_dtype_promotion("standard"):
         new = (param + update).astype(param.dtype)
     # The numbers are compared as integers, because XLA can remove the rounding of the sum before a comparison.
-    new, old = _integers(new), _integers(param)
+    integer = jnp.dtype(f"uint{8 * param.dtype.itemsize}")
+    new, old = (jax.lax.bitcast_convert_type(array, integer) for array in (new, param))
     is_zero = (new << 1 == 0) & (old << 1 == 0)  # 0.0 and -0.0 are equal
     is_nonzero = update != 0
     return jnp.count_nonzero(is_nonzero), jnp.count_nonzero(is_nonzero & ((new == old) | is_zero))
-
-
-def _integers(array: jax.Array) -> jax.Array:
-    dtype = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(array, dtype)
