@@ -16,20 +16,9 @@ from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
-from jax_lossscale._program import primitives
+from jax_lossscale._program import jaxpr, primitives
 from jax_lossscale._program.custom_rules import RULES, derivative_of
 from jax_lossscale._program.inline import Node, ValueId, inlined
-from jax_lossscale._program.jaxpr import (
-    RuleError,
-    as_dtype,
-    bind_differentiated,
-    bind_here,
-    has_effects,
-    in_context,
-    jaxprs_of,
-    size_of,
-    with_dtype,
-)
 from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
@@ -88,8 +77,8 @@ class Rule:
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
         # The jaxpr in a scatter-add only adds two numbers.
-        is_opaque = name not in primitives.WRITTEN and any(map(jaxprs_of, eqn.params.values()))
-        if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
+        is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
+        if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
         # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
@@ -170,7 +159,8 @@ class Rule:
             # The derivative of a maximum divides by the number of equal maxima, which is counted in the dtype of the
             # operand.
             (whole,), (result,) = eqn.invars, eqn.outvars
-            is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
+            largest_count = 2 / float(jnp.finfo(self._dtype).eps)
+            is_countable = jaxpr.size_of(whole.aval) <= jaxpr.size_of(result.aval) * largest_count
             return NodeKind.SELECTION if is_countable else None
         if name == "custom_jvp_call":  # For example, relu.
             kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
@@ -201,10 +191,10 @@ class Rule:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        with in_context(eqn):
+        with jaxpr.in_context(eqn):
             try:
-                derivative, _ = derivative_of(eqn, floats, bind_differentiated)
-            except RuleError:
+                derivative, _ = derivative_of(eqn, floats, jaxpr.bind_differentiated)
+            except jaxpr.RuleError:
                 return {None}
             return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
@@ -215,7 +205,7 @@ class Rule:
         return low == high and self._holds_exactly(low)
 
     def _holds_exactly(self, number: Any) -> bool:
-        rounded = np.float32(as_dtype(np.asarray(number), self._dtype))
+        rounded = np.float32(jaxpr.as_dtype(np.asarray(number), self._dtype))
         return np.ndim(number) == 0 and np.array_equal(rounded, number, equal_nan=True)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
@@ -231,13 +221,13 @@ class Rule:
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
             return False
-        types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
+        types = [jaxpr.with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
-            with in_context(eqn):
-                results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
+            with jaxpr.in_context(eqn):
+                results = jax.eval_shape(lambda *inputs: jaxpr.bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
-        expected = [with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
+        expected = [jaxpr.with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
