@@ -107,17 +107,9 @@ class Planner:
             groups, half = self._group(graph, node_plans, half, context.within, constants)
         else:
             groups = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
-        return Plan(
-            graph=graph,
-            node_plans=tuple(node_plans),
-            half=frozenset(half),
-            half_inputs=tuple(context.half_inputs) or (False,) * len(graph.inputs),
-            calls=calls,
-            segments=tuple(groups),
-            within=context.within,
-            is_half=is_half,
-            reasons=reasons,
-        )
+        half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
+        chosen = tuple(node_plans), frozenset(half), half_inputs, calls, tuple(groups)
+        return Plan(graph, *chosen, within=context.within, is_half=is_half, reasons=reasons)
 
     def _choose_dtypes(
         self,

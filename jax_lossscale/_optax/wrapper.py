@@ -211,29 +211,21 @@ class Wrapper:
         inputs: StepInputs,
     ) -> _Stepped:
         """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
-        decision = decide(
-            scaled_grads,
-            state.loss_scale,
-            inputs,
-            self.axis_name,
-            are_scaled=self.takes_scaled_gradients,
-            gradient_scale=self._gradient_scale(scaled_grads, state.loss_scale),
-        )
+        loss_scale, are_scaled = state.loss_scale, self.takes_scaled_gradients
+        gradient_scale = self._gradient_scale(scaled_grads, loss_scale)
+        decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, are_scaled, gradient_scale)
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
         if applies:
             params = _tree.without_weak_types(params)
 
         def unscaled() -> optax.Updates:
-            return state.loss_scale.unscale(scaled_grads) if self.takes_scaled_gradients else scaled_grads
+            return loss_scale.unscale(scaled_grads) if are_scaled else scaled_grads
 
         def run() -> tuple[chex.ArrayTree, optax.OptState]:
-            updates, inner_state = self.inner.update(
-                _widened(unscaled(), state.loss_scale),
-                state.inner_state,
-                None if params is None else self._params(params, state.inner_state, state.loss_scale),
-                **extra_args,
-            )
+            grads = _widened(unscaled(), loss_scale)
+            inner_params = None if params is None else self._params(params, state.inner_state, loss_scale)
+            updates, inner_state = self.inner.update(grads, state.inner_state, inner_params, **extra_args)
             result = apply_updates(params, updates) if applies else updates
             return result, with_dtypes_of(state.inner_state, inner_state)
 

@@ -190,14 +190,10 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     others = [matmul for matmul in matmuls if matmul.dtype != dtype]
     others.sort(key=lambda matmul: (matmul.is_backward, matmul.index))
     flops = sum(matmul.flops for matmul in matmuls)
-    return MatmulSummary(
-        dtype=dtype,
-        matmuls=sum(matmul.count for matmul in matmuls),
-        half_matmuls=sum(matmul.count for matmul in in_half),
-        first_float32=f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else "",
-        half_share=sum(matmul.flops for matmul in in_half) / flops if flops else 1.0,
-        is_autocast=is_autocast,
-    )
+    half_share = sum(matmul.flops for matmul in in_half) / flops if flops else 1.0
+    first = f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else ""
+    number, half_number = (sum(matmul.count for matmul in group) for group in (matmuls, in_half))
+    return MatmulSummary(dtype, number, half_number, first, half_share, is_autocast)
 
 
 def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> str:

@@ -90,10 +90,6 @@ def to_jmp(loss_scale: LossScale) -> Any:
     warn_about_settings(
         "jmp", dynamic, backoff_factor=backoff_factor, min_loss_scale=1, max_loss_scale=LARGEST_SCALE, hysteresis=1
     )
-    return jmp.DynamicLossScale(
-        jnp.float32(dynamic()),
-        jnp.int32(dynamic.num_good_steps),
-        dynamic.increment_period,
-        dynamic.multiplier,
-        jnp.float32(dynamic.min_loss_scale),
-    )
+    scale, floor = jnp.float32(dynamic()), jnp.float32(dynamic.min_loss_scale)
+    num_good_steps = jnp.int32(dynamic.num_good_steps)
+    return jmp.DynamicLossScale(scale, num_good_steps, dynamic.increment_period, dynamic.multiplier, floor)
