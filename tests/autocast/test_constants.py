@@ -160,6 +160,8 @@ OF_TWO = {
 
 
 HALVES = np.array([0.25, 0.5, 1.0], np.float32)
+# Since version 0.11, JAX converts the dtype of a NumPy array when a program is traced, so this is a JAX array.
+THREE_AND_NAN = jnp.float32([3, np.nan])
 # The bounds that are computed for a constant. With wider bounds, some matmuls would stay in float32 unnecessarily.
 INTERVALS = {
     "an array": (lambda: jax.lax.neg(HALVES), (-1, -0.25)),
@@ -184,7 +186,7 @@ INTERVALS = {
     "a remainder": (lambda: jax.lax.rem(np.float32([5, 6, 7]), HALVES), (-1, 1)),
     "a remainder of integers": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([1, 2])), (-2, 2)),
     "a remainder of integers by zero": (lambda: jax.lax.rem(np.int32([5, -9]), np.int32([0, 2])), (-9, 5)),
-    "integers of NaN": (lambda: jax.lax.convert_element_type(np.float32([3, np.nan]), jnp.int32), (0, 3)),
+    "integers of NaN": (lambda: jax.lax.convert_element_type(THREE_AND_NAN, jnp.int32), (0, 3)),
     "bytes from the smallest value": (lambda: jax.lax.max(np.int8([-128, 3]), np.int8([-128, -128])), (-128, 3)),
     "bytes up to the largest value": (lambda: jax.lax.max(np.int8([0, 127]), np.int8([0, 0])), (0, 127)),
 }
