@@ -102,13 +102,10 @@ class Rule:
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
             if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
-                return NodePlan(
-                    NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
-                )
+                reason = f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
+                return NodePlan(NodeKind.MATMUL, reason=reason)
             has_float32_result = rule.precision == "float32_result"
-            return NodePlan(
-                NodeKind.MATMUL, is_half=not is_float32_by_rule, has_float32_result=has_float32_result, reason=reason
-            )
+            return NodePlan(NodeKind.MATMUL, False, not is_float32_by_rule, has_float32_result, reason)
         reason = self._exception(node, around, feeding, constants)
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
@@ -167,10 +164,9 @@ class Rule:
             return NodeKind.SELECTION if is_countable else None
         if name == "custom_jvp_call":  # For example, relu.
             kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
-            is_selection = (
-                NodeKind.SELECTION in kinds and None not in kinds and None not in self._node_kinds_in_derivative(eqn)
-            )
-            return NodeKind.SELECTION if is_selection else None
+            if NodeKind.SELECTION not in kinds or None in kinds:
+                return None
+            return None if None in self._node_kinds_in_derivative(eqn) else NodeKind.SELECTION
         if name in primitives.SELECTIONS:
             return NodeKind.SELECTION
         return NodeKind.DATA_MOVEMENT if name in primitives.DATA_MOVEMENT else None

@@ -147,4 +147,5 @@ def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
         [value for value in computed_here if value in needed_outside and first_computed_in[value] == number]
         for number, computed_here in enumerate(computed)
     ]
-    return [Segment(*map(tuple, parts)) for parts in zip(groups, inputs, outputs, strict=True)]
+    parts = zip(groups, inputs, outputs, strict=True)
+    return [Segment(tuple(group), tuple(given), tuple(needed)) for group, given, needed in parts]
