@@ -42,14 +42,12 @@ class _Values(NamedTuple):
     Attributes:
       half: the values that are stored in half precision. The results of a node are added after the node is visited.
       half_outputs: the results of the graph that are part of a residual stream in half precision.
-      into_matmuls: the values that are stored in half precision because only matmuls use them.
       unrounded: for each value that must not be rounded, the reasons.
       constants: the values that are constants.
     """
 
     half: set[ValueId]
     half_outputs: Set[ValueId]
-    into_matmuls: Set[ValueId]
     unrounded: Mapping[ValueId, Reasons]
     constants: Constants
 
@@ -132,7 +130,7 @@ class Planner:
         into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
-        values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
+        values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
         for position, node in enumerate(graph.nodes):
