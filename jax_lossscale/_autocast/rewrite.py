@@ -74,10 +74,8 @@ class Rewriting:
     def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a graph, in the dtypes in which the plan stores them."""
         graph = plan.graph
-        values: dict[ValueId, Any] = {
-            value_id: self._as_stored(plan, value_id, value)
-            for value_id, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
-        }
+        given = *zip(graph.inputs, inputs, strict=True), *graph.constants.items()
+        values: dict[ValueId, Any] = {value_id: self._as_stored(plan, value_id, value) for value_id, value in given}
         functions: dict[Any, Callable[..., list[Any]]] = {}
         is_iterated = any(eqn.primitive.name in LOOPS for eqn in plan.within)
         for segment in plan.segments:
@@ -276,10 +274,8 @@ class Rewriting:
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
-        types = [
-            jaxpr.with_dtype(aval, self.dtype) if is_half else aval
-            for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
-        ]
+        arguments = zip(closed.in_avals, plan.half_inputs, strict=True)
+        types = [jaxpr.with_dtype(aval, self.dtype) if is_half else aval for aval, is_half in arguments]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
 
 

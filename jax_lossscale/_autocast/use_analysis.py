@@ -202,11 +202,8 @@ def _adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[V
     if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
         return False
     size = size_of(graph.types[node.outputs[0]])
-    return any(
-        operand in broadcasts or size_of(graph.types[operand]) < size
-        for operand in value_ids(node.inputs)
-        if operand not in half
-    )
+    others = [operand for operand in value_ids(node.inputs) if operand not in half]
+    return any(operand in broadcasts or size_of(graph.types[operand]) < size for operand in others)
 
 
 def _with_float32_cotangents(
@@ -233,13 +230,9 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
     """Return the residual stream: the largest float32 results of a segment's arithmetic that later segments use."""
     leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
     arithmetic = (NodeKind.OTHER, NodeKind.SELECTION)
-    sizes = {
-        result: size_of(graph.types[result])
-        for position in segment.nodes
-        if node_plans[position].kind in arithmetic and not node_plans[position].is_alone
-        for result in leaving.intersection(graph.nodes[position].outputs)
-        if is_float32(graph.types[result])
-    }
+    positions = [n for n in segment.nodes if node_plans[n].kind in arithmetic and not node_plans[n].is_alone]
+    results = leaving.intersection(result for n in positions for result in graph.nodes[n].outputs)
+    sizes = {result: size_of(graph.types[result]) for result in results if is_float32(graph.types[result])}
     return {result for result, size in sizes.items() if size == max(sizes.values()) > 1}
 
 
