@@ -47,13 +47,9 @@ if _typing.TYPE_CHECKING:
 # For each name that is imported when it is first used: the module that contains it. These modules rewrite or read
 # jaxprs, so the loss scales can be imported even if a new version of JAX lacks a function that these modules need.
 _LAZY = {
+    **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
     "MixedPrecision": "_mixed_precision",
-    "PrecisionPolicy": "_autocast",
-    "PrecisionRule": "_autocast",
-    "autocast": "_autocast",
     "diagnostics": "diagnostics",
-    "in_half": "_autocast",
-    "keep_float32": "_autocast",
     "plotting": "plotting",
     "scaled_backward": "_scaled_backward",
 }

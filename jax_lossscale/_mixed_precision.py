@@ -33,7 +33,6 @@ from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip
-from jax_lossscale._optax.half_parameters import uses_half_parameters
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
 from jax_lossscale._optax.wrapper import Wrapper, is_concrete_array
@@ -458,10 +457,25 @@ class _UnscaledWrapper(Wrapper):
         self.shared.place_like(params)
         return super().init(params)
 
-    def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
-        super()._warn(params, inner_state)
-        if self.dtype == jnp.float16 and not uses_half_parameters(inner_state):
-            _warn_if_all_bfloat16(params)
+    def _warn(self, params: optax.Params) -> None:
+        """Warn about float16 parameters, and if all parameters are bfloat16.
+
+        `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
+        as the frozen base of float32 adapters.
+        """
+        super()._warn(params)
+        with_paths = jax.tree_util.tree_leaves_with_path(params)
+        arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
+        if self.dtype == jnp.float16 and arrays and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays):
+            warn_user(
+                f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
+                f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
+                "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 "
+                "values. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 "
+                "parameters without losing updates, use "
+                "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. Otherwise, load the "
+                "parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`."
+            )
 
     def _step(
         self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
@@ -478,22 +492,3 @@ class _UnscaledWrapper(Wrapper):
 
     def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
         return self.shared.source("optimizer.update", grads).gradient_scale(loss_scale)
-
-
-def _warn_if_all_bfloat16(params: optax.Params) -> None:
-    """Warn if all floating-point parameters are bfloat16, because `autocast` converts only float32 values.
-
-    There is no warning if only some of the parameters are bfloat16, such as the frozen base of float32 adapters.
-    """
-    with_paths = jax.tree_util.tree_leaves_with_path(params)
-    arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
-    if arrays and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays):
-        warn_user(
-            f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
-            f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
-            "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 values. "
-            "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 parameters "
-            "without losing updates, use `MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. "
-            "Otherwise, load the parameters in float32, or cast them with "
-            "`params = jls.cast_floating(params, jnp.float32)`."
-        )

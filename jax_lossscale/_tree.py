@@ -50,6 +50,11 @@ def is_array(leaf: Any) -> bool:
     return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
 
 
+def is_floating(leaf: Any) -> bool:
+    """Return whether a leaf is a real floating-point array."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     """Raise a `ValueError` that names the argument if ``tree`` is a single leaf that is neither an array nor a number.
 
@@ -217,8 +222,7 @@ def cast_floating(
     dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
-        is_floating = is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return bool(is_floating and (where is None or where(path, leaf)))
+        return is_floating(leaf) and (where is None or bool(where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
 

@@ -89,14 +89,11 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
-    half_or_rounded = {*half} | {
-        name
-        for node, node_plan in zip(graph.nodes, node_plans, strict=True)
-        if node_plan.kind is NodeKind.MATMUL and node_plan.is_half
-        for name in value_ids(node.inputs)
-        if is_float32(graph.types[name])
-    }
-    for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
+    with_plans = list(zip(graph.nodes, node_plans, strict=True))
+    matmuls = [node for node, node_plan in with_plans if node_plan.kind is NodeKind.MATMUL and node_plan.is_half]
+    rounded = {name for node in matmuls for name in value_ids(node.inputs) if is_float32(graph.types[name])}
+    half_or_rounded = rounded.union(half)
+    for position, (node, node_plan) in enumerate(with_plans):
         if node_plan.kind is NodeKind.SELECTION and half_or_rounded.issuperset(node.outputs) and _is_relu(node.eqn):
             yield position, node, _RELU
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:

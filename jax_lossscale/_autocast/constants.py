@@ -101,11 +101,8 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
 
 def _is_left_out(eqn: Any) -> bool:
     """Return whether an equation is a matmul, contains a matmul, or is opaque."""
-    return (
-        is_matmul(eqn)
-        or eqn.primitive.name in OPAQUE | {IN_HALF}
-        or any(_is_left_out(inner) for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns)
-    )
+    inner = (inner for jaxpr in jaxprs_of((*eqn.params.values(),)) for inner in jaxpr.eqns)
+    return is_matmul(eqn) or eqn.primitive.name in OPAQUE | {IN_HALF} or any(map(_is_left_out, inner))
 
 
 def _known(value: Any) -> FindInterval | None:

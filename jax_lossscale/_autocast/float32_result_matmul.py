@@ -47,11 +47,8 @@ def _type(*operands: Any, matmul: Primitive, **params: Any) -> Any:
 
 
 def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    parts = [
-        _primitive.bind(*operands[:n], tangents[n], *operands[n + 1 :], **params)
-        for n in (0, 1)
-        if not isinstance(tangents[n], ad.Zero)
-    ]
+    nonzero = [n for n in (0, 1) if not isinstance(tangents[n], ad.Zero)]
+    parts = [_primitive.bind(*operands[:n], tangents[n], *operands[n + 1 :], **params) for n in nonzero]
     return _primitive.bind(*operands, **params), functools.reduce(jax.lax.add, parts)
 
 

@@ -156,9 +156,7 @@ class MinCut(NamedTuple):
 
         sources: dict[ValueId, set[ValueId]] = {}
         for node, _ in nodes:
-            found = [
-                {operand} if Value(operand) in in_memory else sources[operand] for operand in value_ids(node.inputs)
-            ]
+            found = [{n} if Value(n) in in_memory else sources[n] for n in value_ids(node.inputs)]
             sources.update(dict.fromkeys(node.outputs, set().union(*found)))
 
         def price_saved(value: Value) -> float:

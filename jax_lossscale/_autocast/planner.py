@@ -42,14 +42,12 @@ class _Values(NamedTuple):
     Attributes:
       half: the values that are stored in half precision. The results of a node are added after the node is visited.
       half_outputs: the results of the graph that are part of a residual stream in half precision.
-      into_matmuls: the values that are stored in half precision because only matmuls use them.
       unrounded: for each value that must not be rounded, the reasons.
       constants: the values that are constants.
     """
 
     half: set[ValueId]
     half_outputs: Set[ValueId]
-    into_matmuls: Set[ValueId]
     unrounded: Mapping[ValueId, Reasons]
     constants: Constants
 
@@ -89,10 +87,8 @@ class Planner:
         constants = Constants(graph, context.known)
         node_plans = [self.rule.decide(node, context.within, unrounded, constants) for node in graph.nodes]
         makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
-        node_plans = [
-            node_plan._replace(batch=batch_dimensions(node, makers))
-            for node, node_plan in zip(graph.nodes, node_plans, strict=True)
-        ]
+        with_plans = zip(graph.nodes, node_plans, strict=True)
+        node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in with_plans]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
@@ -107,17 +103,9 @@ class Planner:
             groups, half = self._group(graph, node_plans, half, context.within, constants)
         else:
             groups = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
-        return Plan(
-            graph=graph,
-            node_plans=tuple(node_plans),
-            half=frozenset(half),
-            half_inputs=tuple(context.half_inputs) or (False,) * len(graph.inputs),
-            calls=calls,
-            segments=tuple(groups),
-            within=context.within,
-            is_half=is_half,
-            reasons=reasons,
-        )
+        half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
+        chosen = tuple(node_plans), frozenset(half), half_inputs, calls, tuple(groups)
+        return Plan(graph, *chosen, within=context.within, is_half=is_half, reasons=reasons)
 
     def _choose_dtypes(
         self,
@@ -140,7 +128,7 @@ class Planner:
         into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
-        values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
+        values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
         for position, node in enumerate(graph.nodes):
@@ -212,16 +200,13 @@ class Planner:
         """
         jaxprs = subjaxprs(node.eqn).jaxprs
         unrounded = self._feeding.results_of_subjaxprs(node.eqn, call.unrounded)
-        contexts = [
-            Context(
-                within=(*within, *node.within, node.eqn),
-                half_inputs=[call.operands[n] for n in subjaxpr.operands],
-                half_outputs=[call.results[n] for n in subjaxpr.results],
-                unrounded=of_subjaxpr,
-                known=[call.known[n] for n in subjaxpr.operands],
-            )
-            for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True)
-        ]
+        around = (*within, *node.within, node.eqn)
+        contexts = []
+        for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True):
+            half_inputs = [call.operands[n] for n in subjaxpr.operands]
+            half_outputs = [call.results[n] for n in subjaxpr.results]
+            known = [call.known[n] for n in subjaxpr.operands]
+            contexts.append(Context(around, half_inputs, half_outputs, of_subjaxpr, known))
 
         def plans() -> list[Plan]:
             return [self.plan(subjaxpr.closed, context) for subjaxpr, context in zip(jaxprs, contexts, strict=True)]
@@ -351,18 +336,13 @@ def _with_reasons(
       in_calls: the reasons of the equations in the jaxprs of nodes.
     """
     around = [(*within, *node.within) for node in graph.nodes]
-    of_nodes = {
-        (*outer, node.eqn): node_plan.reason
-        for outer, node, node_plan in zip(around, graph.nodes, node_plans, strict=True)
-        if node_plan.reason
-    }
+    with_plans = zip(around, graph.nodes, node_plans, strict=True)
+    of_nodes = {(*outer, node.eqn): node_plan.reason for outer, node, node_plan in with_plans if node_plan.reason}
     containing = {path[:n]: "" for path in of_nodes for n in range(1, len(path))}
     reasons = {**containing, **of_nodes, **in_calls}
-    nodes = [
-        node._replace(eqn=with_reasons(node.eqn, outer, reasons))
-        for outer, node in zip(around, graph.nodes, strict=True)
-    ]
-    return graph._replace(nodes=tuple(nodes)), reasons
+    pairs = zip(around, graph.nodes, strict=True)
+    nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node in pairs)
+    return graph._replace(nodes=nodes), reasons
 
 
 def _with_functions_by_result(

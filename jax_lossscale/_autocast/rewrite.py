@@ -22,18 +22,8 @@ from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind,
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.segments import Segment, Value
-from jax_lossscale._program import custom_rules
+from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import (
-    as_declared,
-    as_dtype,
-    bind_here,
-    in_context,
-    in_scopes,
-    is_float32,
-    name_stack_of,
-    with_dtype,
-)
 from jax_lossscale._program.remat3 import checkpoint
 from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs, with_jaxprs
 
@@ -73,21 +63,19 @@ class Rewriting:
         are_half = are_half or [False] * len(closed.out_avals)
 
         def declared(value: Any, aval: Any, is_half: bool) -> Any:
-            if is_float32(aval) and is_half:
-                return as_declared(value, with_dtype(aval, self.dtype))
-            if is_float32(aval):
-                return as_declared(as_float32(value), aval)
-            return as_declared(value, aval) if hasattr(aval, "dtype") else value
+            if jaxpr.is_float32(aval) and is_half:
+                return jaxpr.as_declared(value, jaxpr.with_dtype(aval, self.dtype))
+            if jaxpr.is_float32(aval):
+                return jaxpr.as_declared(as_float32(value), aval)
+            return jaxpr.as_declared(value, aval) if hasattr(aval, "dtype") else value
 
         return list(map(declared, self._outputs(plan, inputs), closed.out_avals, are_half))
 
     def _outputs(self, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         """Return the results of a graph, in the dtypes in which the plan stores them."""
         graph = plan.graph
-        values: dict[ValueId, Any] = {
-            value_id: self._as_stored(plan, value_id, value)
-            for value_id, value in [*zip(graph.inputs, inputs, strict=True), *graph.constants.items()]
-        }
+        given = *zip(graph.inputs, inputs, strict=True), *graph.constants.items()
+        values: dict[ValueId, Any] = {value_id: self._as_stored(plan, value_id, value) for value_id, value in given}
         functions: dict[Any, Callable[..., list[Any]]] = {}
         is_iterated = any(eqn.primitive.name in LOOPS for eqn in plan.within)
         for segment in plan.segments:
@@ -100,14 +88,14 @@ class Rewriting:
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
                 function = checkpoint(function, policy=is_marked_saved, prevent_cse=not is_iterated)
-            with in_scopes(scopes):
+            with jaxpr.in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in graph.outputs]
 
     def _as_stored(self, plan: Plan, value_id: ValueId, array: Any) -> Any:
         """Return a value in the dtype in which it is stored between segments."""
-        return as_dtype(array, self.dtype) if value_id in plan.half else array
+        return jaxpr.as_dtype(array, self.dtype) if value_id in plan.half else array
 
     def _segment(self, plan: Plan, segment: Segment, num_scopes: int, *inputs: Any) -> list[Any]:
         """Return the outputs of a segment, in the dtypes in which the plan stores them.
@@ -117,7 +105,7 @@ class Rewriting:
         values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
-            with in_context(node.eqn, node.within, num_scopes):
+            with jaxpr.in_context(node.eqn, node.within, num_scopes):
                 for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_float32(values[value])
                 if node_plan.kind is NodeKind.CALL:
@@ -162,14 +150,14 @@ class Rewriting:
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
             array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
-            if is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
+            if jaxpr.is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
                 rounding = Value(atom, is_rounding=True)
                 if rounding in values:
                     array = values[rounding]
                 else:
-                    array = _marked_if_saved(segment, rounding, as_dtype(array, self.dtype))
-            if is_float32(variable.aval):
-                array = as_dtype(array, self.dtype) if is_half else as_float32(array)
+                    array = _marked_if_saved(segment, rounding, jaxpr.as_dtype(array, self.dtype))
+            if jaxpr.is_float32(variable.aval):
+                array = jaxpr.as_dtype(array, self.dtype) if is_half else as_float32(array)
             operands.append(array)
         return operands
 
@@ -187,7 +175,7 @@ class Rewriting:
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
             # A cast from float32 to float32 changes only the weak type, and keeps the planned dtype of its operand.
             dtype = getattr(operands[0], "dtype", _FLOAT32)
-            return [as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
+            return [jaxpr.as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
             return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
@@ -196,7 +184,7 @@ class Rewriting:
             return [_lookup(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
             return masked_gather(eqn, operands, dict(node_plan.batch))
-        outputs = bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
+        outputs = jaxpr.bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
@@ -207,7 +195,7 @@ class Rewriting:
         params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
         if node_plan.has_float32_result:
             return [float32_result_matmul(node.eqn.primitive, operands, params)]
-        return bind_here(node.eqn, operands, params)
+        return jaxpr.bind_here(node.eqn, operands, params)
 
     def _plan_and_evaluate(
         self,
@@ -286,10 +274,8 @@ class Rewriting:
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
-        types = [
-            with_dtype(aval, self.dtype) if is_half else aval
-            for aval, is_half in zip(closed.in_avals, plan.half_inputs, strict=True)
-        ]
+        arguments = zip(closed.in_avals, plan.half_inputs, strict=True)
+        types = [jaxpr.with_dtype(aval, self.dtype) if is_half else aval for aval, is_half in arguments]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
 
 
@@ -298,14 +284,14 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
 
     @jax.custom_jvp
     def gather(*operands: Any) -> Any:
-        return as_float32(*bind_here(eqn, [as_dtype(operands[0], dtype), *operands[1:]], eqn.params))
+        return as_float32(*jaxpr.bind_here(eqn, [jaxpr.as_dtype(operands[0], dtype), *operands[1:]], eqn.params))
 
     @gather.defjvp
     def derivative(operands: Any, tangents: Any) -> Any:
         # Without the barrier, XLA adds the terms of the sum to the gradient that the matmuls compute for the operand.
         # If this gradient is sharded, XLA gathers it first.
-        tangent = jax.lax.optimization_barrier(as_dtype(tangents[0], _FLOAT32))
-        return gather(*operands), *bind_here(eqn, [tangent, *operands[1:]], eqn.params)
+        tangent = jax.lax.optimization_barrier(jaxpr.as_dtype(tangents[0], _FLOAT32))
+        return gather(*operands), *jaxpr.bind_here(eqn, [tangent, *operands[1:]], eqn.params)
 
     return gather(*operands)
 
@@ -322,7 +308,7 @@ def _common_scopes(plan: Plan, segment: Segment) -> Any:
     which it applies.
     """
     nodes = [plan.graph.nodes[position] for position in segment.nodes]
-    first, *others = [name_stack_of(node.eqn, node.within) for node in nodes]
+    first, *others = [jaxpr.name_stack_of(node.eqn, node.within) for node in nodes]
     length = min(map(len, [first, *others]))
     while any(stack.stack[:length] != first.stack[:length] for stack in others) or _ends_inside_name(first[:length]):
         length -= 1
@@ -354,7 +340,7 @@ def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     for position in segment.nodes:
         node = plan.graph.nodes[position]
         lines = [eqn.source_info.traceback for eqn in (*node.within, node.eqn)]
-        location = name_stack_of(node.eqn, node.within).stack[num_scopes:], *lines
+        location = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:], *lines
         computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *location
         values = *map(numbered, node.inputs), *map(numbered, node.outputs)
         nodes.append((computed, values, position in segment.rounds_cotangent))

@@ -16,32 +16,11 @@ from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
 from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
+from jax_lossscale._program import jaxpr, primitives
 from jax_lossscale._program.custom_rules import RULES, derivative_of
 from jax_lossscale._program.inline import Node, ValueId, inlined
-from jax_lossscale._program.jaxpr import (
-    RuleError,
-    as_dtype,
-    bind_differentiated,
-    bind_here,
-    has_effects,
-    in_context,
-    is_float32,
-    jaxprs_of,
-    size_of,
-    with_dtype,
-)
 from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path
-from jax_lossscale._program.primitives import (
-    COMPUTED_ONCE,
-    DATA_MOVEMENT,
-    DATA_MOVEMENT_BETWEEN_DEVICES,
-    IN_HALF,
-    PLACEMENTS,
-    SELECTIONS,
-    WRITTEN,
-    is_matmul,
-)
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
 # Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. For
@@ -93,43 +72,40 @@ class Rule:
             if name == "custom_vjp_call":
                 self._match_backward_pass(eqn, around)
             return NodePlan(NodeKind.CALL, is_alone=True)
-        if name == IN_HALF:
+        if name == primitives.IN_HALF:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
-        is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
+        is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
         # The jaxpr in a scatter-add only adds two numbers.
-        is_opaque = name not in WRITTEN and any(map(jaxprs_of, eqn.params.values()))
-        if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
+        is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
+        if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
         # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
         # of an all-gather and of `pvary` are sums.
-        exceptions = DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS | {"gather"}
+        exceptions = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
         rule = self._rule(eqn, around) if is_decided else None
         is_float32_by_rule = rule is not None and rule.precision == "float32"
         is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
         if follows is not None and not is_float32_by_rule and not is_kept:
             return NodePlan(follows, is_alone)
-        if not is_matmul(eqn):
+        if not primitives.is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
             return NodePlan(NodeKind.OTHER, is_alone, is_half)
         operands = {atom.aval.dtype.name for atom in eqn.invars[:2]}
         others = (operands | {atom.aval.dtype.name for atom in eqn.outvars}) - {"float32"}
         # JAX multiplies a 16-bit parameter by a float32 activation in float32, without a cast in the user's code.
-        is_mixed = operands == {"float32", self._dtype.name} and is_float32(eqn.outvars[0].aval)
+        is_mixed = operands == {"float32", self._dtype.name} and jaxpr.is_float32(eqn.outvars[0].aval)
         if others and not is_mixed:
             return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
             if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
-                return NodePlan(
-                    NodeKind.MATMUL, reason=f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
-                )
+                reason = f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
+                return NodePlan(NodeKind.MATMUL, reason=reason)
             has_float32_result = rule.precision == "float32_result"
-            return NodePlan(
-                NodeKind.MATMUL, is_half=not is_float32_by_rule, has_float32_result=has_float32_result, reason=reason
-            )
+            return NodePlan(NodeKind.MATMUL, False, not is_float32_by_rule, has_float32_result, reason)
         reason = self._exception(node, around, feeding, constants)
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
@@ -183,15 +159,17 @@ class Rule:
             # The derivative of a maximum divides by the number of equal maxima, which is counted in the dtype of the
             # operand.
             (whole,), (result,) = eqn.invars, eqn.outvars
-            is_countable = size_of(whole.aval) <= size_of(result.aval) * 2 / float(jnp.finfo(self._dtype).eps)
+            largest_count = 2 / float(jnp.finfo(self._dtype).eps)
+            is_countable = jaxpr.size_of(whole.aval) <= jaxpr.size_of(result.aval) * largest_count
             return NodeKind.SELECTION if is_countable else None
         if name == "custom_jvp_call":  # For example, relu.
             kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
-            is_selection = (
-                NodeKind.SELECTION in kinds and None not in kinds and None not in self._node_kinds_in_derivative(eqn)
-            )
-            return NodeKind.SELECTION if is_selection else None
-        return NodeKind.SELECTION if name in SELECTIONS else NodeKind.DATA_MOVEMENT if name in DATA_MOVEMENT else None
+            if NodeKind.SELECTION not in kinds or None in kinds:
+                return None
+            return None if None in self._node_kinds_in_derivative(eqn) else NodeKind.SELECTION
+        if name in primitives.SELECTIONS:
+            return NodeKind.SELECTION
+        return NodeKind.DATA_MOVEMENT if name in primitives.DATA_MOVEMENT else None
 
     def _node_kinds(self, closed: ClosedJaxpr, of_masks: NodeKind | None) -> set[NodeKind | None]:
         """Return the kinds of the operations in a jaxpr; None stands for an operation that computes new numbers.
@@ -217,10 +195,10 @@ class Rule:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
         types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
         floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
-        with in_context(eqn):
+        with jaxpr.in_context(eqn):
             try:
-                derivative, _ = derivative_of(eqn, floats, bind_differentiated)
-            except RuleError:
+                derivative, _ = derivative_of(eqn, floats, jaxpr.bind_differentiated)
+            except jaxpr.RuleError:
                 return {None}
             return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
@@ -231,7 +209,7 @@ class Rule:
         return low == high and self._holds_exactly(low)
 
     def _holds_exactly(self, number: Any) -> bool:
-        rounded = np.float32(as_dtype(np.asarray(number), self._dtype))
+        rounded = np.float32(jaxpr.as_dtype(np.asarray(number), self._dtype))
         return np.ndim(number) == 0 and np.array_equal(rounded, number, equal_nan=True)
 
     def _can_be_half(self, node: Node, constants: Constants) -> bool:
@@ -247,13 +225,13 @@ class Rule:
         eqn, largest = node.eqn, float(jnp.finfo(self._dtype).max)
         if any(largest < max(map(abs, interval)) for interval in filter(_is_bounded, _intervals(node, constants))):
             return False
-        types = [with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
+        types = [jaxpr.with_dtype(atom.aval, self._dtype) for atom in eqn.invars]
         try:
-            with in_context(eqn):
-                results = jax.eval_shape(lambda *inputs: bind_here(eqn, inputs, params_in_half(eqn)), *types)
+            with jaxpr.in_context(eqn):
+                results = jax.eval_shape(lambda *inputs: jaxpr.bind_here(eqn, inputs, params_in_half(eqn)), *types)
         except (NotImplementedError, TypeError, ValueError):
             return False
-        expected = [with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
+        expected = [jaxpr.with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
     def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:

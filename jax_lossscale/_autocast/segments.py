@@ -141,16 +141,11 @@ def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
         for group, computed_here in zip(groups, computed, strict=True)
     ]
     # A value that several segments compute is an output of only the first of these segments.
-    first_computed_in: dict[ValueId, int] = {}
-    for number, computed_here in enumerate(computed):
-        for value in computed_here:
-            first_computed_in.setdefault(value, number)
+    first_computed_in = {value: number for number in reversed(range(len(groups))) for value in computed[number]}
     needed_outside = {*value_ids(graph.outputs)}.union(*inputs)
-    return [
-        Segment(
-            nodes=tuple(group),
-            inputs=tuple(inputs[number]),
-            outputs=tuple(n for n in computed[number] if n in needed_outside and first_computed_in[n] == number),
-        )
-        for number, group in enumerate(groups)
+    outputs = [
+        [value for value in computed_here if value in needed_outside and first_computed_in[value] == number]
+        for number, computed_here in enumerate(computed)
     ]
+    parts = zip(groups, inputs, outputs, strict=True)
+    return [Segment(tuple(group), tuple(given), tuple(needed)) for group, given, needed in parts]

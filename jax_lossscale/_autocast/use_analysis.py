@@ -15,16 +15,10 @@ from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment
+from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location
-from jax_lossscale._program.primitives import (
-    OPERANDWISE_DATA_MOVEMENT,
-    POOLS,
-    REDUCTIONS,
-    REPLICATING_DATA_MOVEMENT,
-    moved_operands,
-)
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import subjaxprs
 
@@ -89,7 +83,7 @@ def _pools_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[Val
         is_used = node_plan.kind in FOLLOWING and not into_any.isdisjoint(node.outputs)
         if is_used or takes_half(node_plan):
             into_any |= _float32_operands(graph, node)
-        if is_used and node.eqn.primitive.name in POOLS:
+        if is_used and node.eqn.primitive.name in primitives.POOLS:
             pools.update(node.outputs)
     return pools
 
@@ -110,9 +104,10 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     selections, such as the maximum of two arrays.
     """
     name, params = node.eqn.primitive.name, node.eqn.params
-    others = REPLICATING_DATA_MOVEMENT | OPERANDWISE_DATA_MOVEMENT | REDUCTIONS
+    others = primitives.REPLICATING_DATA_MOVEMENT | primitives.OPERANDWISE_DATA_MOVEMENT | primitives.REDUCTIONS
     # JAX cannot differentiate pooling with dilations, so the dilations do not matter.
-    has_overlaps = name in POOLS and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
+    is_pool = name in primitives.POOLS
+    has_overlaps = is_pool and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
     return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
 
 
@@ -207,11 +202,8 @@ def _adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[V
     if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
         return False
     size = size_of(graph.types[node.outputs[0]])
-    return any(
-        operand in broadcasts or size_of(graph.types[operand]) < size
-        for operand in value_ids(node.inputs)
-        if operand not in half
-    )
+    others = [operand for operand in value_ids(node.inputs) if operand not in half]
+    return any(operand in broadcasts or size_of(graph.types[operand]) < size for operand in others)
 
 
 def _with_float32_cotangents(
@@ -238,13 +230,9 @@ def residual_stream(graph: Graph, node_plans: Sequence[NodePlan], segment: Segme
     """Return the residual stream: the largest float32 results of a segment's arithmetic that later segments use."""
     leaving = {*segment.outputs} - {*value_ids(graph.outputs)}
     arithmetic = (NodeKind.OTHER, NodeKind.SELECTION)
-    sizes = {
-        result: size_of(graph.types[result])
-        for position in segment.nodes
-        if node_plans[position].kind in arithmetic and not node_plans[position].is_alone
-        for result in leaving.intersection(graph.nodes[position].outputs)
-        if is_float32(graph.types[result])
-    }
+    positions = [n for n in segment.nodes if node_plans[n].kind in arithmetic and not node_plans[n].is_alone]
+    results = leaving.intersection(result for n in positions for result in graph.nodes[n].outputs)
+    sizes = {result: size_of(graph.types[result]) for result in results if is_float32(graph.types[result])}
     return {result for result, size in sizes.items() if size == max(sizes.values()) > 1}
 
 
@@ -295,7 +283,7 @@ class _Additions(Propagation[bool | None]):
         if any(is_sum is not None for is_sum in operands):
             if eqn.primitive.name == "add":
                 return [True]
-            moved = moved_operands(eqn)
+            moved = primitives.moved_operands(eqn)
             if moved is not None:
                 known = [{operands[n] for n in of_result} - {None} for of_result in moved]
                 return [any(each) if each else None for each in known]

@@ -150,12 +150,10 @@ class DynamicLossScale(BoundedLossScale):
             kept = jnp.where(refills, self.hysteresis, hysteresis_left)
             hysteresis_left = jnp.where(grads_finite, kept, spent)
 
-        return with_state(
-            self,
-            current_loss_scale=jnp.where(grads_finite, jnp.where(period_ends, grown, scale), lowered),
-            num_good_steps=jnp.where(grads_finite & ~period_ends, num_good_steps + 1, 0),
-            hysteresis_left=hysteresis_left,
-        )
+        scale = jnp.where(grads_finite, jnp.where(period_ends, grown, scale), lowered)
+        num_good_steps = jnp.where(grads_finite & ~period_ends, num_good_steps + 1, 0)
+        leaves = {"num_good_steps": num_good_steps, "hysteresis_left": hysteresis_left}
+        return with_state(self, current_loss_scale=scale, **leaves)
 
     def _check_rule(self) -> None:
         """Convert the configuration of the update rule to Python numbers; raise a `ValueError` if it is invalid."""

@@ -78,7 +78,6 @@ def decide(
     loss_scale: LossScale,
     inputs: StepInputs,
     axis_name: AxisName,
-    *,
     are_scaled: bool,
     gradient_scale: jax.Array | None,
 ) -> StepDecision:

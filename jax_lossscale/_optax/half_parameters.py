@@ -556,8 +556,7 @@ def _check_params(name: str, params: optax.Params) -> None:
     if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
         raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        is_floating = _tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        if is_floating and not is_half(leaf) and leaf.dtype != jnp.float32:
+        if _tree.is_floating(leaf) and not is_half(leaf) and leaf.dtype != jnp.float32:
             raise ValueError(
                 f"`{name}` must contain parameters in bfloat16 or float16 (or float32, for parameters that are not "
                 f"rounded), got {leaf.dtype} at {jax.tree_util.keystr(path)!r}. Cast the parameters with "

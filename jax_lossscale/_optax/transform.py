@@ -211,10 +211,7 @@ def checked_options(
     check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
         raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    return {
-        "inner": checked_optimizer(inner, f"{function}({argument}=...)"),
-        "initial_loss_scale": made(loss_scale, f"{function}(loss_scale=...)"),
-        "axis_name": axis_name,
-        "skip": skip,
-        "record_bad_steps": record_bad_steps,
-    }
+    inner = checked_optimizer(inner, f"{function}({argument}=...)")
+    initial_loss_scale = made(loss_scale, f"{function}(loss_scale=...)")
+    options = {"axis_name": axis_name, "skip": skip, "record_bad_steps": record_bad_steps}
+    return {"inner": inner, "initial_loss_scale": initial_loss_scale, **options}

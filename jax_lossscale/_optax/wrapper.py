@@ -64,22 +64,19 @@ class Wrapper:
     def init(self, params: optax.Params) -> LossScaledState:
         """Return the state before the first step. ``params`` contains arrays or `jax.ShapeDtypeStruct` objects."""
         _tree.check_tree(params, "init(params=...)")
-        if self.initial_loss_scale.checks_gradients:
-            _check_not_masked(params, "init(params=...)", self.takes_scaled_gradients)
-        inner_state = self._inner_state(_tree.inexact_only(params))
+        self._check_not_masked("init(params=...)", params, self.initial_loss_scale)
+        trained = _tree.inexact_only(params)
+        expected = jax.eval_shape(self.inner.init, trained) if any(map(is_half, jax.tree.leaves(trained))) else None
+        inner_state = self.inner.init(self._params(trained, expected, self.initial_loss_scale))
         if _tree.instances(inner_state, LossScale):
             argument = "loss_scaled(inner=...)" if self.takes_scaled_gradients else "MixedPrecision(optimizer=...)"
             raise ValueError(
                 f"`{argument}` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
                 "Wrap the complete optimizer once."
             )
-        self._warn(params, inner_state)
+        if not uses_half_parameters(inner_state):
+            self._warn(params)
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
-
-    def _inner_state(self, params: optax.Params) -> optax.OptState:
-        """Return the state of the inner optimizer before the first step."""
-        expected = jax.eval_shape(self.inner.init, params) if any(map(is_half, jax.tree.leaves(params))) else None
-        return self.inner.init(self._params(params, expected, self.initial_loss_scale))
 
     def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
         """Return the parameters that the inner optimizer receives.
@@ -89,10 +86,25 @@ class Wrapper:
         """
         return params if uses_half_parameters(inner_state) else _widened(params, loss_scale)
 
-    def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
-        """Warn about float16 parameters whose updates would be lost."""
-        if self.initial_loss_scale.checks_gradients and not uses_half_parameters(inner_state):
-            _warn_about_float16(params, self.takes_scaled_gradients)
+    def _warn(self, params: optax.Params) -> None:
+        """Warn about float16 parameters whose updates would be lost.
+
+        Float16 parameters may be unintentional, because some layers create their parameters in the dtype of their first
+        input.
+        """
+        with_paths = jax.tree_util.tree_leaves_with_path(params)
+        paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
+        if paths and self.initial_loss_scale.checks_gradients:
+            is_lost = "" if self.takes_scaled_gradients else ", and unscaled gradients below 3e-8 are rounded to zero"
+            warn_user(
+                f"`init(params)` got {len(paths)} float16 parameters, the first at "
+                f"{jax.tree_util.keystr(paths[0])!r}. Updates that are smaller than 1/4096 of a float16 parameter are "
+                f"lost{is_lost}. To train float16 parameters without losing updates, wrap the optimizer in "
+                "`jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the parameters to float32 with "
+                "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
+                "initialize the layers with a float32 input, because some layers create parameters in the dtype of "
+                "their input."
+            )
 
     def update(
         self,
@@ -140,9 +152,26 @@ class Wrapper:
     ) -> None:
         """Raise a `ValueError` if ``grads`` is not a pytree, contains a masked leaf, or is a pair with the loss."""
         _tree.check_tree(grads, name)
-        if loss_scale.checks_gradients:
-            _check_not_masked(grads, name, self.takes_scaled_gradients)
-        _check_is_no_pair(name, grads, params)
+        self._check_not_masked(name, grads, loss_scale)
+        if params is None or not isinstance(grads, tuple) or len(grads) != 2:
+            return
+        structures = {jax.tree.structure(tree) for tree in (grads[1], params)}
+        if is_number(grads[0]) and len(structures) == 1:
+            raise ValueError(
+                f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
+                "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
+            )
+
+    def _check_not_masked(self, name: str, tree: optax.Params, loss_scale: LossScale) -> None:
+        """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
+        if loss_scale.checks_gradients and _tree.instances(tree, optax.MaskedNode):
+            wrapper = "loss_scaled" if self.takes_scaled_gradients else "MixedPrecision"
+            raise ValueError(
+                f"`{name}` contains an `optax.MaskedNode`, so `{wrapper}` is inside `optax.masked` or "
+                "`optax.partition`. Gradients outside the mask would not be unscaled or checked. Wrap the complete "
+                f"optimizer instead, as in `{wrapper}(optax.masked(inner, mask))` or "
+                f"`{wrapper}(optax.partition(...))`."
+            )
 
     def _dispatched(
         self,
@@ -182,29 +211,21 @@ class Wrapper:
         inputs: StepInputs,
     ) -> _Stepped:
         """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
-        decision = decide(
-            scaled_grads,
-            state.loss_scale,
-            inputs,
-            self.axis_name,
-            are_scaled=self.takes_scaled_gradients,
-            gradient_scale=self._gradient_scale(scaled_grads, state.loss_scale),
-        )
+        loss_scale, are_scaled = state.loss_scale, self.takes_scaled_gradients
+        gradient_scale = self._gradient_scale(scaled_grads, loss_scale)
+        decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, are_scaled, gradient_scale)
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
         if applies:
             params = _tree.without_weak_types(params)
 
         def unscaled() -> optax.Updates:
-            return state.loss_scale.unscale(scaled_grads) if self.takes_scaled_gradients else scaled_grads
+            return loss_scale.unscale(scaled_grads) if are_scaled else scaled_grads
 
         def run() -> tuple[chex.ArrayTree, optax.OptState]:
-            updates, inner_state = self.inner.update(
-                _widened(unscaled(), state.loss_scale),
-                state.inner_state,
-                None if params is None else self._params(params, state.inner_state, state.loss_scale),
-                **extra_args,
-            )
+            grads = _widened(unscaled(), loss_scale)
+            inner_params = None if params is None else self._params(params, state.inner_state, loss_scale)
+            updates, inner_state = self.inner.update(grads, state.inner_state, inner_params, **extra_args)
             result = apply_updates(params, updates) if applies else updates
             return result, with_dtypes_of(state.inner_state, inner_state)
 
@@ -248,27 +269,6 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
-def _warn_about_float16(params: optax.Params, are_scaled: bool) -> None:
-    """Warn about float16 parameters. ``are_scaled`` specifies whether the optimizer takes scaled gradients.
-
-    Float16 parameters may be unintentional, because some layers create their parameters in the dtype of their first
-    input.
-    """
-    with_paths = jax.tree_util.tree_leaves_with_path(params)
-    paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
-    if paths:
-        gradients = "" if are_scaled else ", and unscaled gradients below 3e-8 are rounded to zero"
-        warn_user(
-            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}. "
-            f"Updates that are smaller than 1/4096 of a float16 parameter are lost{gradients}. To train float16 "
-            "parameters without losing updates, wrap the optimizer in `jls.master_weights` or "
-            "`jls.stochastic_rounding`. Otherwise, cast the parameters to float32 with "
-            "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
-            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
-            "input."
-        )
-
-
 def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
     """Raise a `ValueError` that names the method and the argument if an optional or extra argument is not valid."""
     if inputs.value is not None and not is_number(inputs.value):
@@ -291,30 +291,6 @@ def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[
             f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
             "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
         )
-
-
-def _check_is_no_pair(name: str, scaled_grads: optax.Updates, params: optax.Params | None) -> None:
-    """Raise a `ValueError` if ``(loss, grads)`` is passed instead of ``grads``, which ``name`` describes."""
-    if params is None or not isinstance(scaled_grads, tuple) or len(scaled_grads) != 2:
-        return
-    structures = {jax.tree.structure(tree) for tree in (scaled_grads[1], params)}
-    if is_number(scaled_grads[0]) and len(structures) == 1:
-        raise ValueError(
-            f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
-            "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
-        )
-
-
-def _check_not_masked(tree: optax.Params, name: str, are_scaled: bool) -> None:
-    """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
-    if not _tree.instances(tree, optax.MaskedNode):
-        return
-    wrapper = "loss_scaled" if are_scaled else "MixedPrecision"
-    raise ValueError(
-        f"`{name}` contains an `optax.MaskedNode`, so `{wrapper}` is inside `optax.masked` or `optax.partition`. "
-        f"Gradients outside the mask would not be unscaled or checked. Wrap the complete optimizer instead, as in "
-        f"`{wrapper}(optax.masked(inner, mask))` or `{wrapper}(optax.partition(...))`."
-    )
 
 
 def is_concrete_array(leaf: Any) -> bool:

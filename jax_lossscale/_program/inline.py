@@ -93,12 +93,9 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
     if eqn.primitive.name not in CALLS:
         return None
     ((closed, *_),) = subjaxprs(eqn).jaxprs
-    options = [eqn.params.get(name, ()) for name in ("in_shardings", "out_shardings", "in_layouts", "out_layouts")]
-    has_options = any(
-        option is not None and type(option).__name__ != "UnspecifiedValue"
-        for of_leaves in options
-        for option in of_leaves
-    )
+    names = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
+    options = [option for name in names for option in eqn.params.get(name, ())]
+    has_options = any(option is not None and type(option).__name__ != "UnspecifiedValue" for option in options)
     return None if has_options or any(eqn.params.get("donated_invars", ())) else closed
 
 

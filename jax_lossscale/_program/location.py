@@ -66,16 +66,13 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     own = [frame for frame in frames if _is_of_user(frame.file_name)]
     column = summarize(eqn.source_info)
     column = "" if column.startswith(_OURS) else column
-    return Location(
-        stack=stack,
-        layer=_layer(stack) or "/".join(_classes(frames)) or outer.layer,
-        # If an equation of a separately compiled function has no stack frames of user code, the source line of the
-        # enclosing equation is used.
-        source=f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column,
-        column=column,
-        functions=(*(frame.function_name for frame in frames), *outer.functions),
-        is_backward="transpose(" in stack and _RECOMPUTED not in stack,
-    )
+    # If an equation of a separately compiled function has no stack frames of user code, the source line of the
+    # enclosing equation is used.
+    source = f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column
+    layer = _layer(stack) or "/".join(_classes(frames)) or outer.layer
+    functions = *(frame.function_name for frame in frames), *outer.functions
+    is_backward = "transpose(" in stack and _RECOMPUTED not in stack
+    return Location(stack, layer, source, column, functions, is_backward)
 
 
 def location_within(eqn: Any, within: Sequence[Any]) -> Location:

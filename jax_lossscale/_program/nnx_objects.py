@@ -61,12 +61,8 @@ def contents(objects: list[Any]) -> dict[Any, Any]:
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dictionary from paths to the parts of nnx objects that changed after `contents` returned ``before``."""
     now = contents(objects)
-    return {
-        path: value
-        for path, value in _parts(objects)
-        if len(before.get(path, ())) != len(now[path])
-        or any(new is not old for new, old in zip(now[path], before[path], strict=True))
-    }
+    changed = {path for path in now if [*map(id, now[path])] != [*map(id, before.get(path, ()))]}
+    return {path: value for path, value in _parts(objects) if path in changed}
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:

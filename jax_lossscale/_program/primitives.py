@@ -13,13 +13,8 @@ from typing import Any
 from jax_lossscale._program.jaxpr import size_of_shape
 
 # The primitives that `autocast` defines.
-FLOAT32_RESULT_MATMUL, SAVED, ROUNDED, ROUNDED_COTANGENT, IN_HALF = (
-    "float32_result_matmul",
-    "saved",
-    "rounded",
-    "rounded_cotangent",
-    "in_half",
-)
+FLOAT32_RESULT_MATMUL, IN_HALF = "float32_result_matmul", "in_half"
+SAVED, ROUNDED, ROUNDED_COTANGENT = "saved", "rounded", "rounded_cotangent"
 
 
 def _names(words: str) -> frozenset[str]:
@@ -37,14 +32,11 @@ PLACEMENTS = _names(
 )
 # Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data-movement
 # operation have the same dtype.
-PLAIN_DATA_MOVEMENT = (
-    _names(
-        "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice "
-        "split squeeze stack stage stop_gradient transpose unstack"
-    )
-    | PLACEMENTS
-    | {SAVED, ROUNDED}
+_MOVES_AND_MASKS = _names(
+    "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice split "
+    "squeeze stack stage stop_gradient transpose unstack"
 )
+PLAIN_DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
 # Data movement that may replicate a number. The backward pass of replication is arithmetic, because it sums the
 # cotangents of all copies.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
@@ -112,26 +104,19 @@ OPAQUE = _names(
 )
 # The start and done operations of asynchronous collectives. The operation that starts a collective returns a future,
 # which has no dtype.
-ASYNCHRONOUS = frozenset(
-    f"{name}_{half}"
-    for name in _names(
-        "all_gather all_gather_reduced all_to_all pbroadcast ppermute psum psum_invariant reduce_scatter "
-        "unreduced_psum unreduced_reduce_scatter"
-    )
-    for half in ("start", "done")
+_COLLECTIVES = _names(
+    "all_gather all_gather_reduced all_to_all pbroadcast ppermute psum psum_invariant reduce_scatter unreduced_psum "
+    "unreduced_reduce_scatter"
 )
-# Expensive, random or opaque operations, whose results are saved for the backward pass instead of being recomputed.
-COMPUTED_ONCE = (
-    _names(
-        "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum "
-        "psum2 psum_invariant psum_scatter random_bits random_clone random_fold_in random_gamma random_seed "
-        "random_split random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 "
-        "threefry4x32 top_k unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter"
-    )
-    | ASYNCHRONOUS
-    | LINEAR_ALGEBRA
-    | OPAQUE
+ASYNCHRONOUS = frozenset(f"{name}_{half}" for name in _COLLECTIVES for half in ("start", "done"))
+_EXPENSIVE_OR_RANDOM = _names(
+    "all_reduce approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft philox2x32 philox4x32 pmax pmin psum psum2 "
+    "psum_invariant psum_scatter random_bits random_clone random_fold_in random_gamma random_seed random_split "
+    "random_unwrap random_wrap reduce_scatter rng_bit_generator rng_uniform sort threefry2x32 threefry4x32 top_k "
+    "unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter"
 )
+# Operations whose results are saved for the backward pass instead of being recomputed.
+COMPUTED_ONCE = _EXPENSIVE_OR_RANDOM | ASYNCHRONOUS | LINEAR_ALGEBRA | OPAQUE
 # Operations that have no result, or whose result depends on the binary representation of the operand.
 BITS = _names("bitcast_convert_type debug_callback debug_print")
 # Operations that read, write, order or check state that is not a value of the jaxpr.

@@ -18,16 +18,9 @@ from jax_lossscale._autocast.transform import checked_half_precision, checked_po
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT
+from jax_lossscale.diagnostics import _operations
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
-from jax_lossscale.diagnostics._operations import (
-    MatmulSummary,
-    OperationPrecision,
-    casts,
-    not_in_half,
-    opaque_operations,
-    operations,
-    summary_of,
-)
+from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision
 from jax_lossscale.diagnostics._report import Report, percent
 
 _MOST_ROWS = 16
@@ -101,7 +94,7 @@ class AutocastReport(Report[OperationPrecision]):
     @property
     def summary(self) -> MatmulSummary:
         """The number of matmuls in half precision, and the reason why the first float32 matmul is not among them."""
-        return summary_of(self.operations, self.dtype, is_autocast=True)
+        return _operations.summary_of(self.operations, self.dtype, is_autocast=True)
 
     def _header(self) -> str:
         lines = [str(self.summary)]
@@ -234,22 +227,23 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
     if not policy.half_residual_stream and dtype != jnp.float32:
         half_stream = under(dataclasses.replace(policy, half_residual_stream=True))
         accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
-    entries = operations(program.used.jaxpr, dtype)
+    entries = _operations.operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     try:
         bytes_before = _bytes_saved(call)
     # Tracing under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
     except Exception:
         bytes_before = None
+    half_programs = [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr]
     return AutocastReport(
         operations=tuple(entries),
         dtype=dtype.name,
         bytes_before=bytes_before,
         bytes_after=_bytes_saved(call._replace(fun=half)),
-        casts=casts(program.used.jaxpr),
-        opaque_operations=tuple(opaque_operations(program.used.jaxpr)),
+        casts=_operations.casts(program.used.jaxpr),
+        opaque_operations=tuple(_operations.opaque_operations(program.used.jaxpr)),
         arguments=tuple(faults.nan),
-        not_in_half=tuple(not_in_half(original.jaxpr.jaxpr, [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr])),
+        not_in_half=tuple(_operations.not_in_half(original.jaxpr.jaxpr, half_programs)),
         bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
         bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )

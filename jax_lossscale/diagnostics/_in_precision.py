@@ -19,17 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, checked_floating_dtype
-from jax_lossscale._program import custom_rules
-from jax_lossscale._program.jaxpr import (
-    Traced,
-    as_dtype,
-    bind,
-    bind_here,
-    half_dtypes,
-    in_context,
-    is_half,
-    is_reference,
-)
+from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.primitives import BITS, OPAQUE, ROUNDED, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._program.walk import Walk
@@ -93,7 +83,7 @@ def in_precision(fun: _Function, dtype: DTypeLike = jnp.float32) -> _Function:
 
     @functools.wraps(fun)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        traced = Traced(fun, args, kwargs)
+        traced = jaxpr.Traced(fun, args, kwargs)
         evaluator = Evaluator(dtype)
         outputs = evaluator.evaluate(traced.jaxpr, traced.inputs)
         if evaluator.opaque_operations:
@@ -141,39 +131,40 @@ class Evaluator(Walk[Any]):
 
     def value_of(self, constant: Any, aval: Any) -> Any:
         """Return the value of a variable with the type ``aval``, cast to the new dtype of the variable."""
-        if is_half(aval):
-            return as_dtype(constant, self.dtype)
+        if jaxpr.is_half(aval):
+            return jaxpr.as_dtype(constant, self.dtype)
         # For example, if ``dtype`` is float64, a matmul may return float64 although its result is float32 in the jaxpr.
-        return as_dtype(constant, aval.dtype) if hasattr(aval, "dtype") and hasattr(constant, "dtype") else constant
+        have_dtypes = hasattr(aval, "dtype") and hasattr(constant, "dtype")
+        return jaxpr.as_dtype(constant, aval.dtype) if have_dtypes else constant
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name == ROUNDED:
             return list(operands)
-        if not half_dtypes(eqn):
-            return bind(eqn, operands, eqn.params)
+        if not jaxpr.half_dtypes(eqn):
+            return jaxpr.bind(eqn, operands, eqn.params)
         if name in BITS:
             return self._as_it_is(eqn, operands)
-        if name in OPAQUE or any(map(is_reference, [*eqn.invars, *eqn.outvars])):
+        if name in OPAQUE or any(map(jaxpr.is_reference, [*eqn.invars, *eqn.outvars])):
             self.opaque_operations[name_in_reports(eqn.primitive)] = None
             return self._as_it_is(eqn, operands)
         if name == "reduce_precision" and self._rounds_to_its_own(eqn):
             return list(operands)
-        with in_context(eqn):
+        with jaxpr.in_context(eqn):
             if name in custom_rules.RULES:
                 return self._outputs(eqn, custom_rules.RULES[name](self.evaluate, eqn, operands))
             if name in REBOUND:
                 jaxprs = [self.translated(body.closed) for body in subjaxprs(eqn).jaxprs]
                 return self._outputs(eqn, with_jaxprs(eqn, jaxprs, operands))
             try:
-                return self._outputs(eqn, bind_here(eqn, operands, self._params(eqn)))
+                return self._outputs(eqn, jaxpr.bind_here(eqn, operands, self._params(eqn)))
             except (NotImplementedError, TypeError, ValueError):  # Some primitives support only half precision.
                 self.opaque_operations[name_in_reports(eqn.primitive)] = None
                 return self._as_it_is(eqn, operands)
 
     def translated(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         """Return a jaxpr in which ``dtype`` replaces all half-precision dtypes."""
-        if not half_dtypes(closed.jaxpr):
+        if not jaxpr.half_dtypes(closed.jaxpr):
             return closed
         translated = self._translated.get(closed.jaxpr)
         if translated is None:
@@ -189,9 +180,9 @@ class Evaluator(Walk[Any]):
         return [self.value_of(value, variable.aval) for value, variable in zip(outputs, eqn.outvars, strict=True)]
 
     def _as_it_is(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-        avals = [atom.aval for atom in eqn.invars]
-        original = [as_dtype(x, aval.dtype) if is_half(aval) else x for x, aval in zip(inputs, avals, strict=True)]
-        return self._outputs(eqn, bind(eqn, original, eqn.params))
+        with_types = zip(inputs, (atom.aval for atom in eqn.invars), strict=True)
+        original = [jaxpr.as_dtype(x, aval.dtype) if jaxpr.is_half(aval) else x for x, aval in with_types]
+        return self._outputs(eqn, jaxpr.bind(eqn, original, eqn.params))
 
     def _rounds_to_its_own(self, eqn: Any) -> bool:
         """Return whether a `reduce_precision` has no effect because it rounds to the precision of its operand.
@@ -217,9 +208,9 @@ class Evaluator(Walk[Any]):
         if isinstance(value, Jaxpr):  # The parameters of a reduction or scatter contain a jaxpr.
             return self.translated(ClosedJaxpr(value, ())).jaxpr
         if isinstance(value, np.dtype):
-            return self.dtype if is_half(np.empty(0, value)) else value
+            return self.dtype if jaxpr.is_half(np.empty(0, value)) else value
         if isinstance(value, jax.core.ShapedArray):
-            return value.update(dtype=self.dtype) if is_half(value) else value
+            return value.update(dtype=self.dtype) if jaxpr.is_half(value) else value
         if isinstance(value, (tuple, list)):
             parts = [self._param(part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

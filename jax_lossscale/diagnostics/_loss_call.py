@@ -213,11 +213,9 @@ def argument_faults(call: LossCall) -> ArgumentFaults:
     """Return the non-finite elements and largest magnitudes of all arguments of a call."""
     named = [pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])]
     reports = reports_of_named(named)
-    return ArgumentFaults(
-        nan=[_nonfinite(leaf) for leaf in reports if leaf.nan],
-        infinite=[_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan],
-        largest={leaf.path: leaf.largest_finite or 0.0 for leaf in reports},
-    )
+    nan = [_nonfinite(leaf) for leaf in reports if leaf.nan]
+    infinite = [_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan]
+    return ArgumentFaults(nan, infinite, {leaf.path: leaf.largest_finite or 0.0 for leaf in reports})
 
 
 class TracedGradients:

@@ -90,7 +90,7 @@ class _Constants(Propagation[_Value]):
             return [operands[taken[0]] if len(taken) == 1 else self.joined(operands) for taken in moved]
         sums: tuple[LostConstant, ...] = ()
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
-            for each in (each for operand in (operands[1:] if name == "div" else operands) for each in operand.sums):
+            for each in self.joined(operands[1:] if name == "div" else operands).sums:
                 # Programs often compute the maximum of a value and zero, as in ReLU. Such a zero is therefore not
                 # assumed to be an epsilon that was rounded to zero.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))

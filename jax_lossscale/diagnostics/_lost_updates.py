@@ -90,8 +90,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
       entry for each floating-point parameter whose update is a floating-point array.
 
     Raises:
-      ValueError: if ``params`` and ``updates`` do not have the same structure and shapes, or if they are traced or
-        abstract arrays.
+      ValueError: if ``params`` and ``updates`` do not have the same structure and shapes, or if they are traced.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -106,9 +105,9 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
     name = "lost_updates(params=..., updates=...)"
     for argument, tree in (("params", params), ("updates", updates)):
         _tree.check_tree(tree, f"lost_updates({argument}=...)")
-        if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves(tree)):
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
             raise ValueError(
-                f"`lost_updates({argument}=...)` got traced or abstract arrays, whose values are not known. Return the "
+                f"`lost_updates({argument}=...)` got traced arrays, whose values are not known yet. Return the "
                 "parameters and the updates from `jax.jit`."
             )
     structure: Any
@@ -119,7 +118,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
         raise ValueError(f"`{name}` must be pytrees with the same structure. {error}") from error
     leaves = []
     for (path, param), update in zip(with_paths, others, strict=True):
-        if not all(_tree.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in (param, update)):
+        if not (_tree.is_floating(param) and _tree.is_floating(update)):
             continue
         if jnp.shape(param) != jnp.shape(update):
             raise ValueError(
@@ -137,8 +136,8 @@ def _counts(param: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
     with jax.numpy_dtype_promotion("standard"):
         new = (param + update).astype(param.dtype)
     # The numbers are compared as integers, because XLA can remove the rounding of the sum before a comparison.
-    integers = jnp.dtype(f"uint{8 * param.dtype.itemsize}")
-    new, old = (jax.lax.bitcast_convert_type(array, integers) for array in (new, param))
+    integer = jnp.dtype(f"uint{8 * param.dtype.itemsize}")
+    new, old = (jax.lax.bitcast_convert_type(array, integer) for array in (new, param))
     is_zero = (new << 1 == 0) & (old << 1 == 0)  # 0.0 and -0.0 are equal
     is_nonzero = update != 0
     return jnp.count_nonzero(is_nonzero), jnp.count_nonzero(is_nonzero & ((new == old) | is_zero))

@@ -16,22 +16,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, operation_name, reason_of_matmul
 from jax_lossscale._autocast.reasons import reason_of
+from jax_lossscale._program import primitives
 from jax_lossscale._program.jaxpr import is_half, is_reference
 from jax_lossscale._program.location import Location
-from jax_lossscale._program.primitives import (
-    DATA_MOVEMENT,
-    IN_HALF,
-    KNOWN,
-    OPAQUE,
-    is_matmul,
-    name_in_reports,
-    terms_per_sum,
-)
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 from jax_lossscale.diagnostics._report import percent
 
-_NO_ARITHMETIC = DATA_MOVEMENT | {"convert_element_type"}
+_NO_ARITHMETIC = primitives.DATA_MOVEMENT | {"convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +73,11 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
         eqn, location, name = nested.eqn, nested.location, operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
             continue
-        result, computes_matmul = eqn.outvars[0].aval, is_matmul(eqn)
+        result, computes_matmul = eqn.outvars[0].aval, primitives.is_matmul(eqn)
         dtypes = [atom.aval.dtype for atom in eqn.invars if _is_inexact([atom])] or [result.dtype]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         reason = reason_of_matmul(nested) if computes_matmul and {widest, result.dtype} != {half} else ""
-        flops = 2.0 * result.size * terms_per_sum(eqn) * nested.times if computes_matmul else 0.0
+        flops = 2.0 * result.size * primitives.terms_per_sum(eqn) * nested.times if computes_matmul else 0.0
         place = name, location.layer, location.source, location.is_backward
         kind = *place, widest.name, result.dtype.name, reason, computes_matmul
         found.setdefault(kind, []).append((index, flops))
@@ -105,8 +97,9 @@ def casts(program: Jaxpr) -> int:
 def opaque_operations(program: Jaxpr) -> list[str]:
     """List the names and lines of opaque and unknown operations, which `autocast` does not rewrite."""
     found = [(nested.eqn.primitive, nested.location.source) for nested in nested_equations(program)]
-    unknown = [(each, at) for each, at in found if each.name in OPAQUE or each.name not in KNOWN | HIGHER_ORDER]
-    return list(dict.fromkeys(f"{name_in_reports(each)} ({at})" for each, at in unknown))
+    known = primitives.KNOWN.union(HIGHER_ORDER) - primitives.OPAQUE
+    unknown = [(each, at) for each, at in found if each.name not in known]
+    return list(dict.fromkeys(f"{primitives.name_in_reports(each)} ({at})" for each, at in unknown))
 
 
 def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
@@ -121,7 +114,7 @@ def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
     sources_by_reason: dict[str, dict[str, None]] = {}
     for program in rewritten:
         for nested in nested_equations(program):
-            if nested.eqn.primitive.name == IN_HALF and (reason := reason_of(nested.eqn)):
+            if nested.eqn.primitive.name == primitives.IN_HALF and (reason := reason_of(nested.eqn)):
                 sources_by_reason.setdefault(reason, {})[nested.location.source] = None
     for nested in nested_equations(original):
         if is_fallback((*nested.within, nested.eqn)):
@@ -197,14 +190,10 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     others = [matmul for matmul in matmuls if matmul.dtype != dtype]
     others.sort(key=lambda matmul: (matmul.is_backward, matmul.index))
     flops = sum(matmul.flops for matmul in matmuls)
-    return MatmulSummary(
-        dtype=dtype,
-        matmuls=sum(matmul.count for matmul in matmuls),
-        half_matmuls=sum(matmul.count for matmul in in_half),
-        first_float32=f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else "",
-        half_share=sum(matmul.flops for matmul in in_half) / flops if flops else 1.0,
-        is_autocast=is_autocast,
-    )
+    half_share = sum(matmul.flops for matmul in in_half) / flops if flops else 1.0
+    first = f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else ""
+    number, half_number = (sum(matmul.count for matmul in group) for group in (matmuls, in_half))
+    return MatmulSummary(dtype, number, half_number, first, half_share, is_autocast)
 
 
 def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> str:
@@ -273,7 +262,7 @@ class _Origins(Propagation[_Origin]):
         if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
             promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
             origin = _Origin(0, f"its operand is float32 because {promotion}")
-        if is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
+        if primitives.is_matmul(eqn) and any(atom.aval.dtype != self.dtype for atom in eqn.invars[:2]):
             self.float32_operands.append((location, origin))
         if takes_half and not origins:
             origin = _Origin(1, f"its operand is converted to float32 at {_named(location)}", column=location.column)

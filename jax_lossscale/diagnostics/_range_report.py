@@ -318,15 +318,9 @@ def ranges_at(
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
-    return RangeReport(
-        operations=tuple(operations),
-        dtype=dtype.name,
-        loss_scale=loss_scale,
-        opaque_operations=tuple(evaluator.evaluator.opaque_operations),
-        lost_constants=tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan),
-        summary=gradients.matmuls,
-        arguments=tuple(faults),
-    )
+    lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
+    opaque = tuple(evaluator.evaluator.opaque_operations)
+    return RangeReport(tuple(operations), dtype.name, loss_scale, opaque, lost, gradients.matmuls, tuple(faults))
 
 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:

@@ -55,14 +55,9 @@ def from_jmp(loss_scale: Any) -> LossScale:
     if not isinstance(loss_scale, jmp.DynamicLossScale):
         raise ValueError(f"`from_jmp(loss_scale=...)` must be a jmp loss scale, got {loss_scale!r}.")
     floor = max(float(loss_scale.min_loss_scale), float(jnp.finfo(jnp.float32).tiny))
-    return DynamicLossScale(
-        max(loss_scale.loss_scale, floor),
-        loss_scale.period,
-        loss_scale.factor,
-        min_loss_scale=floor,
-        current_loss_scale=loss_scale.loss_scale,
-        num_good_steps=loss_scale.counter,
-    )
+    arguments = max(loss_scale.loss_scale, floor), loss_scale.period, loss_scale.factor
+    state: Any = {"current_loss_scale": loss_scale.loss_scale, "num_good_steps": loss_scale.counter}
+    return DynamicLossScale(*arguments, min_loss_scale=floor, **state)
 
 
 def to_jmp(loss_scale: LossScale) -> Any:
@@ -90,10 +85,6 @@ def to_jmp(loss_scale: LossScale) -> Any:
     warn_about_settings(
         "jmp", dynamic, backoff_factor=backoff_factor, min_loss_scale=1, max_loss_scale=LARGEST_SCALE, hysteresis=1
     )
-    return jmp.DynamicLossScale(
-        jnp.float32(dynamic()),
-        jnp.int32(dynamic.num_good_steps),
-        dynamic.increment_period,
-        dynamic.multiplier,
-        jnp.float32(dynamic.min_loss_scale),
-    )
+    scale, floor = jnp.float32(dynamic()), jnp.float32(dynamic.min_loss_scale)
+    num_good_steps = jnp.int32(dynamic.num_good_steps)
+    return jmp.DynamicLossScale(scale, num_good_steps, dynamic.increment_period, dynamic.multiplier, floor)
