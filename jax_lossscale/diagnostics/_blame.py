@@ -99,6 +99,37 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
     return found
 
 
+# The suggestions for fixing an operation. The names in braces are those of the facts in `suggestion_for`.
+_SUGGESTIONS = {
+    "division by zero": "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or "
+    "infinity by infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "
+    "norm.",
+    "nan": "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm of "
+    "zero, and for 0 * inf hidden by a `jnp.where`.",
+    "derivative overflows": "The derivative of `{derivative}` is computed in the forward pass, so no loss scale helps. "
+    "Compute `{derivative}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to keep "
+    "its operand away from zero.",
+    "backward pass overflows": "Use a smaller loss scale. If other gradients then underflow, give this part of the "
+    "model a separate loss scale.",
+    "cast by autocast overflows": "`autocast` casts this value, an operand of a matmul on the same line. Keep the "
+    "matmul in float32 with `jls.keep_float32`, or use `find_precision` to determine which operations must be in "
+    "float32.",
+    "mask overflows": "If this is the fill value of a mask, use `jnp.where(mask, scores, "
+    "jnp.finfo(scores.dtype).min)`. If the mask is added to the scores, use a smaller magnitude, such as -1e4, so that "
+    "the sum does not overflow. Alternatively, compute the softmax in float32.",
+    "overflow": "{of_operation}",
+    "backward pass underflows": "Use a larger loss scale. If other gradients then overflow, give this branch a "
+    "separate loss scale: Apply `jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its "
+    "parameters and inputs.",
+    "forward pass underflows": "A loss scale does not affect the forward pass. Compute this operation in float32, or "
+    "make its operands larger.",
+    "amplified later": "{amplifier} amplifies the rounding error of this operation. Compute both in float32{how}.",
+    "terms cancel": "The terms of this sum cancel. The result is about {factor:,.0f} times smaller than the terms, so "
+    "their rounding errors are amplified by this factor. Compute the terms in float32 as well.",
+    "sum in 16 bits": "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the "
+    "sum. Compute the sum in float32.",
+    "amplified here": "This operation amplifies the rounding errors of its operands. Compute {in_float32}.",
+}
 # For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
 # applies.
 _FORWARD_OVERFLOWS = {
@@ -118,7 +149,7 @@ _FORWARD_OVERFLOWS = {
 def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, is_autocast: bool) -> str:
     """Return a suggestion for fixing an operation, or "" if nothing is wrong with it.
 
-    The suggestion is the first sentence in the list whose condition is true.
+    The suggestion is the first one whose condition is true.
 
     Args:
       node: the result of the operation.
@@ -137,67 +168,27 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit
     cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
-    in_float32 = "this operation and its operands in float32" if is_in_half else "the operands in float32 as well"
-    suggestions = [
-        (
-            is_nan and operation == "div",
-            "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or infinity by "
-            "infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "
-            "norm.",
-        ),
-        (
-            is_nan,
-            "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm "
-            "of zero, and for 0 * inf hidden by a `jnp.where`.",
-        ),
-        (
-            overflows and derivative != "",
-            f"The derivative of `{derivative}` is computed in the forward pass, so no loss scale helps. Compute "
-            f"`{derivative}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to "
-            "keep its operand away from zero.",
-        ),
-        (
-            overflows and is_backward,
-            "Use a smaller loss scale. If other gradients then underflow, give this part of the model a separate loss "
-            "scale.",
-        ),
-        (
-            overflows and is_autocast and operation == "convert_element_type",
-            "`autocast` casts this value, an operand of a matmul on the same line. Keep the matmul in float32 with "
-            "`jls.keep_float32`, or use `find_precision` to determine which operations must be in float32.",
-        ),
-        (
-            overflows and may_be_mask,
-            "If this is the fill value of a mask, use `jnp.where(mask, scores, jnp.finfo(scores.dtype).min)`. If the "
-            "mask is added to the scores, use a smaller magnitude, such as -1e4, so that the sum does not overflow. "
-            "Alternatively, compute the softmax in float32.",
-        ),
-        (overflows, _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32.")),
-        (
-            underflows and is_backward,
-            "Use a larger loss scale. If other gradients then overflow, give this branch a separate loss scale: Apply "
-            "`jls.scale_gradient` to its result in float32, and `jls.unscale_gradient` to its parameters and inputs.",
-        ),
-        (
-            vanishes,
-            "A loss scale does not affect the forward pass. Compute this operation in float32, or make its operands "
-            "larger.",
-        ),
-        (
-            amplifier != "" and not is_origin,
-            f"{amplifier} amplifies the rounding error of this operation. Compute both in float32"
-            + (", this operation with `jls.keep_float32`." if is_autocast else "."),
-        ),
-        (
-            cancels,
-            f"The terms of this sum cancel. The result is about {factor:,.0f} times smaller than the terms, so their "
-            "rounding errors are amplified by this factor. Compute the terms in float32 as well.",
-        ),
-        (
-            is_origin and accumulates,
-            "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the sum. Compute "
-            "the sum in float32.",
-        ),
-        (is_origin, f"This operation amplifies the rounding errors of its operands. Compute {in_float32}."),
-    ]
-    return next((sentence for applies, sentence in suggestions if applies), "")
+    conditions = {
+        "division by zero": is_nan and operation == "div",
+        "nan": is_nan,
+        "derivative overflows": overflows and derivative != "",
+        "backward pass overflows": overflows and is_backward,
+        "cast by autocast overflows": overflows and is_autocast and operation == "convert_element_type",
+        "mask overflows": overflows and may_be_mask,
+        "overflow": overflows,
+        "backward pass underflows": underflows and is_backward,
+        "forward pass underflows": vanishes,
+        "amplified later": amplifier != "" and not is_origin,
+        "terms cancel": cancels,
+        "sum in 16 bits": is_origin and accumulates,
+        "amplified here": is_origin,
+    }
+    facts = {
+        "derivative": derivative,
+        "of_operation": _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32."),
+        "amplifier": amplifier,
+        "how": ", this operation with `jls.keep_float32`" if is_autocast else "",
+        "factor": factor,
+        "in_float32": "this operation and its operands in float32" if is_in_half else "the operands in float32 as well",
+    }
+    return next((_SUGGESTIONS[name].format(**facts) for name, applies in conditions.items() if applies), "")
