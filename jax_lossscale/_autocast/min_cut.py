@@ -26,11 +26,11 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
-# The price of saving a value in addition to the price of its bytes, as a fraction of the sum of all prices. Among cuts
-# with the same price, it selects the cut with the fewest saved values. It is larger than the errors of the capacities.
+# The additional price of each saved value, as a fraction of the sum of all prices. Among cuts with the same price, this
+# price selects the cut with the fewest saved values. It is larger than the rounding errors of the capacities.
 _PRICE_PER_VALUE = 2.0**-24
-# The price of writing a recomputed byte to memory. It is less than the price of a saved byte, because XLA sometimes
-# fuses the recomputation into a matmul.
+# The price of writing a recomputed byte to memory. It is less than 1, because XLA sometimes fuses the recomputation
+# into a matmul, so that the byte is not written.
 _PRICE_REWRITTEN = 7 / 8
 
 
@@ -159,9 +159,9 @@ class MinCut(NamedTuple):
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # A softmax is always saved. If the forward pass writes a value to memory, such as a residual sum, then
-            # recomputing this value in the backward pass writes it to memory again. Recomputing any other value is
-            # free, because XLA fuses the arithmetic with the operations that use the value.
+            # The result of a softmax is always saved. If the forward pass writes a value to memory, such as a residual
+            # sum, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
+            # because XLA fuses the arithmetic with the operations that use the value.
             is_softmax = by_result.get(value) is NodeKind.OTHER
             return math.inf if is_softmax else self._bytes(value) * _PRICE_REWRITTEN * (value in in_memory)
 
@@ -211,7 +211,7 @@ class MinCut(NamedTuple):
     def _needed_by_arithmetic(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
     ) -> set[Value]:
-        """Return the values needed by the derivatives of all nodes except matmuls and functions by result."""
+        """Return the values needed by the derivatives of all nodes except matmuls and nodes with a `ByResult`."""
         differentiated = self._differentiated(segment, nodes)
         found: set[Value] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):
