@@ -96,12 +96,12 @@ class Rule:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in COMPUTED_ONCE | DATA_MOVEMENT_BETWEEN_DEVICES
-        # The jaxpr in a scatter-add only adds two numbers.
+        # The jaxpr in the parameters of a scatter-add only adds two numbers, so a scatter-add is not opaque.
         is_opaque = name not in WRITTEN and any(map(jaxprs_of, eqn.params.values()))
         if has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
-        # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
+        # table; data movement between devices (such as an all-gather); and placements (such as `pvary`). The transposes
         # of an all-gather and of `pvary` are sums.
         exceptions = DATA_MOVEMENT_BETWEEN_DEVICES | PLACEMENTS | {"gather"}
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
