@@ -240,7 +240,7 @@ def _details(outcomes: Outcomes, quick: bool) -> Table:
         for (name, arm), trainings in shown.items()
     ]
     notes = [
-        "\"Skipped\" is the largest number of skipped steps over the seeds. With `--resume`, some outcomes are from an "
+        '"Skipped" is the largest number of skipped steps over the seeds. With `--resume`, some outcomes are from an '
         "earlier run of the benchmark, possibly on another machine than the one at the top of this page.",
     ]
     return Table("Final losses", heads, rows, notes=notes, quick=quick)

@@ -267,8 +267,8 @@ def _steps(quick: bool, progress: Progress) -> Table:
                 marks.append(Mark(f"{_NOT_RUN}: {what}", time / reference, goal))
     notes = [
         "Bytes per parameter are the sizes of all arrays that the step takes and returns, except for the tokens. The "
-        "time is a prediction: the sum over all kernels of the time to move the bytes of the kernel at 3.35 TB/s or the "
-        "time to compute its matmuls at peak throughput, whichever is longer.",
+        "time is a prediction: the sum over all kernels of the time to move the bytes of the kernel at 3.35 TB/s or to "
+        "compute its matmuls at peak throughput, whichever is longer.",
         "The last step uses `optax.adamw` with bfloat16 parameters and no wrapper, which also stores its moments in "
         "bfloat16 and loses small updates.",
     ]
