@@ -300,7 +300,6 @@ class _Reference:
 
     def gradient_scale(self, of_state: LossScale) -> jax.Array:
         """Return the scale at which the gradients of the current update were computed."""
-        del of_state
         return self.read()()
 
     def write(self, loss_scale: LossScale) -> None:
@@ -317,7 +316,6 @@ def _unbatched(scale: jax.Array) -> jax.Array:
 @_unbatched.def_vmap
 def _raise_error(axis_size: int, in_batched: Any, scale: jax.Array) -> NoReturn:
     # JAX also calls this function if `jax.vmap` is applied to a loop whose body contains the update.
-    del axis_size, in_batched, scale
     raise ValueError(
         "Inside `jax.vmap`, `MixedPrecision` cannot store the loss scale without `MixedPrecision.step`. "
         f"{_USE_STEP} If the training step is the body of a loop, such as `jax.lax.scan`, wrap this body."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 # For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
@@ -151,11 +150,9 @@ def is_fallback(eqns: Iterable[Any]) -> bool:
     return is_in_scope(_SCOPE, eqns)
 
 
-def _or_error(
-    make: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
-) -> _Result | Exception:
+def _or_error(make: Callable[..., _Result], *args: Any) -> _Result | Exception:
     try:
-        return make(*args, **kwargs)
+        return make(*args)
     except Exception as error:  # The user's function can raise any exception.
         return error
 

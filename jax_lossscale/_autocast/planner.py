@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jax_lossscale._autocast import use_analysis as uses
 from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
@@ -25,14 +26,6 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import with_reasons
 from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
-from jax_lossscale._autocast.use_analysis import (
-    added_up_in_float32,
-    carried_residual_stream,
-    going_into_matmuls,
-    lookups_in_half,
-    residual_stream,
-    sums_with_a_bias,
-)
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import is_float32
@@ -100,7 +93,7 @@ class Planner:
             node_plan._replace(batch=batch_dimensions(node, makers))
             for node, node_plan in zip(graph.nodes, node_plans, strict=True)
         ]
-        for position in lookups_in_half(graph, node_plans, closed):
+        for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
@@ -144,7 +137,7 @@ class Planner:
           reasons why matmuls in the jaxprs are not in half precision.
         """
         half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
-        into_matmuls = going_into_matmuls(graph, node_plans)
+        into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, into_matmuls, unrounded, constants)
@@ -195,7 +188,7 @@ class Planner:
         """
         eqn = node.eqn
         has_stream = eqn.primitive.name == "scan" and self.policy.half_residual_stream
-        stream = carried_residual_stream(eqn) if has_stream else set()
+        stream = uses.carried_residual_stream(eqn) if has_stream else set()
         operands = _operands_in_half(node, stream, values)
         results_of_stream = _results_of_stream(node, stream, values)
         # A constant that is the initial value of a loop's carry is the value of the carry only in the first iteration.
@@ -258,14 +251,14 @@ class Planner:
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         half = {*half}
         if self.policy.half_residual_stream:
-            stream = {value for segment in groups for value in residual_stream(graph, node_plans, segment)}
+            stream = {value for segment in groups for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
             half |= {value for value in stream if constants.of(value) is None}
         groups = [
-            segment._replace(upcast=frozenset(added_up_in_float32(_nodes_of(segment, graph, node_plans), half)))
+            segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), half)))
             for segment in groups
         ]
-        with_bias = sums_with_a_bias(graph, node_plans, groups, half)
+        with_bias = uses.sums_with_a_bias(graph, node_plans, groups, half)
         groups = [segment._replace(rounds_cotangent=with_bias.intersection(segment.nodes)) for segment in groups]
         if self._recomputes(within):
             groups = self._with_saved_values(groups, graph, node_plans, half)

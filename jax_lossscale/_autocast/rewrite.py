@@ -18,15 +18,7 @@ from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gather import masked_gather
-from jax_lossscale._autocast.plan import (
-    FOLLOWING,
-    CallPlan,
-    Context,
-    NodeKind,
-    NodePlan,
-    Plan,
-    operands_in_half,
-)
+from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
 from jax_lossscale._autocast.segments import Segment, Value

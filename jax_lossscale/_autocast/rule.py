@@ -25,6 +25,7 @@ from jax_lossscale._program.jaxpr import (
     bind_here,
     has_effects,
     in_context,
+    is_float32,
     jaxprs_of,
     size_of,
     with_dtype,
@@ -113,8 +114,11 @@ class Rule:
         if not is_matmul(eqn):
             is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
             return NodePlan(NodeKind.OTHER, is_alone, is_half)
-        others = {atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)} - {"float32"}
-        if others:
+        operands = {atom.aval.dtype.name for atom in eqn.invars[:2]}
+        others = (operands | {atom.aval.dtype.name for atom in eqn.outvars}) - {"float32"}
+        # JAX multiplies a 16-bit parameter by a float32 activation in float32, without a cast in the user's code.
+        is_mixed = operands == {"float32", self._dtype.name} and is_float32(eqn.outvars[0].aval)
+        if others and not is_mixed:
             return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
         if rule is not None:
             reason = _reason_of(rule) if rule.precision != "half" else ""
@@ -193,15 +197,20 @@ class Rule:
         """Return the kinds of the operations in a jaxpr; None stands for an operation that computes new numbers.
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
-        Operations that compute only masks (boolean arrays) have the kind ``of_masks``.
+        Operations that compute only masks (boolean arrays) have the kind ``of_masks``. Constants that half precision
+        represents exactly count as data movement: since jax 0.11, relu in a `jax.shard_map` casts the integer 0.
         """
         found: set[NodeKind | None] = set()
-        for node in inlined(closed).nodes:
+        graph = inlined(closed)
+        constants = Constants(graph, [])
+        for node in graph.nodes:
             if node.eqn.primitive.name == "custom_jvp_call":
                 found |= self._node_kinds(subjaxprs(node.eqn).jaxprs[0].closed, of_masks)
             else:
                 is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in node.eqn.outvars)
-                found.add(of_masks if is_mask else self._follows(node.eqn))
+                is_constant = all(self.fits(value_id, constants) for value_id in node.outputs)
+                follows = NodeKind.DATA_MOVEMENT if is_constant else self._follows(node.eqn)
+                found.add(of_masks if is_mask else follows)
         return found
 
     def _node_kinds_in_derivative(self, eqn: Any) -> set[NodeKind | None]:

@@ -43,7 +43,8 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
     backward pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the
     operands, but lookups in a tied embedding table read the table in ``dtype``. All other arithmetic, such as norms,
     softmax and losses, is computed in float32, so only matmuls can overflow or lose digits. Integers, random keys,
-    complex numbers, float64 and the results of manual casts do not change.
+    complex numbers, float64 and the results of manual casts do not change. A matmul with one operand in float32 and
+    one in ``dtype``, such as a 16-bit parameter, is computed in ``dtype``.
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a

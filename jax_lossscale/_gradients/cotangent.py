@@ -199,7 +199,6 @@ def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> c
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> jax.Array:
     """Return ``leaf`` unchanged, with the derivative `_linear_identity`, whose transpose is ``adjoint``."""
-    del adjoint, scale
     return leaf
 
 

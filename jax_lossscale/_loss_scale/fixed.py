@@ -78,7 +78,6 @@ class FixedLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the same loss scale."""
-        del grads_finite
         return self
 
     def get_config(self) -> dict[str, Any]:
@@ -139,7 +138,6 @@ class NoOpLossScale(LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the same loss scale."""
-        del grads_finite
         return self
 
     def get_config(self) -> dict[str, Any]:

@@ -15,25 +15,13 @@ The functions in `monitoring` read the optimizer state on the host.
 used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
 """
 
-from jax_lossscale._optax.half_parameters import (
-    float32_params,
-    half_precision_state,
-    master_weights,
-    stochastic_rounding,
-)
-from jax_lossscale._optax.monitoring import metrics, raise_if_stuck
-from jax_lossscale._optax.state import BadStep, LossScaledState
-from jax_lossscale._optax.transform import LossScaledTransformation, loss_scaled
-
-__all__ = [
-    "BadStep",
-    "LossScaledState",
-    "LossScaledTransformation",
-    "float32_params",
-    "half_precision_state",
-    "loss_scaled",
-    "master_weights",
-    "metrics",
-    "raise_if_stuck",
-    "stochastic_rounding",
-]
+from jax_lossscale._optax.half_parameters import float32_params as float32_params
+from jax_lossscale._optax.half_parameters import half_precision_state as half_precision_state
+from jax_lossscale._optax.half_parameters import master_weights as master_weights
+from jax_lossscale._optax.half_parameters import stochastic_rounding as stochastic_rounding
+from jax_lossscale._optax.monitoring import metrics as metrics
+from jax_lossscale._optax.monitoring import raise_if_stuck as raise_if_stuck
+from jax_lossscale._optax.state import BadStep as BadStep
+from jax_lossscale._optax.state import LossScaledState as LossScaledState
+from jax_lossscale._optax.transform import LossScaledTransformation as LossScaledTransformation
+from jax_lossscale._optax.transform import loss_scaled as loss_scaled

@@ -15,10 +15,7 @@ Skip: TypeAlias = Literal["auto", "cond", "select"]
 
 
 def run_or_skip(
-    skip: Skip,
-    should_apply: jax.Array | None,
-    run: Callable[[], chex.ArrayTree],
-    leave: Callable[[], chex.ArrayTree],
+    skip: Skip, should_apply: jax.Array | None, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
 ) -> Any:
     """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
 

@@ -218,7 +218,6 @@ class Wrapper:
 
     def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
         """Return the scale at which the gradients were computed, or ``None`` if it is the scale in the state."""
-        del grads, loss_scale
         return None
 
 

@@ -99,14 +99,10 @@ def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None
     return SubJaxpr(closed, tuple(operands), tuple(range(len(closed.jaxpr.outvars)) if results is None else results))
 
 
-def _called(*names: str) -> Callable[[Any], SubJaxprs]:
-    """Return a function that implements `subjaxprs` for primitives with a jaxpr in one of the parameters ``names``."""
-
-    def rule(eqn: Any) -> SubJaxprs:
-        jaxpr = next(eqn.params[name] for name in names if name in eqn.params)
-        return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))
-
-    return rule
+def _called(eqn: Any) -> SubJaxprs:
+    """Return the only sub-jaxpr of a call, whose arguments and results are those of the equation."""
+    jaxpr = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call", "callee") if name in eqn.params)
+    return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))
 
 
 def _scan(eqn: Any) -> SubJaxprs:
@@ -134,9 +130,8 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 _RULES: dict[str, Callable[[Any], SubJaxprs]] = {
-    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS, "shard_map", "composite"), _called("jaxpr", "call_jaxpr")),
-    "custom_vmap_call": _called("call"),
-    "linear_call": _called("callee"),
+    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
+    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

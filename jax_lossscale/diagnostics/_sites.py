@@ -13,14 +13,7 @@ import jax.numpy as jnp
 
 from jax_lossscale._program.jaxpr import is_half, is_reference
 from jax_lossscale._program.location import Location
-from jax_lossscale._program.primitives import (
-    DATA_MOVEMENT,
-    MATMULS,
-    SELECTIONS,
-    STEEP_AT_ZERO,
-    SUMS_OF_MANY,
-    is_matmul,
-)
+from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS, STEEP_AT_ZERO, SUMS_OF_MANY, is_matmul
 from jax_lossscale._program.propagation import Propagation
 
 # Operations that are not measured. Except for the sign, the results of these operations contain only elements of the

@@ -129,6 +129,8 @@ SITUATIONS = {
         lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
         "bfloat16 in the source",
     ),
+    "one operand of the same dtype": (lambda w, x: x @ w.astype(jnp.float16), ""),
+    "one operand of another 16-bit dtype": (lambda w, x: x @ w.astype(jnp.bfloat16), "bfloat16 in the source"),
     "of complex numbers": (lambda w, x: jnp.real(x @ (w + 1j)), "complex64 in the source"),
     "ragged_dot": (lambda w, x: ragged(w, x), ""),
     "marked ragged_dot": (lambda w, x: ragged(w, x, precision=jax.lax.Precision.HIGHEST), MARKED),

@@ -229,8 +229,8 @@ BLOCKS = {
     ),
     "norm before the matmul": (
         lambda w, x: x + jnp.tanh(norm(x) @ w) @ w.T,
-        {HALF: 4, FLOAT32: 2, STATISTICS: 6},
-        {HALF: 7, STATISTICS: 6},
+        {HALF: 7, FLOAT32: 2, STATISTICS: 6},
+        {HALF: 8, STATISTICS: 6},
     ),
     "norm": (lambda w, x: norm(x @ w) @ w, {HALF: 7, STATISTICS: 6}, {HALF: 7, STATISTICS: 6}),
     "softmax": (lambda w, x: jax.nn.softmax(x @ w) @ w + x, {HALF: 7, FLOAT32: 1}, {HALF: 7}),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from any_jax import is_older_than
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, find_precision, range_report
@@ -13,6 +14,9 @@ pytestmark = pytest.mark.as_for_users
 RANDOM = np.random.default_rng(0)
 # bfloat16 can represent the operands of the matmul exactly, but not its result.
 X, W = (jnp.float32(RANDOM.integers(-64, 64, shape) / 32) for shape in ((64, 32), (32, 128)))
+omits_rounding = pytest.mark.skipif(
+    not is_older_than("0.11.0"), reason="since jax 0.11, XLA for CPUs rounds the results of bfloat16 matmuls"
+)
 TARGETS = RANDOM.integers(0, 128, size=(64, 1))
 
 
@@ -36,6 +40,7 @@ def error_of(grad):
     return float(jnp.linalg.norm(grad(W, X) - exact) / jnp.linalg.norm(exact))
 
 
+@omits_rounding
 def test_compare_gradients_prints_the_error_of_the_compiled_program():
     grad = jax.grad(cross_entropy)
     compiled, rounded = error_of(jax.jit(grad)), error_of(grad)
@@ -44,6 +49,7 @@ def test_compare_gradients_prints_the_error_of_the_compiled_program():
     np.testing.assert_allclose(report.total.relative_error, compiled, rtol=0.1)
 
 
+@omits_rounding
 def test_find_precision_measures_the_compiled_program():
     compiled, rounded = error_of(jax.jit(jax.grad(cross_entropy))), error_of(jax.grad(cross_entropy))
     loss = jls.in_half(lambda w, x: cross_entropy(w, x, w.dtype), fallback=in_float32)
@@ -51,6 +57,7 @@ def test_find_precision_measures_the_compiled_program():
     assert not policy.rules
 
 
+@omits_rounding
 def test_range_report_measures_loops_as_they_are_compiled():
     """The products are exact in float32, and XLA does not round them to bfloat16."""
     x, w = (jnp.float32(RANDOM.integers(-64, 64, shape) / 16) for shape in ((8, 32), (32, 8)))
