@@ -29,12 +29,12 @@ _MAX_CAPACITY = 2**29
 # The additional price of each saved value, as a fraction of the sum of all prices. Among cuts with the same price, this
 # price selects the cut with the fewest saved values. It is larger than the rounding errors of the capacities.
 _PRICE_PER_VALUE = 2.0**-24
-# The prices of a byte of a recomputed value, if the forward pass also writes the value to memory: the price of writing a
-# byte of the value, and the price of reading a byte of the largest array from which the value is computed. Writing costs
-# less than 1, because XLA sometimes fuses the recomputation into a matmul. Reading is cheap, because the backward pass
-# reads most of these bytes anyway. With these prices, arithmetic on half-precision arrays, such as a relu of a matmul, is
-# recomputed. The results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both were
-# faster in measured programs.
+# The prices of recomputing a value that the forward pass writes to memory: the price of writing each byte of the value,
+# and the price of reading each byte of the largest array from which the value is computed. Writing costs less than 1,
+# because XLA sometimes fuses the recomputation into a matmul. Reading is cheap, because the backward pass reads most of
+# these bytes anyway. With these prices, arithmetic on half-precision arrays, such as a relu of a matmul, is recomputed,
+# and the results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both were faster in
+# measured programs.
 _PRICE_REWRITTEN, _PRICE_REREAD = 7 / 8, 1 / 12
 
 
