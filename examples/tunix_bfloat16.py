@@ -8,9 +8,10 @@ nearest number instead. With seed 0, the test loss is 0.07 with float32 weights,
 `jls.master_weights`, and 0.77 if the weights are rounded to the nearest bfloat16 number.
 
 tunix computes the gradients and applies the optimizer itself, so `jls.MixedPrecision` wraps both the loss function and
-the optimizer. The function `in_float32` casts the weights to float32 inside the loss function, because `jls.autocast`
-rounds the operands of matrix multiplications only if they are float32. The casts cancel, so the weights are not stored
-in float32.
+the optimizer. The function `in_float32` casts the weights to float32 inside the loss function, because JAX would
+otherwise compute sums and products of bfloat16 arrays, such as norms, in bfloat16. `jls.autocast` then casts the
+operands of matrix multiplications to half precision again. The casts cancel, so these weights are not stored in
+float32.
 """
 
 from collections.abc import Callable
