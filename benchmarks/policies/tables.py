@@ -182,7 +182,7 @@ def random_by_length(quick: bool) -> Table:
 
 
 def beside_version_0_5(synthetic: Group, by_length: Table) -> Table:
-    """Return a table that compares the automatic scale with that of version 0.5.
+    """Return a table that compares the automatic scale with the automatic scale of version 0.5.
 
     Args:
       synthetic: the results on the synthetic traces.

@@ -198,7 +198,7 @@ class Rule:
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
         Operations that compute only masks (boolean arrays) have the kind ``of_masks``. Constants that half precision
-        represents exactly count as data movement: since jax 0.11, relu in a `jax.shard_map` casts the integer 0.
+        represents exactly count as data movement, because relu in a `jax.shard_map` casts the integer 0 since jax 0.11.
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)
