@@ -64,7 +64,7 @@ ON_REQUEST = {
     ),
     "sixteen_bit": Benchmark(
         "accuracy.sixteen_bit",
-        "final losses of small trainings with 16-bit parameters and states, compared with float32",
+        "final losses of small training runs with 16-bit parameters and states, compared with float32",
     ),
     "accuracy": Benchmark(
         "accuracy.trainings",

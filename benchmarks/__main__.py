@@ -79,8 +79,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workload", action="append", default=[], metavar="NAME", help=only)
     pages = "for accuracy, sixteen_bit and policies: write the tables and plots of the pages in docs"
     add("--docs", action="store_true", help=pages)
-    add("--minutes", type=float, help="for sixteen_bit: start no training after this number of minutes")
-    add("--resume", action="store_true", help="for sixteen_bit: use the trainings of an earlier run")
+    add("--minutes", type=float, help="for sixteen_bit: start no training run after this number of minutes")
+    add("--resume", action="store_true", help="for sixteen_bit: reuse the outcomes of an earlier run")
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
         if name not in everything:

@@ -292,7 +292,7 @@ class _Reference:
         self.num_devices = len(scale.sharding.device_set)
 
     def read(self) -> LossScale:
-        """Return the loss scale for a backward pass, which does not depend on how the loss scale is updated."""
+        """Return the scale as a `FixedLossScale`. A backward pass needs the scale, but not the rule that updates it."""
         # The leaf of the `FixedLossScale` is replaced, because the constructor would reject a scale below 1.
         fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
         return fixed

@@ -1,7 +1,7 @@
-"""Comparison of 16-bit parameters and optimizer states with float32: small real trainings from several seeds.
+"""Comparison of 16-bit parameters and optimizer states with float32, in small training runs with several seeds.
 
 All networks compute in float32, so that only the storage between two steps differs. The exception is a workload whose
-name contains "autocast". The outcomes are appended to ``results/sixteen_bit.jsonl`` as soon as they are known.
+name contains "autocast". The outcomes of each arm are appended to ``results/sixteen_bit.jsonl`` when its runs end.
 ``python -m benchmarks sixteen_bit --minutes 8`` stops after eight minutes, and ``--resume`` continues an earlier run.
 """
 
@@ -69,7 +69,7 @@ def workloads(quick: bool) -> dict[str, Workload]:
 
 
 def schedule_free_params(params: Any, opt_state: Any) -> Any:
-    """Return the parameters to evaluate after a training with a schedule-free optimizer of optax."""
+    """Return the parameters to evaluate after training with a schedule-free optimizer of optax."""
     kind = optax.contrib.ScheduleFreeState
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
     (state,) = [node for node in states if isinstance(node, kind)]
@@ -93,7 +93,7 @@ def _in_bfloat16(workload: Workload) -> Any:
 
 
 def arms(dtype: DTypeLike) -> list[Arm]:
-    """Return the arms of a table. The first two arms are float32 trainings, from which the noise floor is computed."""
+    """Return the arms of a table. The first two arms are in float32, and the noise floor is computed from them."""
     no_scale = always(None)
     arm = partial(Arm, dtype=jnp.float32)
     result = [
@@ -132,13 +132,13 @@ def storage(dtype: DTypeLike, name: str) -> Storage:
 def run(
     quick: bool, progress: Progress, docs: bool = False, minutes: float = math.inf, resume: bool = False
 ) -> list[Table]:
-    """Train all workloads in all arms, and return a table for each dtype and a table of all trainings.
+    """Train all workloads in all arms, and return a table for each dtype and a table of all training runs.
 
     Args:
-      quick: whether only a few steps of one seed are trained. The outcomes are then not stored.
+      quick: whether to train for only a few steps with one seed. The outcomes are then not stored.
       progress: the progress.
       docs: whether to write the tables of docs/guide/sixteen_bit.md.
-      minutes: the time after which no training is started. The cells of missing trainings are empty.
+      minutes: the time after which no training run is started. The cells of missing runs are empty.
       resume: whether to use the stored outcomes of an earlier run.
     """
     # A GPU would compute float32 matmuls in TF32, and these small networks are not faster on it.
@@ -215,12 +215,12 @@ def _table(dtype: DTypeLike, names: Sequence[str], outcomes: Outcomes, quick: bo
         )
     notes = [
         "The table shows the percentage by which the final loss exceeds the final loss of the training run with "
-        "float32 parameters from the same seed (median over the seeds). A difference that is not larger than the first "
+        "float32 parameters and the same seed (median over the seeds). A difference that is not larger than the first "
         'noise floor is shown as "noise". A noise floor is the largest change in the final loss of a float32 training '
         "run that is caused by rounding its initial weights once (to the nearest number of the dtype, or up or down at "
         "random).",
-        "All networks compute in float32, except under `autocast`. Trainings with master weights are evaluated with "
-        "`float32_params` or, where stated, with the 16-bit parameters of the training steps.",
+        "All networks compute in float32, except under `autocast`. Runs with master weights are evaluated with "
+        "`float32_params` or, if stated, with the 16-bit parameters of the training steps.",
     ]
     return Table(f"Final loss with {prefix.removesuffix(', ')} parameters", heads, rows, notes=notes, quick=quick)
 
@@ -240,7 +240,7 @@ def _details(outcomes: Outcomes, quick: bool) -> Table:
         for (name, arm), trainings in shown.items()
     ]
     notes = [
-        "Skipped is the largest number of skipped steps over the seeds. With `--resume`, some trainings are from an "
-        "earlier run, which may have used a different machine than the one at the top of this page.",
+        '"Skipped" is the largest number of skipped steps over the seeds. With `--resume`, some outcomes are from an '
+        "earlier run of the benchmark, possibly on another machine than the one at the top of this page.",
     ]
     return Table("Final losses", heads, rows, notes=notes, quick=quick)

@@ -57,7 +57,7 @@ class Arm:
       roundings: the roundings of the initial weights, with one training for each rounding.
       rewritten: a function that rewrites a workload for this arm. By default, the workload contains manual casts.
       storage: the dtypes of the parameters and the optimizer state. By default, all of them are float32.
-      rounded_to: the dtype of the roundings.
+      rounded_to: the dtype to which the initial weights are rounded.
     """
 
     name: str
@@ -81,7 +81,7 @@ def found_policy(workload: Workload) -> jls.PrecisionPolicy:
 
 
 def under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:
-    """Return the workload, rewritten such that its float32 loss is evaluated under `autocast`."""
+    """Return the workload with a loss function that evaluates the float32 loss under `autocast`."""
 
     def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
         in_float32 = partial(workload.loss, dtype=jnp.float32)
@@ -100,7 +100,7 @@ def _suggested(gradients: Callable[[], Any]) -> jls.LossScale:
 
 
 def always(loss_scale: Any) -> MakeLossScale:
-    """Return a function that returns the loss scale for any gradients."""
+    """Return a function of the gradients that always returns the same loss scale."""
     return lambda gradients: jls.get(loss_scale)
 
 
@@ -170,7 +170,7 @@ def run(quick: bool, progress: Progress, workloads: Sequence[str] = (), docs: bo
     return tables
 
 
-# The outcomes of all trainings of an arm, by the names of the workload and of the arm.
+# The outcomes of all training runs of an arm, by the names of the workload and of the arm.
 Outcomes = dict[tuple[str, str], tuple[Outcome, ...]]
 
 
@@ -199,8 +199,8 @@ def train_all(
     """Train all arms of the given workloads in as many threads as there are CPU cores.
 
     The workloads are the inner loop, and arms that differ only in their initial weights use the same compiled program.
-    ``done`` is called with the outcomes of each program. Programs whose outcomes are all in ``known``, and programs
-    that have not started when `time.monotonic` reaches the ``deadline``, are not trained.
+    ``done`` is called with the outcomes of each program. A program is not run if all of its outcomes are in ``known``,
+    or if it has not started when `time.monotonic` reaches the ``deadline``.
     """
     groups = itertools.groupby(arms, lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten, arm.storage))
     jobs = [

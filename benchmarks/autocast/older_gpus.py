@@ -1,6 +1,6 @@
 """The benchmark ``python -m benchmarks older_gpus``: training steps that are compiled for a V100 and a T4.
 
-These GPUs multiply float16 arrays with tensor cores, but neither bfloat16 nor float32 arrays.
+These GPUs have tensor cores for float16 matmuls, but not for bfloat16 or float32 matmuls.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def start() -> None:
 
 
 def devices(topology: str, gpu: Gpu = H100) -> list[Any]:
-    """Return descriptions of GPUs, which need not be present."""
+    """Return descriptions of GPUs, which do not have to be present."""
     name = gpu.name.lower()
     return topologies.get_topology_desc(name, "cuda", target_config=gpu.description, topology=topology).devices
 

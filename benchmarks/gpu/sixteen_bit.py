@@ -1,8 +1,9 @@
 """Training steps with 16-bit parameters and optimizer states, compiled for H100s but not run.
 
-The first table is about a decoder like Llama with 115 million parameters on one H100, for a small and a large batch. If
-the batch is small, the optimizer takes a large part of the time. The second table is about the decoder of the benchmark
-`collectives` on eight H100s. Both need the group ``bench-cuda``. `sixteen_bit_times` times the same steps.
+The first table contains the steps of a decoder like Llama with 115 million parameters on one H100, for a small and a
+large batch. If the batch is small, the optimizer takes a large part of the time. The second table contains the
+collectives of the decoder of the benchmark `collectives` on eight H100s. Both tables need the dependency group
+``bench-cuda``. `sixteen_bit_times` measures the times of the same steps on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to store and to compute a training.
+    """A way to store the parameters and the optimizer state, and to compute the loss.
 
     Attributes:
       params: the dtype of the parameters.
@@ -80,7 +81,8 @@ WAYS = {
     "stochastic rounding, half-precision state": Way(jnp.bfloat16, _stochastic_and_half, goal=0.77),
     "rounded to nearest (loses updates)": Way(jnp.bfloat16),
 }
-# The ways on a mesh, and the goals for the bytes of all collectives relative to manual casts with explicit axes.
+# The ways that are compiled for a mesh, and goals for the bytes of all collectives, relative to manual casts with
+# explicit axes.
 _ON_MESH = (_MANUAL, REFERENCE, "master weights", "stochastic rounding, half-precision state")
 _MESH_GOALS = {"FSDP": 1.50, "FSDP, explicit axes": 1.15}
 _MESH_LAYOUTS = tuple(layout for layout in LAYOUTS if layout.name.startswith(("data parallel", "FSDP")))
@@ -122,7 +124,7 @@ def init(key: jax.Array) -> Any:
 
 
 def loss(dtype: DTypeLike) -> Callable[[Any, jax.Array], jax.Array]:
-    """Return the cross-entropy of the decoder as a function of the parameters and the tokens.
+    """Return a function of the parameters and the tokens that computes the cross-entropy of the decoder.
 
     The parameters and the activations are cast to ``dtype``. Norms, the softmax and the loss are float32.
     """
@@ -265,10 +267,10 @@ def _steps(quick: bool, progress: Progress) -> Table:
                 marks.append(Mark(f"{_NOT_RUN}: {what}", time / reference, goal))
     notes = [
         "Bytes per parameter are the sizes of all arrays that the step takes and returns, except for the tokens. The "
-        "time is a prediction, the sum over all kernels of the larger of the time to move the bytes of the kernel at "
-        "3.35 TB/s and the time to compute its matmuls at peak throughput.",
-        "The last step is `optax.adamw` with bfloat16 parameters, which also stores its moments in bfloat16 and loses "
-        "small updates.",
+        "time is a prediction: the sum over all kernels of the time to move the bytes of the kernel at 3.35 TB/s or to "
+        "compute its matmuls at peak throughput, whichever is longer.",
+        "The last step uses `optax.adamw` with bfloat16 parameters and no wrapper, which also stores its moments in "
+        "bfloat16 and loses small updates.",
     ]
     return Table(f"Steps for one H100, compiled, not run: {title()}", _STEP_COLUMNS, rows, marks, notes, quick)
 

@@ -1,4 +1,4 @@
-"""Times of training steps with 16-bit parameters and optimizer states, which are measured on a GPU."""
+"""Times of training steps with 16-bit parameters and optimizer states, measured on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = columns(f"step | median {{:.3f}} ms | minimum {{:.3f}} ms | over {REF
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return a table of the times of all steps with a small batch, which take turns."""
+    """Return a table of the times of all steps with a small batch. The steps are run in turns."""
     goals = {name: way.goal for name, way in WAYS.items() if way.goal is not None}
     what = f"GPU, measured: time over {REFERENCE}"
     if jax.default_backend() != "gpu":

@@ -27,9 +27,9 @@ class Gpu:
     peak: Mapping[str, float]
 
 
-# Without any one of these values, XLA fails or compiles a different program. For example, without the versions and the
-# platform, float8 matmuls are not left to cuBLASLt. Values that do not affect the program are omitted. The versions are
-# the same for all GPUs.
+# If one of these values is missing, XLA fails or compiles a different program. For example, without the versions and
+# the platform, XLA does not use cuBLASLt for float8 matmuls. Values that do not affect the program are omitted. The
+# versions are the same for all GPUs.
 _DESCRIPTION = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}

@@ -1,4 +1,4 @@
-"""Compilation of many training steps before any of them is timed."""
+"""Compilation of many training steps before the first step is timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compile_all(steps: Mapping[str, Callable[[], tuple[Any, Any]]], patience: fl
 
     Args:
       steps: for each name, a function that returns a jitted step and a function that returns its arguments.
-      patience: the number of seconds after which the results are returned, even if some steps are not compiled yet.
+      patience: the number of seconds after which the function returns, even if some steps are not compiled yet.
 
     Returns:
       The compiled steps that are ready, each with its arguments in the memory of the host.
@@ -33,7 +33,7 @@ def compile_all(steps: Mapping[str, Callable[[], tuple[Any, Any]]], patience: fl
 
 
 def repeated(compiled: tuple[Any, Any]) -> Repeated:
-    """Return a compiled step with its arguments, of which the first is the state of the training."""
+    """Return a `Repeated` of a compiled step and its arguments. The first argument is the state of the training."""
     program, arguments = compiled
     return Repeated(program, *jax.device_put(arguments))
 

@@ -110,7 +110,7 @@ class Ours(Contender):
 
 @dataclass(frozen=True)
 class Handwritten(Contender):
-    """A short loss-scaled step without any library: one check of all gradients, one branch and one factor.
+    """A short handwritten step with loss scaling: one check of all gradients, one branch and one factor.
 
     The check concatenates all gradients, which is fast to compile but not to run. If ``fused`` is false, the branch
     returns the updates, as required by the optax protocol.

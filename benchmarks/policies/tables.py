@@ -182,7 +182,7 @@ def random_by_length(quick: bool) -> Table:
 
 
 def beside_version_0_5(synthetic: Group, by_length: Table) -> Table:
-    """Return a table that compares the automatic scale with that of version 0.5.
+    """Return a table that compares the automatic scale with the automatic scale of version 0.5.
 
     Args:
       synthetic: the results on the synthetic traces.
@@ -205,8 +205,8 @@ def beside_version_0_5(synthetic: Group, by_length: Table) -> Table:
     notes = (
         "The automatic scale of version 0.5 did not test lower scales and permanently skipped many kinds of rare "
         'batches. In the trace "inside 2^6", values inside the backward pass are always 2^6 times as large as the '
-        'gradients. "90%" is the number that 9 of 10 traces do not exceed. The current version is worse than version '
-        "0.5 in two situations:",
+        'gradients. "90%" marks the number of skipped steps that 9 of 10 traces do not exceed. The current version is '
+        "worse than version 0.5 in two situations:",
         "1. If values inside the backward pass are always larger than the gradients by the same factor, the scale is "
         "about 0.5 bits lower than in version 0.5, but only about half as many steps are skipped.",
         "2. In the worst 10% of the long random traces, more steps are skipped than with version 0.5. These traces "

@@ -64,10 +64,10 @@ def compile_training(
     """Return a function that trains the workload.
 
     Returns:
-      A function of a seed, of the rounding of the initial parameters, and of the dtype to which they are rounded (by
-      default, float16). The seed determines the initial parameters and the batches. The rounding is `AS_DRAWN` (no
-      rounding), 0 (rounding to the nearest number), or a larger number (random rounding up or down, with this number as
-      a seed).
+      A function with three arguments: a seed, the rounding of the initial parameters, and the dtype to which they are
+      rounded (by default, float16). The seed determines the initial parameters and the batches. The rounding is
+      `AS_DRAWN` (no rounding), 0 (rounding to the nearest number), or a larger number (random rounding up or down, with
+      this number as a seed).
     """
 
     def train(params: Any, statistics: Any, seed: jax.Array) -> tuple[Any, Any, Outcome]:

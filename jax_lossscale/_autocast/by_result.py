@@ -3,9 +3,10 @@
 If the result of a softmax or relu is rounded to half precision, its derivative is computed from the rounded result. The
 derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
 relu does not need its operand. With the derivatives that JAX defines for the individual operations, the minimum cut
-(`min_cut`) could not save only the rounded result. Sigmoid and tanh are differentiated as usual in
-JAX. Close to saturation, the results of sigmoid and tanh are rounded to 0, 1 or -1, so a derivative that is computed
-from the rounded result would be zero.
+(`min_cut`) could not save only the rounded result.
+
+Sigmoid and tanh have the usual derivatives of JAX. Close to saturation, their results are rounded to 0, 1 or -1, so a
+derivative that is computed from the rounded result would be zero.
 """
 
 from __future__ import annotations

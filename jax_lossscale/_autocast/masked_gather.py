@@ -1,16 +1,17 @@
-"""Gathers that select one position per batch point, such as the logit of each label in a cross entropy.
+"""Gradients of gathers that select one position per batch element, such as the logit of each label in a cross entropy.
 
-JAX computes the gradient of a gather by a scatter-add into zeros. XLA compiles a scatter-add to separate kernels, which
-write and read a float32 array with the shape of the operand. If each batch point selects only one position, no two
-cotangents are added, so the gradient is a selection by a mask, which XLA fuses into other operations:
+JAX computes the gradient of a gather by a scatter-add into an array of zeros. XLA compiles a scatter-add to separate
+kernels, which write and read a float32 array with the shape of the operand. If the gather selects only one position of
+each batch element, no two cotangents are added at the same position. The gradient can then be computed with a mask,
+which XLA fuses with other operations:
 
     gradient = where(iota == index, cotangent, 0)
 
-A gather is replaced if its indices have at least one batch dimension with more than one element and select one position
-per batch point. Whole slices may be read in the other dimensions. A batch dimension of the indices is either a batch
-dimension of the gather, or it is counted by an iota among the indices, as in ``x[jnp.arange(n), index]``. Embedding
-lookups and the selection of a row of stacked weights have no batch dimension. They keep their scatter-add, because a
-mask would be as large as the whole table.
+A gather gets such a derivative if its indices select one position of each batch element, and the batch has at least two
+elements. In all other dimensions, the gather must read whole slices. A batch dimension is either a batching dimension
+of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n), index]``. An embedding
+lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is still a scatter-add,
+because a mask would be as large as the whole table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jax_lossscale._program.jaxpr import bind_here, is_float32, size_of_shape
 
 
 def batch_dimensions(node: Node, makers: Mapping[ValueId, Node]) -> tuple[tuple[int, int], ...]:
-    """Return the batch dimensions of a gather that selects one position per batch point, and () for any other node.
+    """Return the batch dimensions of a gather that selects one position per batch element, or () for any other node.
 
     Each batch dimension is a pair: a dimension of the indices and a dimension of the operand.
 
@@ -57,7 +58,8 @@ def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
     """Return the dimensions of the operand in which the indices of a gather select a position."""
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    # Unless slices outside of the operand are filled, the start of a whole slice is 0 whatever its index is.
+    # A slice of the full length that is inside the operand starts at 0, so its index selects nothing. This is not true
+    # if the gather fills slices outside of the operand.
     selecting = [n for n in eqn.params["dimension_numbers"].start_index_map if is_filled or sizes[n] != shape[n]]
     return [int(n) for n in selecting if n not in batch.values()]
 
@@ -82,7 +84,7 @@ def _counted_dimension(atom: Any, makers: Mapping[ValueId, Node]) -> int | None:
         counted = _counted_dimension(broadcast.inputs[0], makers)
         return None if counted is None else int(broadcast.eqn.params["broadcast_dimensions"][counted])
     if selection := _maker(atom, makers, "select_n"):
-        # JAX replaces negative indices: select_n(index < 0, index, index + length).
+        # JAX converts negative indices: select_n(index < 0, index, index + length).
         mask, index, *_ = selection.inputs
         compared = _maker(mask, makers, "lt")
         if compared and compared.inputs[0] == index and getattr(compared.inputs[1], "val", None) == 0:
@@ -91,7 +93,7 @@ def _counted_dimension(atom: Any, makers: Mapping[ValueId, Node]) -> int | None:
 
 
 def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -> list[Any]:
-    """Return the results of a gather that selects one position per batch point, with a masked derivative.
+    """Return the results of a gather that selects one position per batch element, with a masked derivative.
 
     Args:
       eqn: the gather.

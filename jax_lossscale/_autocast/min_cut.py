@@ -26,14 +26,15 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
-# The price of saving a value in addition to the price of its bytes, as a fraction of the sum of all prices. Among cuts
-# with the same price, it selects the cut with the fewest saved values. It is larger than the errors of the capacities.
+# The additional price of each saved value, as a fraction of the sum of all prices. Among cuts with the same price, this
+# price selects the cut with the fewest saved values. It is larger than the rounding errors of the capacities.
 _PRICE_PER_VALUE = 2.0**-24
-# The prices of the bytes that the recomputation of a value in memory writes, and of the bytes of the largest array that
-# it reads. Writing costs less than saving, because XLA sometimes fuses the recomputation into a matmul. Reading is
-# cheap, because the backward pass reads most of these bytes anyway. With these prices, arithmetic on half-precision
-# arrays, such as a relu of a matmul, is recomputed. The results of arithmetic on float32 arrays, such as a norm of the
-# residual stream, are saved. Both were faster in measured programs.
+# The prices of recomputing a value that the forward pass writes to memory: the price of writing each byte of the value,
+# and the price of reading each byte of the largest array from which the value is computed. Writing costs less than 1,
+# because XLA sometimes fuses the recomputation into a matmul. Reading is cheap, because the backward pass reads most of
+# these bytes anyway. With these prices, arithmetic on half-precision arrays, such as a relu of a matmul, is recomputed,
+# and the results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both were faster in
+# measured programs.
 _PRICE_REWRITTEN, _PRICE_REREAD = 7 / 8, 1 / 12
 
 
@@ -167,9 +168,9 @@ class MinCut(NamedTuple):
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # A softmax is always saved. If the forward pass writes a value to memory, such as a residual sum, then
-            # recomputing this value in the backward pass writes it to memory again. Recomputing any other value is
-            # free, because XLA fuses the arithmetic with the operations that use the value.
+            # The result of a softmax is always saved. If the forward pass writes a value to memory, such as a residual
+            # sum, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
+            # because XLA fuses the arithmetic with the operations that use the value.
             if by_result.get(value) is NodeKind.OTHER:
                 return math.inf
             if value not in in_memory:
@@ -224,7 +225,7 @@ class MinCut(NamedTuple):
     def _needed_by_arithmetic(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
     ) -> set[Value]:
-        """Return the values needed by the derivatives of all nodes except matmuls and functions by result."""
+        """Return the values needed by the derivatives of all nodes except matmuls and nodes with a `ByResult`."""
         differentiated = self._differentiated(segment, nodes)
         found: set[Value] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):

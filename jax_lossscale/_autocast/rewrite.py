@@ -280,7 +280,7 @@ class Rewriting:
 
 
 def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
-    """Return the float32 result of a gather from a rounded array, whose gradient is summed in float32."""
+    """Return the float32 result of a gather from an array that is rounded first. Its gradient is summed in float32."""
 
     @jax.custom_jvp
     def gather(*operands: Any) -> Any:
@@ -288,8 +288,8 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
 
     @gather.defjvp
     def derivative(operands: Any, tangents: Any) -> Any:
-        # Without the barrier, XLA adds the terms of the sum to the gradient that the matmuls compute for the operand.
-        # If this gradient is sharded, XLA gathers it first.
+        # The transpose of the gather is a scatter-add into zeros. Without the barrier, XLA would scatter into the
+        # gradient that the matmuls compute for the operand. If this gradient is sharded, XLA would gather it first.
         tangent = jax.lax.optimization_barrier(jaxpr.as_dtype(tangents[0], _FLOAT32))
         return gather(*operands), *jaxpr.bind_here(eqn, [tangent, *operands[1:]], eqn.params)
 

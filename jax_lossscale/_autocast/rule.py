@@ -76,12 +76,12 @@ class Rule:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
-        # The jaxpr in a scatter-add only adds two numbers.
+        # The jaxpr in the parameters of a scatter-add only adds two numbers, so a scatter-add is not opaque.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
-        # table, data movement between devices (such as an all-gather) and placements (such as `pvary`). The transposes
+        # table; data movement between devices (such as an all-gather); and placements (such as `pvary`). The transposes
         # of an all-gather and of `pvary` are sums.
         exceptions = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
@@ -176,7 +176,7 @@ class Rule:
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
         Operations that compute only masks (boolean arrays) have the kind ``of_masks``. Constants that half precision
-        represents exactly count as data movement: since jax 0.11, relu in a `jax.shard_map` casts the integer 0.
+        represents exactly count as data movement, because relu in a `jax.shard_map` casts the integer 0 since jax 0.11.
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)

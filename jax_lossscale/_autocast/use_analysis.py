@@ -52,7 +52,7 @@ def _arguments_cast_at_their_uses(graph: Graph, node_plans: Sequence[NodePlan]) 
     Three kinds of values are returned:
 
     - arguments of the graph that several nodes use;
-    - arguments of the graph that are tables of lookups;
+    - arguments of the graph that a lookup in half precision reads;
     - values that an `in_half` function uses, if they are arguments of the graph, or are computed from arguments by data
       movement and selections alone.
 
@@ -114,13 +114,15 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: ClosedJaxpr) -> list[int]:
     """Return the positions of the lookups (gathers) that read an argument of the graph in half precision.
 
-    Rounding commutes with a lookup. If the argument is rounded before the lookup, XLA sends half as many bytes between
-    the devices over which the argument is sharded. An argument is rounded in two cases:
+    A lookup only copies numbers, so rounding its operand gives the same numbers as rounding its result. If the argument
+    is rounded before the lookup, XLA sends half as many bytes between the devices over which the argument is sharded.
+    The argument is rounded in two cases:
 
     - Only matmuls in half precision use the result of the lookup.
-    - A matmul in half precision uses the argument as well, and the result of the lookup is a term of a sum. This is
-      the case for a tied embedding table whose rows are the first term of a residual stream. All other terms of the
-      stream are rounded matmul results. In contrast, rows whose difference is computed are not rounded.
+    - A matmul in half precision also uses the argument, and the result of the lookup is a term of a sum. An example is
+      a tied embedding table whose rows are the first term of a residual stream. Rounding the rows is harmless, because
+      all other terms of the stream are rounded matmul results. In contrast, rows that are subtracted from each other
+      are not rounded.
     """
     arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
     multiplied: set[ValueId] = set()
@@ -294,8 +296,8 @@ class _Additions(Propagation[bool | None]):
 class _Terms(_Additions):
     """Determine whether the result of an equation is a term of a sum, possibly after data movement and scaling.
 
-    In contrast to `_Additions`, the result of the equation takes the place of the argument, and the value may be
-    multiplied by others before the addition.
+    In contrast to `_Additions`, this class follows the result of an equation instead of an argument, and the result may
+    be multiplied by other values before the addition.
     """
 
     are_added = False

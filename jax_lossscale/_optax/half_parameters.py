@@ -1,8 +1,10 @@
-"""Optimizer wrappers for 16-bit parameters and optimizer states: `master_weights` and two other functions.
+"""Optimizer wrappers that store parameters and optimizer states in 16 bits.
 
-`stochastic_rounding` is the alternative to `master_weights`, and `half_precision_state` can be combined with both of
-them. `float32_params` reads the state of `master_weights`. The conversions between float32 and 16-bit numbers are in
-`rounding`.
+- `master_weights` and `stochastic_rounding` train 16-bit parameters. An optimizer uses one of the two wrappers.
+- `half_precision_state` stores the optimizer state in bfloat16, and can be combined with either of them.
+- `float32_params` returns the float32 weights from the state of `master_weights`.
+
+The conversions between float32 and 16-bit numbers are in `rounding`.
 """
 
 from __future__ import annotations
@@ -62,17 +64,19 @@ class HalfPrecisionState(NamedTuple):
 
 
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optax optimizer so that it trains 16-bit parameters without losing updates, with float32 weights.
+    """Wrap an optax optimizer so that it trains 16-bit parameters with float32 master weights.
 
-    The inner optimizer computes with float32 weights. The state contains only the bits that the 16-bit parameters lack,
-    so the parameters and the state together have the size of the float32 weights:
+    The inner optimizer updates float32 weights, so small updates are not lost. The 16-bit parameters are the weights
+    rounded to the nearest 16-bit number. The state contains only a 16-bit remainder of each weight, so a parameter and
+    its remainder together take 4 bytes, like a float32 weight:
 
-    - For bfloat16 parameters, the state contains the lower 16 bits of each float32 weight. The parameters contain the
-      upper 16 bits, rounded to the nearest bfloat16 number. The weights are reconstructed exactly.
-    - For float16 parameters, the state contains a 16-bit remainder. The reconstructed weights are exact for parameters
-      that are normal float16 numbers. For smaller parameters, the error is at most 2^-40.
+    - For bfloat16 parameters, the remainder consists of the lower 16 bits of the weight, and the reconstructed weights
+      are exact.
+    - For float16 parameters, the reconstructed weights are exact if the parameters are normal float16 numbers. For
+      smaller parameters, the error is at most 2^-40.
 
-    Use this wrapper if the training run must not differ from float32 training. `stochastic_rounding` needs less memory.
+    Use this wrapper if the optimizer must update float32 weights, as with float32 parameters. `stochastic_rounding`
+    needs less memory.
 
     Args:
       inner: the complete optimizer, including gradient clipping, weight decay and learning-rate schedules. It can be
@@ -87,16 +91,17 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         structure of the parameters, and contains a ``uint16`` array for each 16-bit parameter and ``None`` for each
         other leaf.
       - ``update(updates, state, params, **extra_args)`` returns ``(updates, state)``. The gradients can have any
-        floating dtype; the inner optimizer receives them in float32. The updates of 16-bit parameters are the float32
-        arrays for which `optax.apply_updates` computes the new parameters. ``equinox.apply_updates`` would return
-        float32 parameters instead, because it does not cast the sum to the dtype of the parameter.
+        floating dtype; the inner optimizer receives them in float32. The returned updates of 16-bit parameters are
+        float32 arrays. `optax.apply_updates` adds them to the parameters, which gives the new 16-bit parameters.
+        (``equinox.apply_updates`` would return float32 parameters, because it does not cast the sum to the dtype of the
+        parameter.)
 
-      Leaves that are not 16-bit parameters, such as float32 parameters and integers, are updated as by the inner
-      optimizer.
+      For float32 parameters, the updates of the inner optimizer are returned unchanged. The updates of integer arrays
+      are zero.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
-        of the wrappers above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
+        of the wrappers listed above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
         ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a floating-point parameter
         is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these parameters.
 
@@ -115,17 +120,17 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
       Array([0.9970703, 0.9970703, 0.9970703], dtype=float32)
 
     **Details.** `float32_params` returns the float32 weights, for evaluation, moving averages and export. If you
-    replace the parameters (for example, by those of another run), call ``init`` again, because the remainders belong to
-    the old parameters.
+    replace the parameters, for example with the parameters of another run, call ``init`` again, because the remainders
+    belong to the old parameters.
 
     Weights are rounded to the nearest 16-bit number, and ties are rounded away from zero. Rounding never makes a
     parameter non-finite. Finite weights beyond the largest finite number of the dtype saturate at this number, and so
     does the reconstructed weight. Non-finite weights remain non-finite.
 
-    The sum of a parameter and its update is computed in float32. If one step changes a parameter by more than about
-    2^12 times its new value, the sum is inexact, and the parameter can differ from the new parameter by a rounding
-    error. The derivatives of the parameters with respect to the gradients or the state are zero, because they are
-    computed with integers. XLA flushes numbers below 2^-126 to zero, so updates that are smaller than this are lost.
+    `optax.apply_updates` computes the sum of a parameter and its update in float32. If one step changes a parameter by
+    more than about 2^12 times its new value, this sum has a rounding error. The derivatives of the new parameters with
+    respect to the gradients or the state are zero, because the parameters are computed with integer operations. XLA can
+    flush numbers below 2^-126 to zero, so updates below 2^-126 can be lost.
 
     References:
       The optimizers of Apex (``contrib.optimizers.DistributedFusedAdam`` with ``store_param_remainders=True``) also
@@ -153,12 +158,12 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optax optimizer so that it trains 16-bit parameters without losing updates, with stochastic rounding.
+    """Wrap an optax optimizer so that it trains 16-bit parameters with stochastic rounding.
 
-    The inner optimizer computes with float32 copies of the parameters. After each step, each new parameter is rounded
-    to one of the two nearest 16-bit numbers at random. The probabilities are such that the expected value is the exact
-    result, so small updates change the parameter with a small probability instead of being lost. Nothing is stored
-    besides the 16-bit parameters and a counter.
+    The inner optimizer updates float32 copies of the parameters. After each step, each new parameter is randomly
+    rounded to one of the two nearest 16-bit numbers. The expected value of the result is the unrounded number, so a
+    small update changes the parameter with a small probability instead of being lost. The wrapper adds only a counter
+    to the state of the inner optimizer.
 
     Args:
       inner: the complete optimizer, as in `master_weights`.
@@ -188,18 +193,19 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
       0.996
 
     **Details.** The random bits are a hash of the seed, the counter, the index of the leaf and the index of the element
-    in the array. They do not depend on the number of devices, on the mesh or on `jax.jit`, and a resumed run is equal
-    to an uninterrupted run. The following cases use the same random bits several times:
+    in the array. They do not depend on the number of devices, on the mesh or on `jax.jit`, and a resumed run uses the
+    same random bits as an uninterrupted run. In the following cases, the same random bits are used several times:
 
-    - Inside `jax.pmap` and `jax.shard_map`, all devices use the same random bits, because the index is that of the
-      element in the local array. Replicas of a parameter therefore stay equal.
+    - Inside `jax.pmap` and `jax.shard_map`, all devices use the same random bits, because the index of an element is
+      its index in the local array. Replicas of a parameter therefore stay equal.
     - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits.
     - Optimizers with the same seed use the same random bits. Use different seeds if their parameters are compared or
       averaged.
 
-    Parameters that saturate, non-finite weights, inexact sums and derivatives are described in `master_weights`.
-    Updates that are smaller than 2^-25 of the parameter are lost in the float32 sum, as in float32 training. For
-    subnormal float16 parameters, weights are rounded to multiples of 2^-40 before they are rounded stochastically.
+    The documentation of `master_weights` also describes saturation, non-finite weights, rounding errors of the sum, and
+    derivatives. Updates that are smaller than 2^-25 times the parameter are lost in the float32 sum, as in float32
+    training. Weights that become subnormal float16 parameters are rounded to multiples of 2^-40 before they are rounded
+    stochastically.
 
     References:
       The optimizers of torchao (``bf16_stochastic_round=True``) and llm.c also round bfloat16 parameters
@@ -207,7 +213,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
     """
     name = "stochastic_rounding"
     inner = checked_optimizer(inner, f"{name}(inner=...)")
-    # Each seed of `half_precision_state` gives an odd number, so the two wrappers never use the same random bits.
+    # `half_precision_state` uses odd numbers here, so the two wrappers never use the same random bits.
     bits_seed = np.uint32(2 * count(seed, f"{name}(seed=...)"))
 
     def init(params: optax.Params) -> StochasticRoundingState:
@@ -233,16 +239,16 @@ def half_precision_state(
     """Wrap an optax optimizer so that the arrays in its state are stored in bfloat16.
 
     All float32 arrays in the state of the inner optimizer, such as the moments of Adam, are stored in bfloat16. They
-    are cast to float32 before each step, and rounded stochastically to bfloat16 after it. Rounding to the nearest
-    number would lose the small changes of slow moving averages, such as the second moment of Adam. Scalars, integers,
-    random keys, loss scales and all arrays that are not float32 do not change.
+    are cast to float32 before each step, and rounded stochastically to bfloat16 after each step. Rounding to the
+    nearest number would lose the small changes of slow moving averages, such as the second moment of Adam. Scalars and
+    arrays with other dtypes, such as integers and random keys, do not change.
 
     Args:
       inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`.
       seed: a nonnegative integer that determines the random bits.
       exclude: a function ``exclude(path) -> bool`` that is called for each float32 array in the state of the inner
-        optimizer. ``path`` is the string that `jax.tree_util.keystr` returns for its path in this state, such as
-        ``"[0].nu['kernel']"``. The arrays for which it returns True remain in float32.
+        optimizer. ``path`` is the string that `jax.tree_util.keystr` returns for the path of the array in this state,
+        such as ``"[0].nu['kernel']"``. The arrays for which ``exclude`` returns True remain in float32.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
@@ -271,14 +277,14 @@ def half_precision_state(
       >>> adam.mu["w"].dtype, adam.nu["w"].dtype, adam.count.dtype
       (dtype(bfloat16), dtype('float32'), dtype('int32'))
 
-    **Details.** ``init`` also rounds stochastically. Arrays of zeros, which most optimizers start with, do not change.
-    Rounding never makes a finite number infinite. The random bits are computed as in `stochastic_rounding`, from other
-    values of the hash, so the same seed can be used for both.
+    **Details.** ``init`` also rounds the initial state stochastically. In most optimizers, the initial arrays are
+    zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in
+    `stochastic_rounding`, but with a different hash, so the same seed can be used for both wrappers.
 
-    To determine which bfloat16 arrays are float32 arrays of the inner optimizer, ``update`` traces ``inner.init`` with
-    the parameters (or, if ``params`` is ``None``, with the gradients). Arrays that the inner optimizer itself stores in
-    bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to the inner optimizer as they are. Arrays that are
-    stored in bfloat16 keep this dtype in every step.
+    Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to
+    the inner optimizer without a cast. To distinguish them from arrays that this wrapper has rounded, ``update`` traces
+    ``inner.init`` with the parameters (or, if ``params`` is ``None``, with the gradients). No step changes the dtype of
+    an array in the state.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -347,7 +353,7 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
     Args:
       params: the parameters, or any part of them with the same paths.
       state: any pytree that contains the state of a `master_weights` optimizer, such as the state of `loss_scaled`. If
-        it contains several (as with `optax.partition`), each of them is used for its parameters.
+        it contains several such states (as with `optax.partition`), each of them is used for its own parameters.
 
     Returns:
       A pytree with the structure of ``params``. Each bfloat16 or float16 array is replaced by its float32 weights. A
@@ -405,7 +411,7 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
 
 
 def uses_half_parameters(state: optax.OptState) -> bool:
-    """Return whether a state belongs to an optimizer that takes 16-bit parameters as they are."""
+    """Return whether an optimizer state contains the state of a wrapper that trains 16-bit parameters."""
     return bool(_tree.instances(state, (MasterWeightsState, StochasticRoundingState)))
 
 
@@ -426,7 +432,7 @@ def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtr
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the names in a path, which do not depend on the types of the containers.
 
-    The last name is omitted if it is that of the array in an `nnx.Variable`.
+    If the last name is ``"value"``, which is the name of the array in an `nnx.Variable`, the name is omitted.
     """
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names
@@ -439,7 +445,7 @@ def _has_dtype(leaf: Any, dtype: DTypeLike) -> bool:
 def _is_empty(node: Any) -> bool:
     """Return whether a node is ``None`` or an `optax.MaskedNode`.
 
-    These nodes are counted as leaves, so that the index of a leaf does not depend on the other leaves that an optimizer
+    These nodes are counted as leaves, so that the index of a leaf does not depend on which other leaves the optimizer
     trains.
     """
     return is_none(node) or isinstance(node, optax.MaskedNode)
@@ -551,7 +557,7 @@ def _check_state(name: str, state: Any, kind: type) -> None:
 
 
 def _check_params(name: str, params: optax.Params) -> None:
-    """Raise a `ValueError` if no parameter is floating, or some are not in bfloat16, float16 or float32."""
+    """Raise a `ValueError` unless there are floating-point parameters, all in bfloat16, float16 or float32."""
     _tree.check_tree(params, name)
     if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
         raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
@@ -585,6 +591,6 @@ def _check_no_loss_scale(name: str, inner_state: optax.OptState) -> None:
     """Raise a `ValueError` if the inner optimizer contains a loss scale."""
     if _tree.instances(inner_state, LossScale):
         raise ValueError(
-            f"`{name}(inner=...)` contains a `loss_scaled`, whose gradients must be unscaled before any other step. "
+            f"`{name}(inner=...)` contains a `loss_scaled`, which must be outside, because it unscales the gradients. "
             f"Use the opposite order: `loss_scaled({name}(adamw))`."
         )

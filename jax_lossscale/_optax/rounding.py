@@ -46,17 +46,17 @@ def is_half(leaf: Any) -> bool:
 def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the weights rounded to the nearest 16-bit numbers, and the remainders, from which `join` restores them.
 
-    Ties are rounded away from zero, because the remainder of a tie must determine whether the tie was rounded up. The
-    CUDA kernels of Apex for parameters with 16-bit remainders use the same rule.
+    Ties are rounded away from zero, because `join` infers from the highest bit of a remainder whether the magnitude was
+    rounded up. The CUDA kernels of Apex for parameters with 16-bit remainders use the same rule.
 
     Args:
       weights: float32 weights. Finite weights that are out of range saturate at the largest finite number.
       dtype: the dtype of the parameters, bfloat16 or float16.
 
     Returns:
-      The parameters, and a uint16 array with the lower 16 bits of the fixed-point magnitude. If the parameter is zero
-      and the weight is not, the highest bit of the remainder is the sign of the weight, because `optax.apply_updates`
-      does not preserve the sign of a zero.
+      The parameters, and a uint16 array with the lower 16 bits of the fixed-point magnitude. If a nonzero weight is
+      rounded to zero, the highest bit of its remainder is the sign of the weight, because `optax.apply_updates` does
+      not preserve the sign of a zero.
     """
     fixed = _fixed_point(weights, dtype)
     upper = (fixed + np.uint32(0x8000)) >> 16
@@ -112,7 +112,7 @@ def round_stochastically(
 
 @_compiled
 def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the float32 updates for which `optax.apply_updates` computes the parameters ``new`` from ``old``.
+    """Return the float32 updates with which `optax.apply_updates` converts the parameters ``old`` to ``new``.
 
     The update of an unchanged parameter is -0.0, because adding -0.0 does not change any number.
     """
@@ -129,7 +129,7 @@ def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     magnitude = _float_bits(weights) & _MAGNITUDE
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:
-        # Weights that would be rounded to infinity saturate. Slightly smaller weights have an exact remainder.
+        # Weights that would be rounded to infinity saturate. All smaller weights have an exact remainder.
         return jnp.where(magnitude >= largest + np.uint32(0x8000), largest, magnitude)
     magnitude = jnp.minimum(magnitude, (largest >> np.uint32(3)) + _BIAS)
     small = jax.lax.bitcast_convert_type(jnp.minimum(magnitude, _SMALLEST_NORMAL), jnp.float32)
@@ -140,7 +140,7 @@ def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return 16-bit numbers with the given magnitude bits and the signs of the weights.
 
-    The numbers for non-finite weights are the same non-finite value.
+    For an infinite or NaN weight, the result is infinite or NaN instead.
     """
     bits = _float_bits(weights)
     infinity = _HALF_INFINITY[dtype.name]
@@ -153,11 +153,11 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
 def _random_bits(like: jax.Array, seed: np.uint32, counter: jax.Array, leaf: int) -> jax.Array:
     """Return random 16-bit integers in a uint32 array with the shape of ``like``.
 
-    The integers are a hash of the seed, the counter, the leaf and the index of the element. Because the hash consists
-    of a few integer operations, XLA computes it together with the rounding. In programs compiled for a GPU,
-    `jax.random.bits` takes longer than the rest of the step. On a mesh, the index is that of the element in the
-    complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and `jax.pmap`, the
-    index is that of the element in the local array.
+    The integers are a hash of the seed, the counter, the leaf and the index of the element. The hash consists of a few
+    integer operations, which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated
+    time of `jax.random.bits` is longer than that of the rest of the step. On a mesh, the index of an element is its
+    index in the complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and
+    `jax.pmap`, the index of an element is its index in the local array.
 
     The hash function is ``lowbias32`` by Christopher Wellons (https://nullprogram.com/blog/2018/07/31/), with a second
     key that is added after the first multiplication.
@@ -165,7 +165,7 @@ def _random_bits(like: jax.Array, seed: np.uint32, counter: jax.Array, leaf: int
     Args:
       like: an array with the shape and the sharding of the result.
       seed: a number that identifies the random bits of an optimizer.
-      counter: ``int32[]``, the number of the step. It wraps around at the largest int32 number.
+      counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
       leaf: the index of the leaf.
     """
     keys = []
@@ -185,7 +185,7 @@ def _mixed(number: jax.Array, key: jax.Array | int = 0) -> jax.Array:
 def _indices(like: jax.Array) -> jax.Array:
     """Return the index of each element in row-major order, modulo 2^32, with the sharding of ``like``."""
     indices = jnp.zeros_like(like, jnp.uint32)
-    # On a mesh with explicit axes, each device would compute all indices without `out_sharding`.
+    # On a mesh with explicit axes, without `out_sharding`, each device would compute the indices of all elements.
     iota = partial(jax.lax.broadcasted_iota, jnp.uint32, like.shape, out_sharding=jax.typeof(like).sharding)
     for axis in range(like.ndim):
         indices = indices + iota(axis) * np.uint32(math.prod(like.shape[axis + 1 :]) % 2**32)

@@ -29,8 +29,8 @@ class Blame(NamedTuple):
     Attributes:
       harmful: the inaccurate nodes through which an error propagates to a result.
       origins: the subset of ``harmful`` in which these errors begin.
-      amplifiers: a dictionary from each half-precision value whose rounding error is amplified by an operation in the
-        forward pass to the name and location of this operation.
+      amplifiers: a dictionary. Its keys are the half-precision values whose rounding error an operation in the forward
+        pass amplifies, and its values are the names and locations of these operations.
     """
 
     harmful: set[int]

@@ -1,4 +1,4 @@
-"""Report on the updates that are lost because the sum of parameter and update is rounded to the old parameter."""
+"""Report on lost updates, which are so small that the sum of parameter and update is rounded to the old parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LeafLostUpdates:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LostUpdates(Report[LeafLostUpdates]):
-    """A sequence with a `LeafLostUpdates` for each floating-point parameter, with the largest fraction first.
+    """A sequence of a `LeafLostUpdates` for each floating-point parameter, in the order of decreasing fractions.
 
     Attributes:
       leaves: the report of each parameter.
@@ -77,7 +77,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
 
     An update is lost if ``params + updates``, rounded to the dtype of the parameter, is equal to the parameter. If many
     updates are lost, train with `jls.master_weights` or `jls.stochastic_rounding`. Pass the updates of the optimizer
-    *without* these wrappers, because their updates are the differences between 16-bit parameters.
+    *without* these wrappers, because the wrappers return the differences between old and new 16-bit parameters.
 
     Call this function on the host, because it waits for the device.
 
@@ -90,7 +90,8 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
       entry for each floating-point parameter whose update is a floating-point array.
 
     Raises:
-      ValueError: if ``params`` and ``updates`` do not have the same structure and shapes, or if they are traced.
+      ValueError: if ``params`` and ``updates`` do not have the same structure and shapes, or if they are traced or
+        abstract arrays.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -105,10 +106,10 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
     name = "lost_updates(params=..., updates=...)"
     for argument, tree in (("params", params), ("updates", updates)):
         _tree.check_tree(tree, f"lost_updates({argument}=...)")
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves(tree)):
             raise ValueError(
-                f"`lost_updates({argument}=...)` got traced arrays, whose values are not known yet. Return the "
-                "parameters and the updates from `jax.jit`."
+                f"`lost_updates({argument}=...)` got traced or abstract arrays, whose values are not known. Return the "
+                "parameters and the updates from the jitted function, and call `lost_updates` outside of it."
             )
     structure: Any
     with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: node is None)

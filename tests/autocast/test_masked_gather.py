@@ -1,4 +1,4 @@
-"""The gradient of a gather of one position per batch point is a mask. Other gathers keep their scatter-add."""
+"""The gradient of a gather of one position per batch element is a mask. Other gathers keep their scatter-add."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -40,7 +40,7 @@ MASKED = {
     "arange, clip": lambda y, index: y.at[jnp.arange(4), index + 3].get(mode="clip"),
     "arange, drop": lambda y, index: y.at[jnp.arange(4), index + 3].get(mode="fill", fill_value=0),
     "two aranges": lambda y, index: in_a_cube(y, index),
-    "two indices per batch point": lambda y, index: y.reshape(4, 2, 4)[jnp.arange(4), index % 2, index % 4],
+    "two indices per batch element": lambda y, index: y.reshape(4, 2, 4)[jnp.arange(4), index % 2, index % 4],
     "a diagonal": lambda y, index: y[jnp.arange(4), jnp.arange(4)],
     "whole slices": lambda y, index: y.reshape(4, 4, 2)[jnp.arange(4), index % 4],
     "whole slices before the index": lambda y, index: jax.vmap(lambda y, n: y[:, n])(y.reshape(4, 2, 4), index % 4),
@@ -52,7 +52,7 @@ MASKED = {
 NOT_MASKED = {
     "an embedding lookup": lambda y, index: y[index % 4],
     "a lookup of columns": lambda y, index: y[:, index],
-    "two positions per batch point": lambda y, index: (
+    "two positions per batch element": lambda y, index: (
         along(y, jnp.stack([index, index], 1)[..., 0]) * jnp.take_along_axis(y, jnp.stack([index, index], 1), 1)
     ),
     "a slice of two positions": lambda y, index: jax.vmap(lambda y, n: jax.lax.dynamic_slice(y, (n,), (2,)))(y, index),

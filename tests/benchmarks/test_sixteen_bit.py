@@ -1,4 +1,4 @@
-"""The benchmark of trainings with 16-bit parameters: its stored outcomes, its tables, and a small training."""
+"""The benchmark of training runs with 16-bit parameters: its stored outcomes, its tables, and a small run."""
 
 import jax.numpy as jnp
 import pytest

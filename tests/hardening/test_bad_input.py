@@ -199,7 +199,7 @@ jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
 jls.master_weights(3)
     `master_weights(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
 jls.master_weights(TX).init(PARAMS)
-    `master_weights(inner=...)` contains a `loss_scaled`, whose gradients must be unscaled before any other step.
+    `master_weights(inner=...)` contains a `loss_scaled`, which must be outside, because it unscales the gradients.
     Use the opposite order: `loss_scaled(master_weights(adamw))`.
 jls.master_weights(optax.sgd(0.1)).update(PARAMS, (), PARAMS)
     `master_weights(...).update(state=...)` must be the state of this optimizer, got (). Pass the state that its

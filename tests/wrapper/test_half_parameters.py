@@ -105,7 +105,7 @@ def test_weights_of_float16_parameters_have_the_stated_error(mode):
 
 @both_dtypes
 def test_updates_that_are_small_accumulate(dtype):
-    """1,000 updates of 2^-16 of the parameter move it by 1000 / 2^16, but are all lost without the remainder."""
+    """1,000 updates of 2^-16 times the parameter are all lost without the remainder, and none is lost with it."""
     params = {"w": jnp.ones(4, dtype)}
     tx = jls.master_weights(optax.sgd(2.0**-16))
 
@@ -262,7 +262,7 @@ def test_arrays_that_the_inner_optimizer_stores_in_bfloat16_keep_their_meaning()
 
 
 def test_state_is_rounded_stochastically():
-    """A slow moving average of ones, from 0.5: without random rounding, it would not move in bfloat16."""
+    """A slow moving average of ones starts at 0.5. Without stochastic rounding, it would stay at 0.5 in bfloat16."""
     tx = jls.half_precision_state(optax.ema(0.9995, debias=False))
     params = {"w": jnp.zeros(4096)}
     state = tx.init(params)

@@ -117,7 +117,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 class NeRF(nn.Module):
-    """The color of rays through a scene, which a relu network describes (Mildenhall et al. 2020, arXiv 2003.08934)."""
+    """The colors of rays through a scene that a relu network represents (Mildenhall et al. 2020, arXiv 2003.08934)."""
 
     layers: int
     width: int
@@ -137,7 +137,7 @@ class NeRF(nn.Module):
         view = self._waves(directions, 4)[:, None].repeat(self.samples, axis=1)
         x = nn.relu(dense(self.width // 2)(jnp.concatenate([dense(self.width)(x), view], axis=-1)))
         seen = nn.sigmoid(dense(3)(x).astype(jnp.float32))
-        # The light that reaches a sample has passed all samples before it.
+        # All samples in front of a sample absorb part of its light.
         weights = jnp.exp(absorbed - jnp.cumsum(absorbed, axis=1)) * (1 - jnp.exp(-absorbed))
         return mean_square((weights[..., None] * seen).sum(1) - colors)
 

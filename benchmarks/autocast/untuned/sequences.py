@@ -235,7 +235,7 @@ class CTC(nn.Module):
 
 
 class Transducer(nn.Module):
-    """A speech model: transformer blocks for the sound, an LSTM for the labels, and the transducer loss of RNN-T.
+    """A speech model: transformer blocks for the audio, an LSTM for the labels, and the transducer loss of RNN-T.
 
     The loss is the negative logarithm of the sum over all alignments (Graves 2012, arXiv 1211.3711).
     """

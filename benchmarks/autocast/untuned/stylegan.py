@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from benchmarks.autocast.models import Model
 from benchmarks.optimizer.peers import Loss
 
-_PENALTY = 5.0  # The weight of the R1 penalty, which is half of the gamma in the paper.
+_PENALTY = 5.0  # The weight of the R1 penalty, which is half of gamma in the paper.
 _leaky = partial(nn.leaky_relu, negative_slope=0.2)
 
 
