@@ -28,8 +28,8 @@ BREAKS = {
     "Gradients are divided by the scale with which they were computed": [
         (
             STEP,
-            "return state.loss_scale.unscale(scaled_grads) if",
-            "return state.loss_scale.adjust(True).unscale(scaled_grads) if",
+            "return loss_scale.unscale(scaled_grads) if",
+            "return loss_scale.adjust(True).unscale(scaled_grads) if",
         )
     ],
     "The returned loss is the true loss": [
