@@ -136,8 +136,8 @@ BREAKS = {
     "Every optimizer takes the same steps as without loss scaling": [
         (
             STEP,
-            "_widened(unscaled(), state.loss_scale),",
-            "_widened(scaled_grads, state.loss_scale),",
+            "_widened(unscaled(), loss_scale)",
+            "_widened(scaled_grads, loss_scale)",
         )
     ],
     "Half-precision parameters have float32 moments": [(STEP, "return _tree.widen(tree, keep=keep)", "return tree")],
