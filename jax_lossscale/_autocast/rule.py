@@ -186,7 +186,8 @@ class Rule:
                 found |= self._node_kinds(subjaxprs(node.eqn).jaxprs[0].closed, of_masks)
             else:
                 is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in node.eqn.outvars)
-                is_constant = all(self.fits(value_id, constants) for value_id in node.outputs)
+                are_float32 = all(jaxpr.is_float32(graph.types[value_id]) for value_id in node.outputs)
+                is_constant = are_float32 and all(self.fits(value_id, constants) for value_id in node.outputs)
                 follows = NodeKind.DATA_MOVEMENT if is_constant else self._follows(node.eqn)
                 found.add(of_masks if is_mask else follows)
         return found
