@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar, overload
@@ -89,7 +90,9 @@ def progress_bar(
         check_function(progress, f"{caller}(progress=...)", "True, False and None are also accepted.")
         return progress
     try:
-        from tqdm.auto import tqdm
+        # In notebooks without ipywidgets, tqdm warns when it is imported, and then shows a bar of text.
+        with warnings.catch_warnings(action="ignore"):
+            from tqdm.auto import tqdm
     except ImportError as error:
         if progress:
             raise ImportError(

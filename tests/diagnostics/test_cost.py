@@ -238,6 +238,18 @@ def test_bar_is_shown_if_requested_or_after_five_seconds(progress, options, bars
     assert bars == [{"desc": "report", "leave": False, **options}]
 
 
+def test_warning_of_tqdm_about_a_missing_widget_is_not_shown(monkeypatch, tmp_path):
+    pytest.importorskip("tqdm.auto")  # `monkeypatch` restores only modules that have been imported before.
+    (tmp_path / "tqdm").mkdir()
+    (tmp_path / "tqdm" / "__init__.py").touch()
+    warning = "import warnings; warnings.warn('IProgress not found')"
+    (tmp_path / "tqdm" / "auto.py").write_text(f"{warning}\ndef tqdm(sequence, **options): return sequence\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tqdm"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert list(_report.progress_bar("report", True)([1, 2])) == [1, 2]
+
+
 def test_bar_of_tqdm(capsys):
     pytest.importorskip("tqdm")
     assert list(_report.progress_bar("report", True)([1, 2])) == [1, 2]
