@@ -58,28 +58,23 @@ def test_predictions_for_an_h100():
 def test_predictions_for_models_that_were_not_used_for_tuning():
     page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     measured = {
-        name: tuple(map(float, (time, memory, half_time, half_memory)))
-        for name, _, time, half_time, _, _, memory, half_memory in rows(RESULTS / "autocast.md", "### Models that noth")
+        name: (float(time), float(memory)) for name, _, time, _, memory in rows(RESULTS / "untuned.md", "## Tables")
     }
+    assert len(measured) >= 24
     stated = rows(ROOT / "docs" / "performance.md", "### Models that were not used to tune")
-    # There are marks only for the faster program of the two.
-    marked, stream = marks("autocast"), "half residual stream"
-    kinds = [(TIME, ""), (MEMORY, ""), (TIME, stream), (MEMORY, stream)]
-    assert stated == [
-        [
-            name,
-            *(
-                marked.get((f"autocast, {name}: {kind}", note), f"{ratio:.2f}")
-                for (kind, note), ratio in zip(kinds, ratios, strict=True)
-            ),
-        ]
-        for name, ratios in measured.items()
-    ]
-    saved_time = {name: ratios[0] - ratios[2] for name, ratios in measured.items()}
-    assert set(sorted(saved_time, key=saved_time.get)[-2:]) == {"U-Net", "WaveNet"}
-    assert "which reduces the time of the U-Net and of WaveNet most" in page
-    by_default, with_stream = (statistics.median(ratios[n] for ratios in measured.values()) for n in (0, 2))
-    assert f"The median relative time is {by_default:.2f} by default and {with_stream:.2f} with" in page
+    assert stated == [[name, f"{time:.2f}", f"{memory:.2f}"] for name, (time, memory) in measured.items()]
+    time, memory = map(statistics.median, zip(*measured.values(), strict=True))
+    assert f"The median relative time is {time:.2f}, and the median relative memory is {memory:.2f}." in page
+
+
+def test_predictions_for_older_gpus():
+    # The columns with times and sizes are only in the results.
+    measured = [[*row[:2], *row[3:5], *row[6:]] for row in rows(RESULTS / "older_gpus.md", "## Tables")]
+    assert rows(ROOT / "docs" / "performance.md", "### V100 and T4") == measured
+    times = [float(time) for _, _, time, *_ in measured]
+    assert (
+        f"an estimated {min(times):.2f} to {max(times):.2f} times that of float32" in (ROOT / "README.md").read_text()
+    )
 
 
 def test_bytes_saved_for_the_backward_pass():
