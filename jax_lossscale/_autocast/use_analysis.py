@@ -120,8 +120,8 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
 
     - Only matmuls in half precision use the result of the lookup.
     - A matmul in half precision also uses the argument, and the result of the lookup is a term of a sum. An example is
-      a tied embedding table whose rows are the first term of a residual stream. Rounding the rows is harmless, because
-      all other terms of the stream are rounded matmul results. In contrast, rows that are subtracted from each other
+      a tied embedding table whose rows are the first term of a residual stream. The rows lose no more digits than the
+      other terms of the stream, which are rounded matmul results. In contrast, rows that are subtracted from each other
       are not rounded.
     """
     arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
