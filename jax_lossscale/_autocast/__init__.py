@@ -5,10 +5,10 @@ Terms that are used in this package:
 - *Half precision*: the dtype of `autocast`, float16 or bfloat16.
 - *Matmul*: a matrix multiplication or a convolution (`primitives.is_matmul`).
 - *Graph*: the equations of a jaxpr as a list of *nodes*, with calls to jitted functions inlined (`_program.inline`).
-- *Data movement*: an operation that only moves numbers, such as a transpose, or selects them by a mask.
+- *Data movement*: an operation that only moves numbers, such as a transpose, or selects them with a mask.
 - *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
   data movement and selections have the dtype of the operands.
-- *Plan*: the dtype of every value of a graph, and the treatment of every node (`plan`). `planner` creates plans by the
+- *Plan*: the dtype of every value of a graph, and the evaluation of every node (`plan`). `planner` creates plans by the
   rule of `autocast` (`rule`) and a `PrecisionPolicy`; `rewrite` evaluates the plans.
 - *Segment*: nodes that are evaluated together: operations between matmuls, and the matmuls that use their results. The
   backward pass recomputes the operations of a segment together (`segments`).

@@ -3,10 +3,10 @@
 If the result of a softmax or relu is rounded to half precision, its derivative is computed from the rounded result. The
 derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
 relu does not need its operand. With the derivatives that JAX defines for the individual operations, the minimum cut
-(`min_cut`) could not save only the rounded result.
+(`min_cut`) would have to save or recompute other values as well.
 
-Sigmoid and tanh have the usual derivatives of JAX. Close to saturation, their results are rounded to 0, 1 or -1, so a
-derivative that is computed from the rounded result would be zero.
+Sigmoid and tanh keep the derivatives that JAX defines. Close to saturation, their results are rounded to 0, 1 or -1, so
+a derivative that is computed from the rounded result would be zero.
 """
 
 from __future__ import annotations
@@ -71,20 +71,19 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         # rounded probabilities is 0 if all of them are rounded to zero.
         total = jnp.maximum(y.sum(axes, keepdims=True), jnp.finfo(y.dtype).tiny)
         # Because the division is inside the second sum, XLA compiles the gradient to one GPU kernel instead of several.
-        # This kernel needs one more array with the shape of `y`, because a kernel cannot overwrite an array that the
-        # kernel sums.
+        # This kernel cannot overwrite an array that it also sums, so it needs one more array with the shape of `y`.
         return y * (tangent - (y / total * tangent).sum(axes, keepdims=True))
 
     return ByResult(function, derivative)
 
 
 def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find the softmax and relu functions in a graph that a `ByResult` can replace.
+    """Find softmax and relu functions in a graph, and yield their replacements.
 
     For each function, yield three items: the position of the node that computes the function's result, a new node that
-    replaces this node, and the function's `ByResult`. The new node computes the result directly from the operand of the
-    function, so the nodes between the operand and the result are no longer needed for this result. Two kinds of
-    functions are found:
+    replaces this node, and the `ByResult` with the function and its derivative. The new node computes the result
+    directly from the operand of the function, so the nodes between the operand and the result are no longer needed for
+    this result. Two kinds of functions are found:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
@@ -122,9 +121,9 @@ def _is_relu(eqn: Any) -> bool:
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the node that computes the dividend of a softmax, and the axes of the sum in the divisor.
+    """Return the node that computes the numerator of a softmax, and the axes of the sum in the denominator.
 
-    The returned node is None if no dividend was found, and the axes are None if no divisor was found.
+    The returned node is None if no numerator was found, and the axes are None if no denominator was found.
     """
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
         return None, None

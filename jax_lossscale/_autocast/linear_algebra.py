@@ -32,7 +32,7 @@ NO_REASON: Reasons = frozenset()
 _FACTORED = frozenset({"its result is factorized"})
 _CONVERTED = frozenset({"its result is converted to an integer"})
 _IN_PRODUCT = frozenset({"its result is part of a product that is factorized"})
-# The operations that continue a product of matrices for all operands. `sort` compares the numbers that it moves.
+# Operations that propagate the mark `_IN_PRODUCT` to all operands. `sort` compares the numbers that it moves.
 _LINEAR = (ADDITIONS | CONVERSIONS | DATA_MOVEMENT) - {"sort"}
 
 
@@ -42,18 +42,18 @@ class Feeding:
     Each value that the class finds is marked with the reasons why the value must not be rounded. Marks are propagated
     backward, from the results of an operation to its operands, with the following exceptions:
 
-    - If the result of a matmul is factorized or is part of a product that is factorized, the operands of the matmul are
-      part of a product that is factorized. Otherwise, the operands may be rounded.
-    - The mark of products is propagated only through matmuls, data movement, additions, subtractions, and
-      multiplications and divisions by scalars. For example, the matmul before an activation function may be rounded. A
-      selection by a mask is data movement, unless the mask is the result of an elementwise comparison of floats, as in
-      the leaky ReLU.
+    - If the result of a matmul is factorized or belongs to a product that is factorized, the operands of the matmul
+      belong to such a product as well. Otherwise, the operands may be rounded.
+    - The mark for products is propagated only through these operations: matmuls, data movement, additions,
+      subtractions, and multiplications or divisions by a scalar. For example, the result of a matmul before an
+      activation function may be rounded. A selection with a mask is data movement, unless the mask is the result of an
+      elementwise comparison of floats, as in the leaky ReLU.
     - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
-    The marks of each jaxpr are cached for each combination of marks on its results, because the analysis of a loop
-    visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated as one
-    operation.
+    The marks of the arguments of a jaxpr are cached for each combination of marks of its results, because the analysis
+    of a loop visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated
+    as one operation.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def of_values(marks: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> li
 
 
 def reason_in_reports(reasons: Reasons) -> str:
-    """Return the reason that reports print for a matmul whose result is marked with ``reasons``; "" if unmarked."""
+    """Return the reason from ``reasons`` that reports print for a matmul, or "" if ``reasons`` is empty."""
     return next((reason for kind in (_FACTORED, _CONVERTED, _IN_PRODUCT) for reason in kind & reasons), "")
 
 
@@ -136,9 +136,9 @@ def _of_subjaxpr(results: Sequence[int], of_results: Sequence[Reasons]) -> list[
 
 
 def _linear_operands(eqn: Any) -> list[bool]:
-    """Return, for each operand of an operation, whether a product of matrices continues with this operand.
+    """Return, for each operand of an operation, whether the mark `_IN_PRODUCT` is propagated to this operand.
 
-    The operation must be data movement, an addition, a subtraction, or a multiplication or division of the operand by a
+    This is true for data movement, additions, subtractions, and multiplications or divisions of the operand by a
     scalar.
     """
     name = eqn.primitive.name
@@ -173,7 +173,7 @@ def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
 
 
 def _is_scalar(atom: Any) -> bool:
-    """Return whether an array contains a single number, or a single number for each matrix (the last two axes).
+    """Return whether an array is a scalar, or contains one scalar for each matrix in a batch of matrices.
 
     `jax.vmap` converts a multiplication by a scalar to a multiplication by one number for each matrix.
     """

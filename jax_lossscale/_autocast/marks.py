@@ -37,10 +37,10 @@ def as_float32(value: Any) -> Any:
     """Return a value in float32. If the value is in half precision, prevent XLA from omitting its rounding.
 
     By default, XLA may remove a cast to half precision that is followed by a cast back to float32 (option
-    ``xla_allow_excess_precision``). The forward pass would then use the unrounded value, but the backward pass the
-    rounded value that was saved. For example, the derivative of a softmax could be computed from the sum of the
-    exponentials of the unrounded logits and from the exponentials of the rounded logits. Because the float32 value is
-    rounded again, both passes use the same number.
+    ``xla_allow_excess_precision``). The forward pass would then use the unrounded value, whereas the backward pass
+    would use the rounded value that was saved. For example, the derivative of a softmax could be computed from the sum
+    of the exponentials of the unrounded logits and from the exponentials of the rounded logits. Because the float32
+    value is rounded again, both passes use the same number.
     """
     dtype, value = getattr(value, "dtype", None), as_dtype(value, jnp.dtype(jnp.float32))
     is_constant = not isinstance(value, jax.Array)

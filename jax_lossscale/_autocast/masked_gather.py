@@ -1,17 +1,17 @@
 """Gradients of gathers that select one position per batch element, such as the logit of each label in a cross entropy.
 
-JAX computes the gradient of a gather by a scatter-add into an array of zeros. XLA compiles a scatter-add to separate
+JAX computes the gradient of a gather with a scatter-add into an array of zeros. XLA compiles a scatter-add to separate
 kernels, which write and read a float32 array with the shape of the operand. If the gather selects only one position of
 each batch element, no two cotangents are added at the same position. The gradient can then be computed with a mask,
 which XLA fuses with other operations:
 
     gradient = where(iota == index, cotangent, 0)
 
-A gather gets such a derivative if its indices select one position of each batch element, and the batch has at least two
-elements. In all other dimensions, the gather must read whole slices. A batch dimension is either a batching dimension
-of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n), index]``. An embedding
-lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is still a scatter-add,
-because a mask would be as large as the whole table.
+The gradient of a gather is computed in this way if its indices select one position of each batch element, and the batch
+has at least two elements. In all other dimensions, the gather must read whole slices. A batch dimension is either a
+batching dimension of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n),
+index]``. An embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is
+still a scatter-add, because a mask would be as large as the whole table.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
     """Return the dimensions of the operand in which the indices of a gather select a position."""
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    # A slice of the full length that is inside the operand starts at 0, so its index selects nothing. This is not true
-    # if the gather fills slices outside of the operand.
+    # A slice that has the full length of the operand and must be inside the operand starts at 0, so its index has no
+    # effect. This is not true if the gather fills slices outside of the operand.
     selecting = [n for n in eqn.params["dimension_numbers"].start_index_map if is_filled or sizes[n] != shape[n]]
     return [int(n) for n in selecting if n not in batch.values()]
 
@@ -71,7 +71,7 @@ def _maker(atom: Any, makers: Mapping[ValueId, Node], name: str) -> Node | None:
 
 
 def _columns(node: Node, makers: Mapping[ValueId, Node]) -> Sequence[Any]:
-    """Return the values that are concatenated to the indices of a gather, or an empty sequence."""
+    """Return the values that are concatenated to form the indices of a gather, or an empty sequence."""
     joined = _maker(node.inputs[1], makers, "concatenate")
     return joined.inputs if joined and len(joined.inputs) == joined.eqn.outvars[0].aval.shape[-1] else ()
 

@@ -19,7 +19,7 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 
 
 class TracedWithReasons(NamedTuple):
-    """A traced program in which `reason_of_matmul` can determine the reasons of matmuls.
+    """A traced program in which `reason_of_matmul` can determine why a matmul is not in half precision.
 
     Attributes:
       traced: the program.

@@ -26,15 +26,17 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
-# The additional price of each saved value, as a fraction of the sum of all prices. Among cuts with the same price, this
-# price selects the cut with the fewest saved values. It is larger than the rounding errors of the capacities.
+# The additional price of each saved value, as a fraction of the sum of all prices. If several cuts have the same price,
+# the cut with the fewest saved values is therefore selected. The additional price is larger than the rounding errors of
+# the capacities.
 _PRICE_PER_VALUE = 2.0**-24
-# The prices of recomputing a value that the forward pass writes to memory: the price of writing each byte of the value,
-# and the price of reading each byte of the largest array from which the value is computed. Writing costs less than 1,
-# because XLA sometimes fuses the recomputation into a matmul. Reading is cheap, because the backward pass reads most of
-# these bytes anyway. With these prices, arithmetic on half-precision arrays, such as a relu of a matmul, is recomputed,
-# and the results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both reduced the
-# estimated time of programs that were compiled for an H100.
+# If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
+# byte of the largest array from which the value is computed is read again. These are the prices of a written and a read
+# byte. Writing a byte costs less than 1, because XLA sometimes fuses the recomputation into a matmul, which then writes
+# nothing. Reading is cheap, because the backward pass reads most of these bytes anyway. With these prices, arithmetic
+# on half-precision arrays, such as a relu of a matmul, is recomputed, and the results of arithmetic on float32 arrays,
+# such as a norm of the residual stream, are saved. Both reduced the estimated time of programs that were compiled for
+# an H100.
 _PRICE_REWRITTEN, _PRICE_REREAD = 7 / 8, 1 / 12
 
 
@@ -44,10 +46,10 @@ class CutGraph:
     In the network, each value has a "needed" node and an "available" node. If the "available" node is on the sink side
     of the cut, the value is available in the backward pass. There are two ways to make the value available:
 
-    - The value is saved if its "needed" node is on the source side. In this case, the edge from "needed" to "available"
-      is cut.
-    - The value is recomputed if its "needed" node is on the sink side. In this case, the edge from the source to
-      "needed" is cut, and all operands of the value must be available as well.
+    - The value is saved if its "needed" node is on the source side. The edge from its "needed" node to its "available"
+      node is then cut.
+    - The value is recomputed if its "needed" node is on the sink side. The edge from the source of the network to its
+      "needed" node is then cut, and all operands of the value must be available as well.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class CutGraph:
     def add_value(
         self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
     ) -> None:
-        """Add to the network a value that can be saved, or recomputed if its operands are available."""
+        """Add a value to the network. The value can be saved or, if its operands are available, recomputed."""
         self._edges.append(("source", (value, "needed"), price_recomputed))
         self._prices_saved[value] = price_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
@@ -67,7 +69,7 @@ class CutGraph:
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values to save if the total price of saving and recomputing is to be as low as possible."""
+        """Return the values to save so that the total price of saving and recomputing is as low as possible."""
         finite = [price for *_, price in self._edges if price < math.inf]
         price_per_value = _PRICE_PER_VALUE * sum([*finite, *self._prices_saved.values()])
         edges = [
@@ -117,7 +119,7 @@ class MinCut(NamedTuple):
     def _key(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
     ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return the cache key of a segment, and a dictionary from the values to their numbers in the key.
+        """Return the cache key of a segment, and a dictionary that maps each value to its number in the key.
 
         Two segments have equal keys only if they have the same minimum cut. In contrast to the key in `rewrite`, the
         cache key contains neither the locations of the nodes nor the values of literals.
@@ -190,7 +192,8 @@ class MinCut(NamedTuple):
                     # Recomputing a reduction requires reading its operands, which are much larger than its result.
                     price: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name == "gather":
-                    # XLA fuses a gather with the operations that use its result, so a recomputed result is only read.
+                    # XLA fuses a gather with the operations that use its result, so a recomputed result is not written
+                    # to memory.
                     price = self._bytes(value)
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.

@@ -1,4 +1,4 @@
-"""Plans, which contain the dtype of every value and the treatment of every node of a graph under `autocast`.
+"""Plans, which describe the dtype of every value and the evaluation of every node of a graph under `autocast`.
 
 The module `planner` creates plans, and the module `rewrite` evaluates plans.
 """
@@ -31,7 +31,7 @@ class NodeKind(enum.Enum):
 
 
 class NodePlan(NamedTuple):
-    """The treatment of a node.
+    """Describes how a node is evaluated.
 
     Attributes:
       kind: the kind of computation that the node performs.
@@ -66,7 +66,7 @@ def operands_in_half(
 
     Args:
       node: the node.
-      node_plan: the treatment of the node.
+      node_plan: the `NodePlan` of the node.
       half: the values that are stored in half precision.
       upcast: the subset of ``half`` that is converted to float32 within the segment of the node.
     """
@@ -126,20 +126,20 @@ class CallPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The treatment of a graph.
+    """Describes how a graph is evaluated.
 
     Attributes:
       graph: the graph.
-      node_plans: the treatment of each node.
+      node_plans: the `NodePlan` of each node.
       half: the values that are float32 in the original jaxpr and stored in half precision.
       half_inputs: for each argument, whether it is passed in half precision.
-      calls: the treatment of the jaxprs in each node that is a `NodeKind.CALL`, by position of the node.
+      calls: the `CallPlan` of each node that is a `NodeKind.CALL`, by position of the node.
       segments: the segments of the graph, in the order of their evaluation.
       within: the equations that contain the jaxpr, starting with the outermost equation.
       is_half: whether anything in the graph is computed in half precision.
-      reasons: if the planner adds reasons, the reason of each matmul and each `in_half` function that is not in half
+      reasons: if the planner adds reasons, the reason for each matmul and each `in_half` function that is not in half
         precision, including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it
-        contains a matmul or an `in_half` function that has a reason.
+        contains such a matmul or `in_half` function.
     """
 
     graph: Graph

@@ -58,7 +58,7 @@ class Planner:
     Attributes:
       dtype: the half-precision dtype.
       policy: the policy.
-      rule: determines the treatment of each node.
+      rule: determines the `NodePlan` of each node.
 
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
@@ -171,8 +171,8 @@ class Planner:
         """Return the `CallPlan` of a node that contains jaxprs.
 
         First, the precision of the operands is determined from the values that are stored in half precision. Then, the
-        jaxprs are planned, given the precision of their arguments. Finally, the precision of the results is determined
-        from the plans.
+        plan of each jaxpr is determined from the precision of its arguments. Finally, the precision of the results is
+        determined from the plans.
         """
         eqn = node.eqn
         has_stream = eqn.primitive.name == "scan" and self.policy.half_residual_stream
@@ -211,7 +211,7 @@ class Planner:
         def plans() -> list[Plan]:
             return [self.plan(subjaxpr.closed, context) for subjaxpr, context in zip(jaxprs, contexts, strict=True)]
 
-        # Planning differentiates equations, which requires the mesh axes of a `jax.shard_map` to be bound.
+        # Planning differentiates equations. Inside a `jax.shard_map`, this is possible only if its mesh axes are bound.
         is_shard_map = node.eqn.primitive.name == "shard_map"
         return custom_rules.call_in_shard_map(plans, node.eqn) if is_shard_map else plans()
 
@@ -230,7 +230,7 @@ class Planner:
 
         Returns:
           The segments, and the set of all values that are stored in half precision. This set contains the values in
-          ``half`` and, if the policy requires it, the residual streams, except constants.
+          ``half`` and, if the policy requires it, the values of the residual streams that are not constants.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
@@ -254,8 +254,8 @@ class Planner:
     ) -> list[Segment]:
         """Return the segments with the values that each segment saves.
 
-        The attribute ``saved`` is set only for segments whose nodes may be recomputed and that contain a node other
-        than matmuls and data movement.
+        The attribute ``saved`` of a segment is set only if all its nodes may be recomputed, and at least one of them is
+        neither a matmul nor data movement.
         """
         price_saved = float(self.policy.recompute)
         min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
@@ -280,8 +280,9 @@ class Planner:
 def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> list[bool]:
     """Return, for each operand of a node that contains jaxprs, whether it is passed in half precision.
 
-    An operand is passed in half precision if it is stored in half precision and the primitive accepts it. Loops accept
-    half precision only for the operands that a scan slices, and for a residual stream in half precision.
+    An operand is passed in half precision if it is stored in half precision and the primitive accepts it. A loop
+    accepts an operand in half precision only if a scan slices the operand, or if the operand is part of a residual
+    stream in half precision.
 
     Args:
       node: the node.
@@ -331,9 +332,9 @@ def _with_reasons(
 
     Args:
       graph: the graph.
-      node_plans: the treatment of each node.
+      node_plans: the `NodePlan` of each node.
       within: the equations that contain the graph, starting with the outermost equation.
-      in_calls: the reasons of the equations in the jaxprs of nodes.
+      in_calls: the reasons for the equations in the jaxprs of nodes.
     """
     around = [(*within, *node.within) for node in graph.nodes]
     with_plans = zip(around, graph.nodes, node_plans, strict=True)

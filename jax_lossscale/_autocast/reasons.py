@@ -1,8 +1,8 @@
-"""Reasons in the name stacks of equations: why `autocast` does not compute a matmul in half precision.
+"""The reasons why `autocast` does not compute a matmul in half precision, stored in the name stacks of equations.
 
-A reason is the name of a scope, so all transformations preserve it, and each backward matmul has the same reason as its
-forward matmul. Reasons are added only to programs that are traced for a report. Reports omit these scopes
-from the names of layers.
+Each reason is stored as the name of a scope, so all transformations preserve it, and each backward matmul has the same
+reason as its forward matmul. Reasons are recorded only in programs that are traced for a report. Reports omit these
+scopes from the names of layers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", d
 
 @contextlib.contextmanager
 def adding_reasons() -> Iterator[None]:
-    """Add the reasons why matmuls are not in half precision to all programs that are traced in this context.
+    """In all programs that are traced in this context, record why matmuls are not in half precision.
 
-    Reasons are added only to functions under `autocast`.
+    Reasons are recorded only in functions to which `autocast` is applied.
     """
     token = _are_added.set(True)
     try:
@@ -74,8 +74,7 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
       eqn: the equation.
       within: the equations that contain the equation, starting with the outermost equation.
       reasons: a dictionary from the paths of equations to the reasons why the equations are not in half precision. An
-        equation that has no reason, but whose sub-jaxprs contain an equation with a reason, is mapped to an empty
-        string.
+        equation without a reason is mapped to an empty string if its sub-jaxprs contain an equation with a reason.
     """
     path = *within, eqn
     if path not in reasons:

@@ -173,7 +173,8 @@ class Rewriting:
             evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
-            # A cast from float32 to float32 changes only the weak type, and keeps the planned dtype of its operand.
+            # A cast from float32 to float32 changes only the weak type. Its result has the planned dtype of its
+            # operand.
             dtype = getattr(operands[0], "dtype", _FLOAT32)
             return [jaxpr.as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
@@ -252,7 +253,7 @@ class Rewriting:
 
         Args:
           eqn: the equation of the function.
-          call: the treatment of the function.
+          call: the `CallPlan` of the function.
           closed: the jaxpr.
           inputs: the arguments.
           forward: the jaxpr of the forward pass, if ``closed`` is the jaxpr of the backward pass.
@@ -302,7 +303,7 @@ def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
 
 
 def _common_scopes(plan: Plan, segment: Segment) -> Any:
-    """Return the outermost scopes, which the name stacks of all nodes of a segment have in common.
+    """Return the outermost scopes that the name stacks of all nodes of a segment have in common.
 
     If a name stack contains the name of a transformation, such as ``jvp``, this name is not separated from the scope to
     which it applies.

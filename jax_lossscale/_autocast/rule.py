@@ -34,7 +34,7 @@ REWRITTEN = REBOUND | RULES.keys()
 
 
 class Rule:
-    """Determines the treatment (the `NodePlan`) of each node.
+    """Determines the `NodePlan` of each node.
 
     The decision about a node depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are
     chosen afterwards.
@@ -49,15 +49,15 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
-        # If `jax_default_matmul_precision` is set when the function is called, all matmuls have this precision, so the
-        # user did not select it for a particular matmul. The function has already been traced, so a setting inside the
-        # function is no longer active and is treated like the argument `precision` of a matmul.
+        # If `jax_default_matmul_precision` is set when the function is called, it applies to all matmuls, so the user
+        # did not select a precision for a particular matmul. The function has already been traced, so a setting inside
+        # the function is no longer active and is treated like the argument `precision` of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
         self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, Reasons], constants: Constants
     ) -> NodePlan:
-        """Return the treatment (the `NodePlan`) of a node.
+        """Return the `NodePlan` of a node, which determines how the node is evaluated.
 
         Args:
           node: the node.
@@ -110,7 +110,7 @@ class Rule:
         return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
 
     def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Return the reason why `in_half` computes its fallback, or an empty string if it computes its function."""
+        """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
         rule = self._rule(eqn, around)
         if rule is not None:
             return _reason_of(rule) if rule.precision != "half" else ""
@@ -176,7 +176,8 @@ class Rule:
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
         Operations that compute only masks (boolean arrays) have the kind ``of_masks``. Constants that half precision
-        represents exactly count as data movement, because relu in a `jax.shard_map` casts the integer 0 since jax 0.11.
+        represents exactly are treated like data movement, because relu in a `jax.shard_map` casts the integer 0 in jax
+        0.11 and later.
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)

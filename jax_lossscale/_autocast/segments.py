@@ -82,7 +82,7 @@ def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
     """Return, for each large value that is cheap to compute, the position of the node that computes it.
 
     A value is large if it has more than twice as many bytes as all its sources combined. The sources of a value are the
-    operands of its node, but an operand that is itself a large value is replaced by the sources of this operand.
+    operands of its node. Each operand that is itself a large value is replaced by its own sources.
     """
 
     def bytes_of(value_id: ValueId) -> int:

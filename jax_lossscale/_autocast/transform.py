@@ -73,7 +73,7 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
         pass is traced later. A rule may match the backward pass if it matches the source line of the `jax.custom_vjp`
-        function and either the layer of the function or a layer inside this layer.
+        function, and also matches the layer of the function or a layer inside it.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -151,7 +151,7 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
 
 @dataclasses.dataclass(frozen=True)
 class _Decorator:
-    """The result of `autocast` without a function."""
+    """The decorator that `autocast` returns if it is called without a function."""
 
     dtype: jnp.dtype
     policy: PrecisionPolicy

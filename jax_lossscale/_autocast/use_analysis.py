@@ -152,7 +152,7 @@ def _is_added(eqn: Any, closed: ClosedJaxpr) -> bool:
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
-    """Return the half-precision values of a segment whose cotangents are added in float32.
+    """Return each half-precision value of a segment if the cotangents of the value are added in float32.
 
     A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
     float32. If a value is returned, the results of all data movement and selections that use the value are returned as
@@ -177,9 +177,9 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    The cotangent of such a sum is used twice: it is summed for the gradient of the bias, and rounded for the value in
-    half precision to which the bias is added. A cotangent that is already in half precision needs no rounding, and the
-    optimization barrier of the rounding would prevent fusion.
+    The cotangent of such a sum is used twice: its sum is the gradient of the bias, and its rounded value is the
+    cotangent of the half-precision value to which the bias is added. A cotangent that is already in half precision
+    needs no rounding, and the optimization barrier of the rounding would prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)

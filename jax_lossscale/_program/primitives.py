@@ -30,7 +30,7 @@ PLACEMENTS = _names(
     "device_put layout_constraint mesh_cast pbroadcast pcast preduced pvary reduced_vary_cast reduced_vary_cast_p "
     "relayout reshard sharding_constraint vary_unreduced_cast vary_unreduced_cast_p"
 )
-# Operations that only move numbers or select numbers by a mask. All moved operands and all results of a data-movement
+# Operations that only move numbers or select numbers with a mask. All moved operands and all results of a data-movement
 # operation have the same dtype.
 _MOVES_AND_MASKS = _names(
     "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice split "
