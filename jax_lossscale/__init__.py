@@ -45,7 +45,7 @@ if _typing.TYPE_CHECKING:
     from jax_lossscale._scaled_backward import scaled_backward
 
 # For each name that is imported when it is first used: the module that contains it. These modules rewrite or read
-# jaxprs, so the loss scales can be imported even if a new version of JAX lacks a function that these modules need.
+# jaxprs, for which they use functions that a new version of JAX may lack. The loss scales can be imported without them.
 _LAZY = {
     **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
     "MixedPrecision": "_mixed_precision",
@@ -100,7 +100,7 @@ __all__ = [
 if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name of ``_LAZY``, and store it in this module."""
+        """Import a name that is listed in ``_LAZY``, and store it in this module."""
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = _importlib.import_module(f"{__name__}.{_LAZY[name]}")

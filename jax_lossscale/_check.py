@@ -33,7 +33,7 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
 
 
 def check_function(value: Any, name: str, fix: str = "") -> None:
-    """Raise a `ValueError` that names the argument, and the fix if there is one, if ``value`` is not callable."""
+    """Raise a `ValueError` with the name of the argument and the fix, if any, unless ``value`` is callable."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {shown(value)}. {fix}".rstrip())
 

@@ -19,8 +19,7 @@ _JAX = jax.__version_info__
 def new_cache_context() -> Any:
     """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
 
-    Inside the context manager of a value, JAX reuses a traced function only if the function was traced inside the
-    context manager of an equal value.
+    JAX then reuses a traced function only if the value is the same as when the function was traced.
     """
     if hasattr(jax, "make_user_context"):
         return jax.make_user_context()

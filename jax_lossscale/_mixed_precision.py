@@ -148,7 +148,7 @@ class MixedPrecision:
             `scaled_backward`.
           arguments: not supported. If `loss` is called with the arguments of a loss function, the error message shows
             the fix.
-          keywords: not supported, as ``arguments``.
+          keywords: not supported, like ``arguments``.
 
         Returns:
           A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
@@ -253,7 +253,7 @@ class _Value:
     """A loss scale that is known while the step is traced, so it needs no reference.
 
     The loss scale is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned
-    by `MixedPrecision.step`, which returns the next loss scale as part of the optimizer state.
+    by `MixedPrecision.step`. This function returns the next loss scale as part of the optimizer state.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -416,7 +416,7 @@ class _SharedLossScale:
     def _sharding(self, mesh: Any) -> Any:
         """Return the sharding or the device of the reference, or ``None`` for the default device.
 
-        The arguments determine only the number of devices if they are traced. The devices are then those of the
+        If the arguments are traced, they determine only the number of devices. The devices are then those of the
         argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.
         """
         known = self._placement
@@ -458,7 +458,7 @@ class _UnscaledWrapper(Wrapper):
         return super().init(params)
 
     def _warn(self, params: optax.Params) -> None:
-        """Warn about float16 parameters, and if all parameters are bfloat16.
+        """Warn about float16 parameters, and about models with only bfloat16 parameters.
 
         `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
         as the frozen base of float32 adapters.

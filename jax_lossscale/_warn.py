@@ -10,7 +10,7 @@ from types import FrameType
 
 import jax
 
-# The folders of JAX and of this library. Stack frames of files in `_LIBRARY_FOLDERS` are not part of the user's code.
+# Stack frames of files in the folders of JAX and of this library are not part of the user's code.
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 

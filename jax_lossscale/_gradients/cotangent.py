@@ -132,9 +132,9 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     """Return ``value`` unchanged; in the backward pass, multiply its cotangent by the loss scale.
 
     `seed_gradient` is used instead of `scale_gradient` for the result of a differentiated function. `seed_gradient` and
-    `scale_gradient` differ only if they are called inside `jax.shard_map` and the scale varies over mesh axes over
-    which the value does not vary. `seed_gradient` then preserves the type of ``value``, and the computed gradient is
-    the gradient of the sum of ``scale * value`` over the devices along these axes.
+    `scale_gradient` differ only inside `jax.shard_map`, and only if the scale varies over mesh axes and ``value`` does
+    not. `seed_gradient` then preserves the type of ``value``, and the computed gradient is the gradient of the sum of
+    ``scale * value`` over the devices along these axes.
     """
     scale = constant_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)")
 

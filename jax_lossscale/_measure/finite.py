@@ -4,8 +4,8 @@
 infinity if an element is not finite. ``python -m benchmarks finite`` measures the run time of this library's finiteness
 check.
 
-If a loss scale is given, the result refers to the elements divided by the scale. Division by a positive number does not
-change the order of the elements, so only the largest magnitude is divided by the scale.
+If a loss scale is given, the result is computed for the elements divided by the scale. Division by a positive number
+does not change the order of the elements, so only the largest magnitude is divided by the scale.
 """
 
 from __future__ import annotations

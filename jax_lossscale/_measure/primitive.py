@@ -72,10 +72,10 @@ mlir.register_lowering(_largest_magnitude, _lower)
 
 
 def _have_explicit_shardings(types: Sequence[Any]) -> bool:
-    """Return whether the types of the arrays contain the complete shardings of the arrays over a single mesh.
+    """Return whether the types of arrays specify complete shardings over a single mesh.
 
-    The types contain the complete shardings if all arrays that are on a mesh are on the same mesh, if all axes of this
-    mesh are explicit, and if no array is an unreduced sum.
+    The types specify complete shardings if all arrays that are on a mesh are on the same mesh, if all axes of this mesh
+    are explicit, and if no array is an unreduced sum.
     """
     meshes = {array.sharding.mesh for array in types if not array.sharding.mesh.empty}
     are_explicit = [len(mesh.explicit_axes) == len(mesh.axis_names) for mesh in meshes]

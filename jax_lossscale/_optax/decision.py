@@ -143,7 +143,7 @@ def _next_loss_scale(loss_scale: LossScale, checks: StepChecks, gradient_scale: 
 
 
 def _is_conclusive(grads_finite: jax.Array, gradient_scale: jax.Array | None, scale: jax.Array) -> jax.Array | None:
-    """Return whether a step at one scale shows how gradients behave at another scale, or ``None`` if the two are equal.
+    """Return whether a step at one scale shows how gradients behave at another, or ``None`` if both scales are equal.
 
     Finite gradients at a lower scale can still overflow at ``scale``, and gradients that overflow at a higher scale can
     be finite at ``scale``.

@@ -75,8 +75,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     - For float16 parameters, the reconstructed weights are exact if the parameters are normal float16 numbers. For
       smaller parameters, the error is at most 2^-40.
 
-    Use this wrapper if the optimizer must update float32 weights, as with float32 parameters. `stochastic_rounding`
-    needs less memory.
+    Use this wrapper if the optimizer must update float32 weights, just as it would update float32 parameters.
+    `stochastic_rounding` needs less memory.
 
     Args:
       inner: the complete optimizer, including gradient clipping, weight decay and learning-rate schedules. It can be

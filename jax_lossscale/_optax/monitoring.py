@@ -95,8 +95,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`. For a batch of runs, an error is raised
         if any of the runs is stuck.
-      patience: the number of consecutive skipped steps after which a run at the lower bound, or with a non-finite loss,
-        is stuck, at least 1.
+      patience: the number of consecutive skipped steps, at least 1, after which a run is considered stuck if its scale
+        is at the lower bound or its loss is not finite.
 
     Raises:
       RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message lists the

@@ -8,10 +8,10 @@ position of the magnitude between this number and the next larger 16-bit number,
     float16:  for normal numbers, the bits without the sign, with the exponent of float16 and shifted by 3 bits;
               for subnormal numbers, the magnitude in units of 2^-40
 
-The fixed-point magnitude increases with the weight, so rounding is an addition of 0x8000 (to nearest) or of a random
-16-bit integer (stochastic) to the fixed-point magnitude, followed by a shift by 16 bits. XLA removes a cast to 16 bits
-and back (``xla_allow_excess_precision``), and flushes subnormal float32 numbers to zero on some platforms. Neither
-affects integers.
+The fixed-point magnitude increases with the magnitude of the weight. To round a weight, 0x8000 (round to nearest) or a
+random 16-bit integer (stochastic rounding) is added to its fixed-point magnitude, and the sum is shifted right by 16
+bits. XLA removes a cast to 16 bits and back (``xla_allow_excess_precision``), and flushes subnormal float32 numbers to
+zero on some platforms. Neither affects integers.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from jax.typing import ArrayLike
 _FIRST_STEPS = 10  # number of steps in which evidence is collected
 _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
-# Minimum shrinkage of `largest` since the first step, in bits, in every later step. In the second step of a new
-# `AutoLossScale`, the scale grows by at least 5 bits if the gradients are not scaled and 6 evidence steps are possible.
+# If the gradients are not scaled, `largest` must be at least this many bits smaller in every later step than in the
+# first step. The limit is below 5, because 6 of the first 10 steps can be evidence only if the scale of a new
+# `AutoLossScale` grows by at least 5 bits in the second step.
 _LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report
@@ -43,8 +44,8 @@ class ScalingEvidence(NamedTuple):
       largest: the largest unscaled gradient of the first step that counts; 0 before this step.
       num_steps: the number of steps that have been counted, at most 10.
       inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
-        gradient was inversely proportional to the scale. The number is negative if the largest gradient was not
-        inversely proportional to the scale in at least one step.
+        gradient was inversely proportional to the scale. The number is negative if there was at least one step in which
+        the largest gradient was not inversely proportional to the scale.
     """
 
     scale: jax.Array  # shape=(), dtype=jnp.float32
@@ -90,8 +91,8 @@ def seem_unscaled(
     """Return, as a NumPy boolean, whether the gradients of a run are most likely not scaled.
 
     The result is true only if the largest gradient of the last step is still far below the peak of the `AutoLossScale`.
-    If the user has since started to scale the gradients, for example after loading a checkpoint, the largest gradient
-    is close to the peak again, so the result is false.
+    For example, if the user loads a checkpoint and then scales the gradients, the largest gradient is close to the peak
+    again, and the result is false.
 
     Args:
       evidence: the evidence from the first steps of the run.

@@ -1,4 +1,4 @@
-"""Evaluation of equations with custom rules, such as those of `jax.custom_jvp`, by a given evaluator of jaxprs.
+"""Evaluation of equations with custom rules, such as those of `jax.custom_jvp`.
 
 The functions in this module receive an evaluator, which is a function that evaluates a jaxpr. They do not call the
 custom rule themselves, because JAX does not document how an equation stores its rule. Instead, JAX differentiates or
@@ -208,9 +208,9 @@ class _Linearized:
 
 @jax.custom_vjp
 def _with_zero_cotangents(*_: Any) -> Any:
-    """Return 0, whose backward pass returns symbolic zeros as the cotangents of all arguments.
+    """Return 0. The backward pass returns symbolic zeros as the cotangents of all arguments.
 
-    Without nonzero cotangents, this result is differentiated, because JAX applies the custom rule even in this case.
+    If no cotangent is nonzero, this result is differentiated, because JAX applies the custom rule in this case as well.
     The cotangents that the rule returns may be nonzero.
     """
     return jnp.float32(0)

@@ -99,7 +99,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_half(aval: Any) -> bool:
-    """Return whether a type is that of an array (not of a reference) with a floating dtype of fewer than 32 bits."""
+    """Return whether ``aval`` is an array type (not a reference type) with a floating dtype of fewer than 32 bits."""
     dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 

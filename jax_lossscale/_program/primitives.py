@@ -37,8 +37,8 @@ _MOVES_AND_MASKS = _names(
     "squeeze stack stage stop_gradient transpose unstack"
 )
 PLAIN_DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
-# Data movement that may replicate a number. The backward pass of replication is arithmetic, because it sums the
-# cotangents of all copies.
+# Data movement that may copy a number to several positions. The backward pass of these operations is arithmetic,
+# because it sums the cotangents of all copies.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
 # Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
 # the results are not communicated again.
@@ -66,8 +66,8 @@ CONVERSIONS = _names("convert_element_type reduce_precision")
 # Sums of many numbers, which may cancel if the numbers have different signs.
 SUMS_OF_MANY = _names("cumsum reduce_sum reduce_window_sum scatter-add scatter_add")
 SUMS = _names("add add_any sub") | SUMS_OF_MANY
-# Additions and subtractions of whole arrays, of arrays on several devices, and of values at some positions of an array.
-# `scatter` replaces the numbers at these positions.
+# Additions and subtractions of whole arrays, of arrays on several devices, and of selected elements of an array.
+# `scatter` replaces the selected elements.
 ADDITIONS = _names(
     "add add_any neg psum psum2 psum_invariant psum_scatter reduce_scatter scatter scatter-add scatter-sub scatter_add "
     "sub"
@@ -119,7 +119,7 @@ _EXPENSIVE_OR_RANDOM = _names(
 COMPUTED_ONCE = _EXPENSIVE_OR_RANDOM | ASYNCHRONOUS | LINEAR_ALGEBRA | OPAQUE
 # Operations that have no result, or whose result depends on the binary representation of the operand.
 BITS = _names("bitcast_convert_type debug_callback debug_print")
-# Operations that read, write, order or check state that is not a value of the jaxpr.
+# Operations that read, write or check state outside of the jaxpr, or that determine the order of such operations.
 EFFECTS = _names(
     "accum_grad_in_ref addupdate after_all check create_token dce_sink empty_ref free_ref freeze get inspect_sharding "
     "new_ref shape_assertion swap"

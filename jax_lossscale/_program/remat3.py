@@ -1,10 +1,10 @@
 """Support for the flag `jax_remat3`, which changes how `jax.checkpoint` is traced.
 
-With this flag, the equation of a `jax.checkpoint` contains an object whose attribute is the jaxpr, and the policy of a
-`jax.checkpoint` is ignored for primitives that JAX does not define. `with_remat2` replaces such equations by those that
-are traced without the flag. All other code in `jax_lossscale` therefore supports only one kind of equation. Equations
-are replaced only if the flag is set when the function is traced, not if it was set only when `jax.checkpoint` was
-called.
+With this flag, the jaxpr of a `jax.checkpoint` is an attribute of an object in the parameters of the equation. In
+addition, the policy of a `jax.checkpoint` is ignored for primitives that JAX does not define. `with_remat2` replaces
+such equations by those that are traced without the flag. All other code in `jax_lossscale` therefore supports only one
+kind of equation. Equations are replaced only if the flag is set when the function is traced, not if it was set only
+when `jax.checkpoint` was called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 def with_equations(parameter: Any, convert: Callable[[Any], Any]) -> Any:
     """Return a parameter of an equation with each equation of its jaxprs converted by the function ``convert``."""
-    if isinstance(parameter, Jaxpr):  # Since JAX 0.11, `ClosedJaxpr` is another name of `Jaxpr`.
+    if isinstance(parameter, Jaxpr):  # Since JAX 0.11, `ClosedJaxpr` is another name for `Jaxpr`.
         return parameter.replace(eqns=list(map(convert, parameter.eqns)))
     if isinstance(parameter, ClosedJaxpr):
         return parameter.replace(jaxpr=with_equations(parameter.jaxpr, convert))
@@ -28,7 +28,7 @@ def with_equations(parameter: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def with_remat2(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a jaxpr in which each `jax.checkpoint` and `checkpoint_name` is traced as without the flag."""
+    """Return a jaxpr in which each `jax.checkpoint` and `checkpoint_name` is traced as if the flag were not set."""
     result: ClosedJaxpr = with_equations(closed, _equation) if _is_set() else closed
     return result
 
@@ -36,7 +36,7 @@ def with_remat2(closed: ClosedJaxpr) -> ClosedJaxpr:
 def checkpoint(
     function: Callable[..., Any], policy: Callable[..., bool], prevent_cse: bool
 ) -> Callable[..., list[Any]]:
-    """Return `jax.checkpoint(function)`, traced as without the flag. ``function`` returns a list of arrays."""
+    """Return `jax.checkpoint(function)`, traced as if the flag were not set. ``function`` returns a list of arrays."""
     checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
     if not _is_set():
         return checkpointed
@@ -48,7 +48,7 @@ def _is_set() -> bool:
 
 
 def _equation(eqn: Any) -> Any:
-    """Return an equation, converted if it is a `jax.checkpoint` or a `checkpoint_name`. Convert its sub-jaxprs."""
+    """Convert an equation if it is a `jax.checkpoint` or a `checkpoint_name`, and convert its sub-jaxprs."""
     # Some older versions of JAX, which do not have the flag, do not export these primitives.
     from jax.extend.core.primitives import name_p, remat_p
 

@@ -99,7 +99,7 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
     return found
 
 
-# The suggestions for fixing an operation. The names in braces are those of the facts in `suggestion_for`.
+# The suggestions for fixing an operation. The names in braces are keys of the dictionary ``facts`` in `suggestion_for`.
 _SUGGESTIONS = {
     "division by zero": "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or "
     "infinity by infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "

@@ -54,9 +54,8 @@ class GradientComparison(Report[LeafGradientError]):
       summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
         another dtype, with the reason.
       working_scales: the loss scales at which all gradients are accurate.
-      run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. An
-        error that the program raises at a loss scale counts as an overflow. The ``message`` is the first sentence of
-        the error message.
+      run_time_errors: a pair ``(loss_scale, message)`` for each loss scale at which the program raised an error. These
+        errors count as overflows. The ``message`` is the first sentence of the error message.
     """
 
     verdict: str

@@ -39,7 +39,7 @@ _REPORTED_HEADROOM = 6
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# The causes of skipped steps that are non-finite gradients.
+# The causes of skipped steps whose gradients are not finite.
 _GRADIENT_CAUSES = ("nan", "infinity", "gradients")
 
 # Clauses that describe the causes of skipped steps. The last two clauses are used if the exact cause of a skipped step
@@ -127,8 +127,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
         no such part, the report contains the index of the leaf.
 
     Returns:
-      A report whose entries are the printed sentences. Its attribute ``cause`` is a name to which a program can react.
-      It is the first of the following names that applies, or ``None`` if no name applies:
+      A report whose entries are the printed sentences. Programs can read its attribute ``cause``, which is the first of
+      the following names that applies, or ``None`` if no name applies:
 
       - ``"params"``: some parameters are not finite.
       - ``"loss"``, ``"nan"``, ``"infinity"``, ``"grads_finite"`` or ``"skip_if"``: the last step was skipped or not
@@ -193,8 +193,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add all sentences of the report, and return the attribute ``cause`` of the report.
 
-    ``add`` appends one or more sentences. The functions below add the sentences about a part of the run. Most of these
-    functions return the name of the cause that their sentences describe, or ``None`` if there is no such cause.
+    ``add`` appends one or more sentences. Each function below adds the sentences about one part of the run. Most of
+    these functions return the name of the cause that they describe, or ``None`` if they describe no cause.
     """
     scale, kind = float(state.loss_scale()), type(state.loss_scale).__name__
     if state.loss_scale.checks_gradients:
@@ -235,7 +235,7 @@ def _cause_of_last_step(state: LossScaledState) -> str | None:
 def _about_last_step(
     cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, add: _Add
 ) -> None:
-    """Add the cause of the last step, which was skipped or not finite, and advice."""
+    """Add sentences that explain why the last step was skipped or not finite, and give advice."""
     skips, why = int(state.consecutive_skips), _clause(cause, state, params)
     if skips:
         last = "step was skipped" if skips == 1 else f"{skips} steps were skipped, the last one"
@@ -258,7 +258,7 @@ def _clause(cause: str, state: LossScaledState, params: chex.ArrayTree | None) -
 
 
 def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | None) -> str:
-    """Return the path of the recorded leaf in the parameters, or in a part of the optimizer state with their paths."""
+    """Return the path of the recorded leaf in the parameters, or in a part of the state with the same paths."""
     if params is None:
 
         def is_like_gradients(part: Any) -> bool:
@@ -362,7 +362,7 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
 
 
 def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> bool:
-    """Add a conclusion from all steps since the recorded step.
+    """Add a conclusion that is based on all steps since the recorded step.
 
     Return whether the recorded NaN was probably caused by the batch, because a later step at the same or a higher loss
     scale was finite.

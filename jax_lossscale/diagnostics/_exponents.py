@@ -282,10 +282,10 @@ def suggest_loss_scale(
 
 @partial(jax.jit, static_argnums=1)
 def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
-    """Return the largest finite magnitude as its float32 bits, and four numbers of finite elements, as ``uint32[]``.
+    """Return the bits of the largest finite magnitude as a float32, and four counts of elements, as ``uint32[]``.
 
-    The elements that are already zero, become zero, become subnormal, and do neither in ``dtype`` at a loss scale of
-    ``2**log2_scale`` are counted separately.
+    The finite elements that are already zero, that become zero, that become subnormal, and all other finite elements
+    are counted separately, for ``dtype`` and a loss scale of ``2**log2_scale``.
     """
     numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)

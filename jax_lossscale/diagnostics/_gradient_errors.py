@@ -176,7 +176,7 @@ def reports_of(
     sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
 
     def with_all(of_leaves: Any, of_all: Any) -> Any:
-        """Return the number, or the tuple of the numbers at the loss scales, of each leaf and of the whole gradient."""
+        """Return, for each leaf and for the whole gradient, a number or a tuple with one number per loss scale."""
         numbers = np.concatenate([of_leaves, np.expand_dims(of_all, -1)], axis=-1).T.tolist()
         return [tuple(each) if isinstance(each, list) else each for each in numbers]
 
@@ -307,7 +307,7 @@ class GradientErrors(NamedTuple):
 
 
 def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> float:
-    """Return the largest of several loss scales that is far enough below the largest loss scale with finite gradients.
+    """Return the largest of several loss scales with enough headroom below the largest scale with finite gradients.
 
     If there is no such scale, return the first one.
     """
@@ -365,7 +365,7 @@ def errors_by_scale(
 
 
 def initial_scale(gradients: TracedGradients) -> float:
-    """Return the largest default loss scale that is far enough below the loss scales at which the gradients overflow.
+    """Return the largest default loss scale with enough headroom below the loss scales at which the gradients overflow.
 
     The largest loss scale with finite gradients is determined by bisection. If the gradients are not finite at any loss
     scale, the smallest default loss scale is returned. If there are no gradients, 1 is returned.
@@ -429,7 +429,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
 
 
 def raise_unless_in_callback(error: Exception) -> None:
-    """Raise an error unless it was raised by a callback in the program.
+    """Raise an error again unless it came from a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """

@@ -70,7 +70,7 @@ class LossCall(NamedTuple):
         return Traced(*self._scaled_call())
 
     def scaled_with_reasons(self) -> TracedWithReasons:
-        """Trace the value and the scaled gradients so that the reasons of matmuls can be determined."""
+        """Trace the value and the scaled gradients, and record why matmuls are not in half precision."""
         return trace_with_reasons(*self._scaled_call())
 
     def _scaled_call(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:

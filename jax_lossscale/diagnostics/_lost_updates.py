@@ -37,7 +37,7 @@ class LeafLostUpdates:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LostUpdates(Report[LeafLostUpdates]):
-    """A sequence of a `LeafLostUpdates` for each floating-point parameter, in the order of decreasing fractions.
+    """A sequence with a `LeafLostUpdates` for each floating-point parameter, sorted by decreasing fraction.
 
     Attributes:
       leaves: the report of each parameter.
@@ -49,17 +49,17 @@ class LostUpdates(Report[LeafLostUpdates]):
 
     @property
     def nonzero(self) -> int:
-        """The number of updates that are not zero, in all parameters."""
+        """The total number of nonzero updates."""
         return sum(leaf.nonzero for leaf in self.leaves)
 
     @property
     def lost(self) -> int:
-        """The number of nonzero updates that do not change their parameter, in all parameters."""
+        """The total number of nonzero updates that do not change their parameter."""
         return sum(leaf.lost for leaf in self.leaves)
 
     @property
     def fraction(self) -> float:
-        """The fraction of nonzero updates that do not change their parameter, in all parameters."""
+        """The fraction of all nonzero updates that do not change their parameter."""
         return self.lost / max(self.nonzero, 1)
 
     def _header(self) -> str:

@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
     @property
     def is_accurate(self) -> bool:
-        """Whether all errors are within the tolerance, or within half the tolerance if any matmul is in float32."""
+        """Whether all errors are within the tolerance (within half the tolerance if any matmul is in float32)."""
         return self.ratio <= (0.5 if self.levels.any() else 1.0)
 
 
@@ -53,10 +53,10 @@ class Search:
 
     1. The constructor measures the gradients in float32, and the magnitudes and rounding errors of all operands,
        results and cotangents of the matmuls.
-    2. `found` tries half precision for all matmuls. If this is not accurate, it raises the precision of matmuls until
-       the gradients are accurate, and then lowers the precision of matmuls as long as the gradients stay accurate. The
-       precision is raised first where values overflow, then where values underflow, and then where rounding does the
-       most damage.
+    2. `found` first evaluates the gradients with all matmuls in half precision. If these gradients are not accurate,
+       `found` raises the precision of matmuls until the gradients are accurate, and then lowers the precision of
+       matmuls as long as the gradients stay accurate. The precision is raised first where values overflow, then where
+       values underflow, and then where rounding does the most damage.
     3. `verified` evaluates the function under `autocast` with a policy for the precisions that `found` returned. While
        the policy is not accurate, `find_precision` calls `raise_levels` and `verified` in turn.
     4. `reasons` describes why each matmul is not in half precision.
@@ -104,7 +104,7 @@ class Search:
         return first, self._lowered(trial)
 
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
-        """Return a trial with up to ``most`` precision levels raised, starting where rounding does the most damage.
+        """Raise up to ``most`` precision levels, first where rounding does the most damage, and return the new trial.
 
         If only a few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
@@ -177,7 +177,7 @@ class Search:
         return np.asarray(measured.error > 2 * float(jnp.finfo(self.gradients.dtype).eps))
 
     def verified(self, trial: Trial, policy: PrecisionPolicy) -> Trial:
-        """Return a trial with the errors of the function under `autocast` with the policy for ``trial``."""
+        """Evaluate the function under `autocast` with the policy for ``trial``, and return a trial with its errors."""
         return self._compared(self.gradients.with_policy(policy, trial.scale), trial.levels, trial.scale)
 
     def reasons(self, trial: Trial) -> list[str]:

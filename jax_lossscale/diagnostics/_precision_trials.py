@@ -96,7 +96,7 @@ class Gradients:
         return (self._result(batch, levels, scale, by) for batch in self.batches)
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
-        """Evaluate the program with probes for each batch, with all matmuls in float32."""
+        """Evaluate the program for each batch, with probes and with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
     def measured(self, scale: float) -> probes.Measured:
@@ -185,7 +185,7 @@ _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 
 
 def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
-    """Evaluate the gradients in float32, and at two nudges (small random changes to all parameters).
+    """Evaluate the float32 gradients, without and with each of two nudges (small random changes to all parameters).
 
     Return the reference for each batch, and the measurements of the probes without a loss scale.
     """

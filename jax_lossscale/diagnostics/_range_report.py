@@ -92,7 +92,7 @@ class RangeReport(Report[OperationRange]):
 
     1. Operations that have a suggestion, and whose error changes the value or a gradient, come first.
     2. Operations in the forward pass come before operations in the backward pass.
-    3. Operations that overflow come first, in the order of the program, because the first overflow usually causes the
+    3. Operations that overflow come first. They are in program order, because the first overflow usually causes the
        following ones.
     4. All other operations are sorted by the amplification of errors, and then by the fraction of elements that become
        zero.
@@ -339,7 +339,7 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
 def _severity(operation: OperationRange) -> Any:
     """Return the sort key of an operation in the report. Worse operations have smaller keys."""
     changes = bool(operation.suggestion) and operation.changes_result
-    # Operations that overflow have equal keys, so a stable sort leaves them in the order of the program.
+    # Operations that overflow have equal keys, so a stable sort leaves them in program order.
     last = (0.0, 0.0) if operation.overflow else (-operation.amplification * changes, -operation.zero)
     return not changes, operation.is_backward, not operation.overflow, *last
 

@@ -90,7 +90,7 @@ def progress_bar(
         check_function(progress, f"{caller}(progress=...)", "True, False and None are also accepted.")
         return progress
     try:
-        # In notebooks without ipywidgets, tqdm warns when it is imported, and then shows a bar of text.
+        # In notebooks without ipywidgets, tqdm emits a warning when it is imported, and then shows a text progress bar.
         with warnings.catch_warnings(action="ignore"):
             from tqdm.auto import tqdm
     except ImportError as error:
@@ -122,7 +122,7 @@ def percent_of_error(error: float, if_meaningless: str = "more than 1000%") -> s
 
 
 def listed(paths: Sequence[str]) -> str:
-    """Join the first three paths with commas and "and", followed by the number of remaining paths, if any."""
+    """List the first three paths and the number of remaining paths, if any, such as "a, b, c and 2 more"."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 

@@ -95,7 +95,7 @@ class MeasuringEvaluator(Walk[Any]):
         return [name for eqn in program.jaxpr.eqns for name in self.names_within(eqn)]
 
     def names_within(self, eqn: Any) -> list[Any]:
-        """Return the names of all rows that are recorded for an equation and for the sub-jaxprs that are evaluated."""
+        """Return the names of all rows that are recorded for an equation and its evaluated sub-jaxprs."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
         bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
@@ -219,10 +219,9 @@ class Pair(NamedTuple):
 class ShadowEvaluator(MeasuringEvaluator):
     """Interpreter that evaluates jaxprs both in their own dtypes and in float32, and compares the results.
 
-    For each site of a `Dataflow`, in the order of the sites, the interpreter records one row, which contains the
-    `Statistics` as ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each
-    operation is compiled separately, and only once for all layers with the same shapes. Values are freed after their
-    last use.
+    The interpreter records one row for each site of a `Dataflow`, in the same order. A row contains the `Statistics` as
+    ``float32[fields]``. An `Evaluator` computes the values in float32. Outside of `jax.jit`, each operation is compiled
+    separately, and only once for all layers with the same shapes. Values are freed after their last use.
 
     Args:
       dtype: the half-precision dtype with whose range the results are compared.

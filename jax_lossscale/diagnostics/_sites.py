@@ -45,9 +45,8 @@ class Site(NamedTuple):
 class Dataflow(Propagation[frozenset[int]]):
     """The graph of the measured results of a jaxpr.
 
-    Each node of the graph is a measured result or the carry of a loop and is represented by an integer. The information
-    that is propagated about a value is the set of nodes from which the value is computed by operations that are not
-    measured.
+    Each node of the graph is a measured result or the carry of a loop and is represented by an integer. For each value,
+    this class propagates the set of nodes from which unmeasured operations compute the value.
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.

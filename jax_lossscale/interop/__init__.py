@@ -3,8 +3,8 @@
 Each module must be imported explicitly and requires the library after which it is named. ``interop.flax`` and
 ``interop.jmp`` contain two conversion functions:
 
-- ``from_<library>`` converts a loss scale of the library to a loss scale with the same configuration and state, which
-  then changes in the same way as it would have changed in that library.
+- ``from_<library>`` converts a loss scale of the library to a loss scale with the same configuration and state. The
+  converted loss scale then changes in the same way as the original loss scale would.
 - ``to_<library>`` converts a loss scale back.
 
 If a setting cannot be converted, the conversion functions emit a `UserWarning`.

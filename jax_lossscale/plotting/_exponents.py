@@ -107,8 +107,7 @@ def plot_exponents(
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
         # Hatch the parts of the bars below the range of the dtype, and then the parts above the range. In each case,
-        # all edges on the wrong side of the limit are moved to the limit, so the other parts of the bars have a width
-        # of zero.
+        # the edges are clipped at the limit of the range, so all other parts of the bars have a width of zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
@@ -133,7 +132,7 @@ def plot_exponents(
 
 
 def _one_histogram(tree: Any) -> ExponentHistogram:
-    """Return the histogram of a tree of gradients, which may itself be a single histogram."""
+    """Return the histogram of a tree of gradients. If the tree is already a histogram, return it unchanged."""
     if isinstance(tree, ExponentHistogram) and tree.counts.ndim == 1:
         return tree
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))

@@ -45,7 +45,7 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    theirs: Any = dynamic_scale  # The annotations of flax do not include arrays.
+    theirs: Any = dynamic_scale  # The type annotations of flax do not include arrays.
     interval = theirs.growth_interval
     if _steps_late():
         warn_user(
@@ -74,9 +74,9 @@ def to_flax(loss_scale: LossScale) -> DynamicScale:
 
     Returns:
       A ``DynamicScale`` with a state of ``float32[]`` and ``int32[]``, which grows on the same steps as ``loss_scale``.
-      If the scale of the installed flax version grows one step late, the ``growth_interval`` is `increment_period` - 1.
-      flax supports neither a configurable ceiling nor hysteresis. A warning reports each setting of ``loss_scale`` that
-      flax does not support.
+      If the scale grows one step late in the installed version of flax, the ``growth_interval`` is one less than the
+      `increment_period`. flax supports neither a configurable ceiling nor hysteresis. A warning reports each setting of
+      ``loss_scale`` that flax does not support.
 
     Raises:
       ValueError: if ``loss_scale`` has any other type, or is a batch of loss scales.
