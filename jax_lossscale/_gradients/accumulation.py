@@ -215,9 +215,9 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
             )
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
-            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not have arguments in "
-            "common, because the gradients with respect to a batch cannot be summed over micro-batches. Use "
-            "`value_and_scaled_grad` instead."
+            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not differentiate an "
+            "argument that contains the batch, because the gradients with respect to a batch cannot be summed over "
+            "micro-batches. Use `value_and_scaled_grad` instead."
         )
 
 
@@ -233,9 +233,9 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
     ((size,),) = sizes
     if size % num_microbatches or size == 0:
         raise ValueError(
-            f"`accumulate_gradients(num_microbatches={num_microbatches})` must evenly divide the number of "
-            f"examples, which must be positive, got a batch of {size} examples. Change the batch size, for example by "
-            "omitting some examples."
+            f"The number of examples must be a positive multiple of `accumulate_gradients(num_microbatches="
+            f"{num_microbatches})`, got a batch of {size} examples. Change the batch size, for example by omitting "
+            "some examples."
         )
 
     def split(leaf: Any) -> jax.Array:

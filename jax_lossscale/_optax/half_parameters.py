@@ -405,7 +405,7 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
     if num_remainders and len(remainders) == num_remainders:
         raise ValueError(
             "`float32_params(params=...)` contains none of the 16-bit parameters of `state`, the first of which is at "
-            f"{'/'.join(next(iter(remainders)))!r}. Pass the parameters as they were passed to `init`."
+            f"{'/'.join(next(iter(remainders)))!r}. Pass parameters with the same structure as in `init`."
         )
     return result
 
@@ -542,7 +542,7 @@ def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: che
 
 def _is_of_other_parameters(name: str) -> ValueError:
     return ValueError(
-        f"`{name}(...).update(state=...)` is a state for parameters with another structure or with other dtypes. Pass "
+        f"`{name}(...).update(state=...)` belongs to parameters with a different structure, shapes or dtypes. Pass "
         "the state that `init` returned for these parameters, or the state after the last step."
     )
 

@@ -133,7 +133,7 @@ _SUGGESTIONS = {
 # For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
 # applies.
 _FORWARD_OVERFLOWS = {
-    "convert_element_type": "Do not cast this value to half precision, or scale it down before the cast.",
+    "convert_element_type": "Do not cast this value to half precision. Alternatively, scale it down before the cast.",
     "dot_general": "Make the operands smaller before the matmul (for example, divide one of them by the square root "
     "of the size of the contracted axis), or make the matmul return float32 (with `jls.keep_float32` under `autocast`, "
     "or with `preferred_element_type` in code with manual casts).",

@@ -433,8 +433,8 @@ def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
     if monitoring.seem_unscaled(state):
         add(
             f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
-            "number, because the gradients became smaller while the loss scale became larger. Most likely, the "
-            "gradients are not scaled."
+            "number. In the first steps, the largest gradient became smaller by about the same factor by which the "
+            "loss scale became larger. Most likely, the gradients are not scaled."
         )
         add(_HOW_TO_SCALE)
         return "unscaled"

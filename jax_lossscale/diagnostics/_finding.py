@@ -86,7 +86,7 @@ class Finder:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = f"{lost_constants[0]}, even in the float32 reference. Keep this constant in float32."
+            lost = f"{lost_constants[0]}. The float32 reference also uses this value. Keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 

@@ -46,7 +46,7 @@ LINES = {
     # The gradients and the parameters.
     "The largest gradient of the last step was *.": "largest",
     "The largest gradient would not overflow in float16 even if the loss scale were 2^* times larger.": "room",
-    "The loss scale times the largest gradient is *, far below the largest float16 number, *": "not scaled",
+    "The loss scale times the largest gradient is *, far below the largest float16 number. *": "not scaled",
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them *": "",
     "If the loss does not decrease, check whether the gradients are scaled. Compute *": "question",
     "The largest gradient of the last step could not be measured. *": "not measured",

@@ -671,5 +671,5 @@ def test_state_must_belong_to_the_optimizer_and_the_parameters(wrapper):
     if wrapper is jls.master_weights:
         others.append(jls.cast_floating(params, F32))
     for other in others if wrapper is not jls.stochastic_rounding else ():
-        with pytest.raises(ValueError, match=r"update\(state=...\)` is a state for parameters with another structure"):
+        with pytest.raises(ValueError, match=r"update\(state=...\)` belongs to parameters with a different structure"):
             tx.update(grads, tx.init(other), params)
