@@ -404,7 +404,7 @@ class _SharedLossScale:
 
         Args:
           mesh: the mesh of the arguments or of the context, or ``None`` if there is none.
-          is_context: whether the mesh is that of `jax.set_mesh`.
+          is_context: whether the mesh was set with `jax.set_mesh`.
         """
         if not hasattr(jax, "new_ref"):
             raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")

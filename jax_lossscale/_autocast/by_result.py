@@ -134,9 +134,9 @@ def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node |
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
-    """Return the axes over which the divisor of a softmax sums the exponentials, or None for any other divisor.
+    """Return the axes over which the denominator of a softmax sums the exponentials, or None for any other denominator.
 
-    The node ``below``, which computes the divisor, must broadcast the sum along the axes that were summed.
+    The node ``below``, which computes the denominator, must broadcast the sum along the axes that were summed.
     """
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":

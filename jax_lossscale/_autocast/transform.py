@@ -113,7 +113,7 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
     - all matmuls that stay in float32, and the exceptions to the rule,
     - the values that are saved for the backward pass, and the sums that are computed in float32,
     - the effect on loops, custom derivatives and other transformations,
-    - the optimizations of XLA, because of which results can differ slightly with and without `jax.jit`.
+    - the optimizations of XLA that cause small differences between results with and without `jax.jit`.
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018. TensorFlow's

@@ -72,7 +72,7 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 def find_loss_scale(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
     """Return the only loss scale in a pytree, after `unwrapped` has converted its leaves to arrays.
 
-    The arguments are those of `find_one`.
+    The arguments are the same as in `find_one`.
     """
     return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 

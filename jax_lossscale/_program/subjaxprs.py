@@ -100,7 +100,7 @@ def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None
 
 
 def _called(eqn: Any) -> SubJaxprs:
-    """Return the only sub-jaxpr of a call, whose arguments and results are those of the equation."""
+    """Return the only sub-jaxpr of a call, which has the same arguments and results as the equation."""
     jaxpr = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call", "callee") if name in eqn.params)
     return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))
 

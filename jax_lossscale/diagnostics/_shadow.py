@@ -39,8 +39,8 @@ _OUTLIER_FACTOR = 4.0
 _SMALLEST_SHARE = 1 / 256
 
 
-# The measurements of a program, in the order of its operations. Each row of measurements contains several numbers, and
-# larger numbers are worse.
+# The measurements of a program, in program order. Each row of measurements contains several numbers, and larger numbers
+# are worse.
 Rows: TypeAlias = list[jax.Array]
 Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
 
