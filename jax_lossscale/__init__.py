@@ -45,7 +45,8 @@ if _typing.TYPE_CHECKING:
     from jax_lossscale._scaled_backward import scaled_backward
 
 # For each name that is imported when it is first used: the module that contains it. These modules rewrite or read
-# jaxprs, for which they use functions that a new version of JAX may lack. The loss scales can be imported without them.
+# jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported without these
+# modules.
 _LAZY = {
     **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
     "MixedPrecision": "_mixed_precision",

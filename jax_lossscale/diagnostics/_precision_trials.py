@@ -185,7 +185,7 @@ _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 
 
 def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
-    """Evaluate the float32 gradients, without and with each of two nudges (small random changes to all parameters).
+    """Evaluate the float32 gradients for the original parameters, and for two small random changes (nudges) of them.
 
     Return the reference for each batch, and the measurements of the probes without a loss scale.
     """
