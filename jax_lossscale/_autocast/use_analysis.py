@@ -186,7 +186,7 @@ def sums_with_a_bias(
     used = Counter(value_ids([*graph.outputs, *(atom for node in graph.nodes for atom in node.inputs)]))
     found: set[int] = set()
     for segment in segments:
-        # Another bias may be added to a sum with a bias. All of these sums have the same cotangent.
+        # A sum with a bias may be the operand of another such sum, which has the same cotangent.
         summands = {*half} - segment.upcast
         for position in segment.nodes:
             node = graph.nodes[position]
