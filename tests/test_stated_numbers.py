@@ -58,7 +58,7 @@ def test_predictions_for_an_h100():
 def test_predictions_for_models_that_were_not_used_for_tuning():
     page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
     measured = {
-        name: (float(time), float(memory)) for name, _, time, _, memory in rows(RESULTS / "untuned.md", "## Tables")
+        name: (float(time), float(memory)) for name, _, time, _, memory, *_ in rows(RESULTS / "untuned.md", "## Tables")
     }
     assert len(measured) >= 24
     stated = rows(ROOT / "docs" / "performance.md", "### Models that were not used to tune")

@@ -183,13 +183,17 @@ def sums_with_a_bias(
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)
-    return frozenset(
-        position
-        for segment in segments
-        for position in segment.nodes
-        if _adds_a_bias(graph, graph.nodes[position], half - segment.upcast, broadcasts)
-        and not in_float32.isdisjoint(graph.nodes[position].outputs)
-    )
+    used = Counter(value_ids([*graph.outputs, *(atom for node in graph.nodes for atom in node.inputs)]))
+    found: set[int] = set()
+    for segment in segments:
+        # A sum with a bias may be the operand of another such sum, which has the same cotangent.
+        summands = {*half} - segment.upcast
+        for position in segment.nodes:
+            node = graph.nodes[position]
+            if _adds_a_bias(graph, node, summands, broadcasts) and not in_float32.isdisjoint(node.outputs):
+                found.add(position)
+                summands |= {result for result in node.outputs if used[result] == 1}
+    return frozenset(found)
 
 
 def _adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:

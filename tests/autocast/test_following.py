@@ -193,6 +193,31 @@ def test_bias_and_matmul_have_the_same_cotangent():
     np.testing.assert_allclose(of_bias, jnp.sum(rounded, axis=0), rtol=1e-6)
 
 
+def test_all_biases_of_a_matmul_have_its_cotangent():
+    """Only one rounded cotangent is written to memory if several values are broadcast and added to a matmul."""
+
+    def loss(w, b, c, x):
+        return jnp.sum(jnp.sin((x @ w + b[None]) + c[:, None]))
+
+    args = W, jnp.ones(8), jnp.ones(len(X)), X
+    _, of_b, of_c = jax.grad(jls.autocast(loss), (0, 1, 2))(*args)
+    y = (X.astype(jnp.float16) @ W.astype(jnp.float16)).astype(jnp.float32) + 1
+    rounded = jnp.cos(y + 1).astype(jnp.float16).astype(jnp.float32)
+    np.testing.assert_allclose(of_b, jnp.sum(rounded, axis=0), rtol=1e-6)
+    np.testing.assert_allclose(of_c, jnp.sum(rounded, axis=1), rtol=1e-6)
+
+
+def test_bias_of_a_sum_that_is_used_again_has_a_float32_cotangent():
+    """The cotangent of ``y`` is the sum of two cotangents, so rounding one of them would not save memory."""
+
+    def loss(w, b, c, x):
+        y = x @ w + b[None]
+        return jnp.sum(jnp.sin(y + c[:, None]) + jnp.cos(y))
+
+    args = W, jnp.ones(8), jnp.ones(len(X)), X
+    assert primitives_of(jax.grad(jls.autocast(loss), (0, 1, 2)), *args).count("optimization_barrier") == 1
+
+
 @pytest.mark.parametrize(
     "derivative",
     [

@@ -9,7 +9,7 @@ import pytest
 from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reading import distance, result_dtypes
+from reading import distance, equations, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -93,6 +93,19 @@ def test_gradient_of_a_lookup_is_summed_in_float32(is_tied):
 
     assert result_dtypes(["gather"], jls.autocast(loss), jnp.ones((3, 2))) == [HALF]
     np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(jnp.ones((3, 2)))[0], [4097, 4097])
+
+
+@pytest.mark.parametrize("name", ["index", "untied, but used only by matmuls"])
+def test_gradient_of_a_lookup_is_separate_from_the_gradient_of_matmuls(name):
+    """Without the optimization barrier, XLA would scatter into the gradient that the matmuls compute for the table."""
+
+    def loss(table):
+        return jnp.sum(IN_HALF[name](table, TOKENS))
+
+    eqns = list(equations(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(TABLE)))
+    sums = [eqn.outvars[0] for eqn in eqns if eqn.primitive.name in ("scatter-add", "scatter_add")]
+    behind_barriers = [eqn.invars[0] for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    assert [any(each is atom for atom in behind_barriers) for each in sums] == [True]
 
 
 def test_lookup_composes_with_transformations():
