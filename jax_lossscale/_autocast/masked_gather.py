@@ -117,6 +117,8 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
                 index = jax.lax.index_in_dim(indices, column, -1, keepdims=False)
                 index = index.transpose(*sorted(batch, key=batch.__getitem__), *others)
                 index = index.reshape([x.shape[n] if n in batch.values() else 1 for n in range(x.ndim)])
+                if index.dtype.itemsize < 4:  # The positions may not be representable in the dtype of the index.
+                    index = index.astype(jnp.int32)
                 if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
                     index = jnp.clip(index, 0, x.shape[n] - 1)
                 positions = jnp.arange(x.shape[n], dtype=index.dtype)
