@@ -36,7 +36,7 @@ def autocast(
 ) -> Callable[[_Function], _Function]: ...
 @overload
 def autocast(fun: _Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> _Function: ...
-def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Any:
+def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Any:
     """Transform a float32 function so that its matmuls are computed in half precision.
 
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
@@ -126,10 +126,10 @@ def autocast(fun: Any = None, dtype: DTypeLike = jnp.float16, *, policy: Precisi
                 f"`autocast(fun=...)` must be a function, got the dtype {shown(fun)}. Call `autocast(fun, dtype)`, or "
                 "use the decorator `@autocast(dtype=...)`."
             )
-        fun, dtype = None, fun
+        fun, dtype = ..., fun
     dtype = checked_half_precision(dtype, "autocast(dtype=...)")
     policy = checked_policy(policy, "autocast(policy=...)")
-    if fun is None:
+    if fun is ...:
         return _Decorator(dtype, policy)
     check_function(fun, "autocast(fun=...)")
     if dtype == jnp.float32:

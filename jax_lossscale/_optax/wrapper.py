@@ -66,8 +66,9 @@ class Wrapper:
         _tree.check_tree(params, "init(params=...)")
         self._check_not_masked("init(params=...)", params, self.initial_loss_scale)
         trained = _tree.inexact_only(params)
-        expected = jax.eval_shape(self.inner.init, trained) if any(map(is_half, jax.tree.leaves(trained))) else None
-        inner_state = self.inner.init(self._params(trained, expected, self.initial_loss_scale))
+        inner_state = self.inner.init(trained) if any(map(is_half, jax.tree.leaves(trained))) else None
+        if not uses_half_parameters(inner_state):
+            inner_state = self.inner.init(_widened(trained, self.initial_loss_scale))
         if _tree.instances(inner_state, LossScale):
             argument = "loss_scaled(inner=...)" if self.takes_scaled_gradients else "MixedPrecision(optimizer=...)"
             raise ValueError(

@@ -139,6 +139,8 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     ([],). Use `batch_argnums` to specify the arguments that contain the batch.
 jls.autocast(3)
     `autocast(fun=...)` must be a function, got 3.
+jls.autocast(None)
+    `autocast(fun=...)` must be a function, got None.
 jls.autocast(jnp.bfloat16, square)
     `autocast(fun=...)` must be a function, got the dtype <class 'jax.numpy.bfloat16'>. Call `autocast(fun, dtype)`, or
     use the decorator `@autocast(dtype=...)`.

@@ -470,6 +470,14 @@ def test_init_accepts_abstract_parameters(wrapper):
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), tx.init(params))
 
 
+def test_init_of_the_optimizer_can_use_numpy():
+    def init(params):
+        return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), params)
+
+    tx = jls.loss_scaled(optax.GradientTransformation(init, optax.sgd(1.0).update))
+    chex.assert_trees_all_equal(tx.init(params_in(BF16)).inner_state, init(params_in(F32)))
+
+
 @ci
 @all_wrappers
 def test_step_keeps_all_types_and_works_with_donated_arrays(wrapper):
