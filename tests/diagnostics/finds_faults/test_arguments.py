@@ -52,6 +52,9 @@ def test_nan_in_the_arguments_is_reported_first(kind, args, kwargs, said):
     text = TEXTS[kind](*args, **kwargs)
     assert said in text
     assert "stay in range" not in text
+    if kind == "compare_gradients":
+        assert "Therefore, the " in text
+        assert "not finite in float32 either." in text
 
 
 @pytest.mark.slow
@@ -77,7 +80,9 @@ def test_float16_is_not_blamed_for_a_diverged_training(size):
     sentence = f"The loss is {loss:.2g} in float32 as well. If the loss has become this large during training, training"
     assert sentence in verdict
     assert verdict.startswith(sentence) == (size > 65504)  # This sentence comes first if training is impossible.
-    assert "Check the learning rate" in verdict
+    assert "Check the learning rate and the sign of the loss." in verdict
+    # The verdict contains no other suggestion, because the training diverges in float32 as well.
+    assert not re.search("Keep the matmul|Make the operands|Multiply in|Compute `", verdict)
     assert ("`params['kernel']` reaches 1e+05, but the largest finite float16 number is 65504." in verdict) == (
         size > 65504
     )

@@ -82,6 +82,7 @@ def test_code_in_the_verdict_creates_a_scale_below_1():
     loss_scale = eval(code, {"jls": jls})
     assert loss_scale() == compared("sum_for_a_mean").loss_scale
     assert loss_scale.min_loss_scale < loss_scale()
+    assert "make the loss smaller by using means instead of sums." in compared("sum_for_a_mean").verdict
 
 
 def test_suggested_separate_scale_fixes_the_branch_that_underflows():
@@ -272,7 +273,8 @@ def test_non_finite_reference_is_reported():
 def test_gradients_that_are_zero_in_float32_are_reported():
     report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
     assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
-    assert report.verdict.startswith("All gradients are zero in float32 as well")
+    assert report.verdict.startswith("All gradients are zero in float32 as well, so float16 is not the cause. Look for")
+    assert "`jax.lax.stop_gradient`" in report.verdict
 
 
 def test_opaque_operations_are_listed():
