@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from workloads import draw
 
@@ -186,10 +187,51 @@ def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
     assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
 
 
+REPORTS = {
+    "autocast_report": autocast_report,
+    "compare_gradients": compare_gradients,
+    "find_precision": find_precision,
+    "range_report": range_report,
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_options_and_keyword_arguments_are_passed_on(name):
+    def fun(x, params, *, power, label):
+        assert (type(power), label) == (int, "a")
+        return jnp.mean((x @ params["kernel"]) ** power), {"x": x, "label": label}
+
+    options = {"argnums": (0, -1), "has_aux": True, "power": 2, "label": "a"}
+    takes_float32 = name in ("autocast_report", "find_precision")
+    params = {**PARAMS, "n": 3.0}  # Python numbers are not parameters.
+    report = REPORTS[name](fun if takes_float32 else jls.autocast(fun), X, params, **options)
+    if name == "find_precision":
+        assert report.errors[1] < 0.01
+    else:
+        assert (report.summary.matmuls, report.summary.half_matmuls) == (3, 3)  # two of them in the backward pass
+    if name == "compare_gradients":
+        assert {leaf.path for leaf in report} == {"[0]", "[1]['kernel']"}
+
+
+@pytest.mark.parametrize(
+    ("report", "sentence"),
+    [
+        (compare_gradients, "The float32 reference also computes these operations in half precision: pure_callback."),
+        (range_report, "Not evaluated in float32: pure_callback."),
+    ],
+)
+def test_opaque_operations_are_listed(report, sentence):
+    def fun(w):
+        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
+        return jnp.sum((w.astype(jnp.float16) * factor).astype(jnp.float32))
+
+    found = report(fun, jnp.full(2, 60000.0))
+    assert found.opaque_operations == ("pure_callback",)
+    assert sentence in repr(found)
+
+
 # Invalid arguments. The error contains the argument, the value and a suggestion.
 
-REPORTS = {"autocast_report": autocast_report, "compare_gradients": compare_gradients, "find_precision": find_precision}
-REPORTS["range_report"] = range_report
 FLOATING = "must be a real floating dtype, got int32"
 NUMBERS = "must be a sequence of positive finite numbers, got"
 REFUSED = [
@@ -211,7 +253,6 @@ REFUSED = [
     ),
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
-    ("find_precision", {"progress": 1}, "progress=...)` must be"),
     ("find_precision", {"batches": [X[:3]]}, "batches=...)` must be a sequence of values with the structure"),
     ("find_precision", {"batches": []}, "batches=...)` must be a sequence of values with the structure"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),

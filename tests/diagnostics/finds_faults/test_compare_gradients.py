@@ -125,7 +125,7 @@ SCALES = [1.0, 2.0**4, 2.0**8]
 
 
 def test_errors_shares_and_magnitudes_equal_those_of_numpy():
-    report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES)
+    report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES[::-1])
     (leaf,) = report
     assert report.loss_scales == tuple(SCALES)
     gradients = [in_numpy(VALUES, scale) for scale in SCALES]
@@ -174,31 +174,6 @@ def test_custom_reference_is_used():
     assert report.value == 2
 
 
-def test_options_and_keyword_arguments_are_passed_on():
-    def fun(x, w, *, power, name):
-        assert name == "a"
-        assert isinstance(power, int)
-        return jnp.sum((w["w"].astype(jnp.float16) ** power).astype(jnp.float32)), {"x": x, "name": name}
-
-    report = compare_gradients(
-        fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
-    )
-    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python numbers are not parameters.
-    assert report.value == 3
-
-
-def test_progress_iterates_over_the_scales():
-    seen = []
-
-    def progress(scales):
-        for scale in scales:
-            seen.append(scale)
-            yield scale
-
-    compare_gradients(polynomial, jnp.ones(2), jnp.ones(2), loss_scales=[4.0, 1.0], progress=progress)
-    assert seen == [1.0, 4.0]
-
-
 def test_function_is_compiled_once_for_all_scales(compilations):
     few = compile_count(compilations, [1.0, 2.0])
     many = compile_count(compilations, [2.0**k for k in range(8)])
@@ -211,11 +186,6 @@ def compile_count(compilations, scales):
     before = len(compilations)
     compare_gradients(polynomial, *args, loss_scales=scales)
     return len(compilations) - before
-
-
-def test_float16_parameters_are_supported():
-    report = compare_gradients(polynomial, jnp.ones(3, jnp.float16), jnp.ones(3), loss_scales=[1.0])
-    assert report.cause == "none"
 
 
 def test_bfloat16_is_supported():
@@ -275,17 +245,6 @@ def test_gradients_that_are_zero_in_float32_are_reported():
     assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
     assert report.verdict.startswith("All gradients are zero in float32 as well, so float16 is not the cause. Look for")
     assert "`jax.lax.stop_gradient`" in report.verdict
-
-
-def test_opaque_operations_are_listed():
-    def fun(w):
-        in_half = w.astype(jnp.float16)
-        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
-        return jnp.sum((in_half * factor).astype(jnp.float32))
-
-    report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
-    assert report.opaque_operations == ("pure_callback",)
-    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
 
 
 # Printed reports.

@@ -227,17 +227,6 @@ def test_policy_covers_several_batches():
     assert [rule.precision for rule in report.rules] == ["float32_result"]
 
 
-def test_find_precision_supports_aux_argnums_and_keywords():
-    def loss(weights, head, x, *, activation, shift):
-        y = activation(x @ weights + shift)
-        return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
-
-    report = find_precision(
-        loss, WEIGHTS[0], jnp.eye(16), X, argnums=(0, 1), has_aux=True, activation=jnp.cos, shift=1.0
-    )
-    assert "reaches" in report.rules[0].reason
-
-
 def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 

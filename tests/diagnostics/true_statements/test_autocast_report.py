@@ -265,17 +265,6 @@ def test_rule_of_a_policy_is_applied_and_given_as_reason():
     assert "float16, result float32" in str(report)
 
 
-def test_arguments_of_value_and_grad_are_supported():
-    def loss(params, x, *, scale):
-        return scale * plain(params["w"], x), {"aux": x}
-
-    report = autocast_report(functools.partial(loss, scale=2.0), {"w": W}, X, has_aux=True)
-    assert str(report.summary).endswith("5 of 5 in float16.")
-    assert autocast_report(loss, {"w": W}, X, has_aux=True, scale=jnp.float32(2)).summary == report.summary
-    both = autocast_report(plain, W, X, argnums=(0, 1))
-    assert str(both.summary).endswith("6 of 6 in float16.")
-
-
 class Normalized(nnx.Module):
     def __init__(self, rngs):
         self.linear = nnx.Linear(8, 8, rngs=rngs)
