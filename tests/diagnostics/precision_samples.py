@@ -47,21 +47,6 @@ def small_epsilon(weights, x):
 
 
 @sample(FAULTS, WEIGHTS, X)
-def large_logits(weights, x):
-    features = 1e5 * jnp.abs(jnp.tanh(x @ weights[0])) + 1e4
-    logits = features @ jnp.abs(weights[1])
-    return jnp.mean(jax.nn.logsumexp(logits / 1e4, axis=-1))
-
-
-@sample(FAULTS, WEIGHTS, X)
-def cosines_of_small_vectors(weights, x):
-    y = 1e-5 * mlp(weights, x)
-    z = jnp.roll(y, 1, axis=0)
-    norms = jnp.sqrt(jnp.sum(y * y, axis=-1) * jnp.sum(z * z, axis=-1))
-    return jnp.mean((1 - jnp.einsum("bi,bi->b", y, z) / norms) ** 2)
-
-
-@sample(FAULTS, WEIGHTS, X)
 def distances(weights, x):
     y = 3 + 0.1 * mlp(weights, x)
     norms = jnp.sum(y * y, axis=-1)
@@ -99,35 +84,15 @@ def outer_product_of_positions(weights, positions):
     return jnp.mean((mlp(weights, features) - 1) ** 2)
 
 
-@sample(FAULTS, WEIGHTS, random(3, 5000, 8))
-def counts(weights, x):
-    y = jnp.tanh(x @ weights[0])
-    segments = jnp.arange(5000) % 2
-    number = jax.ops.segment_sum(jnp.ones(5000), segments, 2)
-    total = jax.nn.one_hot(segments, 2, axis=0) @ (y + 40)
-    return jnp.mean((total / number[:, None] - 40) ** 2)
-
-
 @sample(FAULTS, WEIGHTS, X)
 def large_activations(weights, x):
     y = 1e5 * jnp.tanh(x @ weights[0])
     return jnp.mean(jnp.tanh(1e-5 * (y @ weights[1])) ** 2)
 
 
-@sample(FAULTS, jnp.ones(1000), 1000 + random(0, 1000))
-def large_vdot(weights, x):
-    return jnp.log(jnp.vdot(weights, x))
-
-
 @sample(FAULTS, WEIGHTS, X)
 def small_unit(weights, x):
     return 1e-12 * jnp.mean((mlp(weights, x) - 1) ** 2)
-
-
-@sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
-def two_branches(weights, x):
-    loud = 1e4 * jnp.mean((mlp(weights["loud"], x) - 1) ** 2)
-    return loud + 1e-8 * jnp.mean((mlp(weights["quiet"], x) - 1) ** 2)
 
 
 @sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
@@ -161,8 +126,7 @@ def a_shard(weights, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shard(weights, x):
-        y = 1e5 * jnp.tanh(x @ weights[0])
-        return jax.lax.pmean(jnp.mean(jnp.tanh(1e-5 * (y @ weights[1])) ** 2), "data")
+        return jax.lax.pmean(large_activations(weights, x), "data")
 
     return jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(weights, x)
 

@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +30,13 @@ ERROR = re.compile(r"([\d.]+)%")
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
     "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
-    "large_logits": (1, 0, "an operand reaches 1.1e+05"),
-    "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
     "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
     "second_differences": (2, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "in half precision, the gradient of [0] is off by 55%"),
     "outer_product_of_positions": (0, 0, ""),  # The outer product has no sum, so it is not a matmul.
-    "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
-    "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # The loss scale solves this problem.
-    "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
     "two_branches_of_the_same_lines": (
         3,
         0,
@@ -115,6 +108,7 @@ def test_policy_fixes_each_fault(name):
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
     assert bool(policy.rules) == bool(num_float32 or num_float32_result)
+    assert all(rule.source == "*" for rule in policy.rules)  # Other lines of the file may be changed.
     if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, dataclasses.replace(report, policy=jls.PrecisionPolicy())) < 0.01
 
@@ -175,48 +169,6 @@ def test_policy_remains_valid_for_other_batches_and_under_jit():
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])
     assert error(energies, (weights, x), report) < 0.01
     assert error(jax.jit(energies), (weights, x), report) < 0.01
-
-
-MODEL = """
-import jax.numpy as jnp
-
-def loss_fn(weights, x):
-    y = x @ weights
-    energy = jnp.vdot(y, y)  # of all
-    return jnp.log(energy) + jnp.mean(jnp.tanh(x @ weights.T))
-"""
-EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace(
-    "y = x", "z = 2 * x\n    y = x"
-).replace("of all", "all")
-
-
-@pytest.mark.slow
-def test_policy_remains_valid_after_edits_elsewhere_in_the_file(tmp_path):
-    def loaded(text, name):
-        (tmp_path / f"{name}.py").write_text(text)
-        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.loss_fn
-
-    args = (jnp.full((4, 4), 100.0) + jnp.eye(4), X[:, :4] + 10)
-    loss = loaded(MODEL, "model")
-    report = find_precision(loss, *args)
-    (rule,) = report.rules
-    assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
-    edited = loaded(EDITED, "edited")
-    assert error(edited, args, report) < 0.01  # A rule without a match would cause a warning.
-    without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
-    with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
-        jls.autocast(without, policy=report.policy)(*args)
-
-
-@pytest.mark.slow
-@FEW_IN_HALF
-def test_rules_distinguish_matmuls_by_parameter():
-    report = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
-    # The first layer multiplies each time by a vector, which is an elementwise multiplication and not a matmul.
-    assert {rule.parameter for rule in report.rules} == {"[1]", "[2]"}
 
 
 @pytest.mark.slow
@@ -307,36 +259,6 @@ def test_reported_errors_equal_those_of_compare_gradients():
 
 def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
-
-
-@pytest.mark.slow
-def test_underflow_of_a_negligible_leaf_is_not_ignored():
-    """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
-    loss, args = FAULTS["two_branches"]
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        report = find_precision(loss, *args)
-    assert all("quiet" in rule.parameter or "quiet" in str(rule) for rule in report.rules)
-    assert report.errors[0] == 1.0
-    assert error(loss, args, report) < 0.01
-
-
-def test_warning_if_most_gradients_are_zero_in_float32():
-    def loss(params, x):
-        return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
-
-    params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
-    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
-        assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
-
-
-def test_parts_of_a_split_have_separate_dtypes():
-    def parts(w, x):
-        summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
-        return summed, multiplied @ w
-
-    exact, found = (function(jnp.eye(4), X)[0] for function in (parts, jls.autocast(parts)))
-    np.testing.assert_array_equal(found, exact)
 
 
 def test_warning_if_the_float32_loss_is_not_finite():

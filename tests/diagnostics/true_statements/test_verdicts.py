@@ -26,13 +26,10 @@ def normalized(params, _):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "width", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("number", [1, None])
-def test_nan_gradient_is_reported_at_every_width(width, number):
+def test_nan_gradient_is_reported(number):
     """On a CPU, XLA ignores NaN in the maximum of 4096 or more floats."""
-    params = {"embedding": draw(64, width, seed=1).at[:number].set(0), "out": draw(width, 4, seed=2)}
+    params = {"embedding": draw(64, 64, seed=1).at[:number].set(0), "out": draw(64, 4, seed=2)}
     report = compare_gradients(jls.autocast(normalized), params, None, loss_scales=[1.0])
     assert report.cause == "reference not finite"
     assert "The gradients of ['embedding'] are not finite in float32 either." in report.verdict
@@ -103,8 +100,8 @@ def with_a_head_of_zeros(params, x):
 
 @pytest.mark.ci
 def test_no_claim_about_gradients_that_are_zero_in_float32():
-    params = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}
-    report = compare_gradients(jls.autocast(with_a_head_of_zeros), params, draw(16, 8, seed=3))
+    args = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}, draw(16, 8, seed=3)
+    report = compare_gradients(jls.autocast(with_a_head_of_zeros), *args)
     assert report.verdict.startswith("Training in float16 will work. Start with a loss scale of ")
     assert report.verdict.endswith(
         "The gradients of 1 of 2 leaves (88.9% of all elements) are zero even in float32, so they cannot be compared. "
@@ -112,6 +109,8 @@ def test_no_claim_about_gradients_that_are_zero_in_float32():
     )
     assert repr(report).splitlines()[-1] == "1 leaf with zero gradients in float32"
     assert "['body']" not in repr(report)
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
+        assert find_precision(with_a_head_of_zeros, *args).rules == ()
 
 
 # Nothing in half precision.
@@ -121,11 +120,8 @@ def square_error(weights, x):
     return jnp.mean((x @ weights - 1) ** 2)
 
 
-@pytest.mark.parametrize("loss", [jls.keep_float32, None], ids=["keep_float32", "without matmuls"])
-def test_function_that_autocast_leaves_in_float32_gains_nothing(loss):
+def test_function_that_autocast_leaves_in_float32_gains_nothing():
     def fun(weights, x):
-        if loss is None:
-            return jnp.mean(weights**2)
         with jls.keep_float32():
             return square_error(weights, x)
 
