@@ -5,7 +5,7 @@
 
 import jax
 import jax.numpy as jnp
-from workloads import draw
+from workloads import draw, mean_square
 
 FAULTS, SOUND = {}, {}
 WEIGHTS = [draw(8, 16, seed=1, scale=0.3), draw(16, 4, seed=2, scale=0.3)]
@@ -26,10 +26,6 @@ def mlp(weights, x):
     for kernel in weights[:-1]:
         x = jnp.tanh(x @ kernel.astype(half))
     return x @ weights[-1].astype(half)
-
-
-def mean_square(x):
-    return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
 @enter(FAULTS, [draw(1, 32, seed=1), draw(32, 1, seed=2, scale=0.2)], jnp.linspace(0, 1, 64)[:, None])

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import re
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
+from reading import matmul_dtypes
 from workloads import draw
 
 import jax_lossscale as jls
@@ -49,26 +49,6 @@ FOUND = {
 }
 
 
-def matmuls_of(jaxpr):
-    """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
-            found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
-        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            found += matmuls_of(inner) if hasattr(inner, "eqns") else []
-    return found
-
-
-def contracts(eqn):
-    """Return whether the sums in a matmul have more than one term. Otherwise, it is an elementwise multiplication."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes) > 1
-
-
 def error(loss, args, report, dtype=jnp.float16):
     """Return the largest relative error of the value and the gradient leaves with the policy and scale of a report."""
     exact, exact_grads = jax.jit(jax.value_and_grad(loss))(*args)
@@ -100,9 +80,9 @@ def test_policy_fixes_each_fault(name):
     assert len(evaluations) <= 30
     assert error(loss, args, report) < 0.01
     policy = report.policy
-    found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
-    assert found.count(("dot_general", "float32")) == num_float32
-    assert found.count(("float32_result_matmul", "float16")) == num_float32_result
+    found = matmul_dtypes(jls.autocast(loss, policy=policy), *args)
+    assert found.count("float32") == num_float32
+    assert found.count("float16 float16 float32") == num_float32_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):
@@ -123,9 +103,7 @@ def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys)
     report = find_precision(loss, *args, dtype=dtype)
     assert report.rules == ()
     assert error(loss, args, report, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
-    assert {dtype for _, dtype in matmuls_of(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
-        jnp.dtype(dtype).name
-    }
+    assert {*matmul_dtypes(jls.autocast(loss, dtype), *args)} == {jnp.dtype(dtype).name}
     assert capsys.readouterr().err == ""
 
 
@@ -280,7 +258,6 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
     monkeypatch.setattr(Search, "verified", wrong)
     with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         report = find_precision(energies, WEIGHTS, X)
-    matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=report.policy))(WEIGHTS, X).jaxpr)
-    assert {dtype for _, dtype in matmuls} == {"float32"}
+    assert {*matmul_dtypes(jls.autocast(energies, policy=report.policy), WEIGHTS, X)} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

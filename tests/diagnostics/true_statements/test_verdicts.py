@@ -248,16 +248,6 @@ def test_only_used_backward_matmuls_of_an_int8_matmul_are_counted():
     assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
 
 
-def test_matmuls_on_one_line_have_separate_reasons():
-    def loss(weights, x):
-        for kernel, is_exact in zip(weights, (True, False), strict=True):
-            x = jnp.tanh(jnp.matmul(x, kernel, precision="highest" if is_exact else None))
-        return jnp.mean(x)
-
-    report = autocast_report(loss, [draw(8, 8, seed=1), draw(8, 8, seed=2)], draw(4, 8, seed=3))
-    assert {(each.dtype, each.reason[:6]) for each in report.matmuls} == {("float32", "marked"), ("float16", "")}
-
-
 def test_opaque_operation_is_listed_with_its_library():
     def loss(weights, x):
         return jnp.mean(x @ weights) + eqx.internal.unvmap_any(weights > 0)
