@@ -116,7 +116,7 @@ def gnn():
 
 class Classifier(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.first = nnx.Linear(8, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.last = nnx.Linear(8, 2, rngs=rngs)
@@ -130,7 +130,7 @@ def nnx_classifier():
         x, y = batch
         return jnp.mean((model(x) - y) ** 2)
 
-    return loss, Classifier(nnx.Rngs(0)), (draw(16, 6, seed=1), draw(16, 2, seed=2))
+    return loss, Classifier(nnx.Rngs(0)), (draw(16, 8, seed=1), draw(16, 2, seed=2))
 
 
 def mutable():

@@ -268,13 +268,9 @@ def test_float16_gradients_become_float32_gradients_in_either_order(program):
 @pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
 def test_float32_program_is_bitwise_unchanged(program):
     fun, args = program(jnp.float32)
-    for actual, expected in zip(
-        jax.tree.leaves(jax.jit(in_precision(fun, jnp.float32))(*args)),
-        jax.tree.leaves(in_float32(program)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(actual, expected)
-        assert (actual.dtype, actual.weak_type) == (expected.dtype, expected.weak_type)
+    actual, expected = jax.jit(in_precision(fun, jnp.float32))(*args), in_float32(program)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)  # including weak types
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])

@@ -128,64 +128,7 @@ def test_infinite_error_is_not_printed_as_a_percentage(fun):
         assert "inf%" not in repr(report)
 
 
-# Loss scales.
-
-
-def attention(params, x):
-    """Return a loss with causal attention and without faults."""
-    half = jnp.float16
-    q, k = (x.astype(half) @ params[name].astype(half) for name in ("q", "k"))
-    scores = jnp.where(jnp.tril(jnp.ones((32, 32), bool)), (q @ k.T).astype(jnp.float32) / 4, -jnp.inf)
-    return 100 * jnp.mean((jax.nn.softmax(scores).astype(half) @ x.astype(half)).astype(jnp.float32) ** 2)
-
-
-ATTENTION = attention, {"q": draw(8, 8, seed=2), "k": draw(8, 8, seed=3)}, X
-
-
-@pytest.mark.slow
-def test_range_report_uses_the_recommended_scale_by_default():
-    comparison, report = compare_gradients(*ATTENTION), range_report(*ATTENTION)
-    assert comparison.will_train
-    assert report.loss_scale == comparison.loss_scale
-    assert report.bad == ()
-    assert range_report(*ATTENTION, loss_scale=2.0**15).bad != ()
-
-
-def test_range_of_working_scales_is_reported():
-    report = compare_gradients(*ATTENTION)
-    low, high = report.working_scales[0], report.working_scales[-1]
-    assert low <= report.loss_scale < high
-    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
-    for scale in report.loss_scales:
-        loss_scale = jls.DynamicLossScale(current_loss_scale=jnp.float32(scale))
-        grads = jls.scaled_grad(attention, loss_scale)(*ATTENTION[1:])
-        assert bool(jls.all_finite(grads)) == (scale <= high)
-    assert compare_gradients(*ATTENTION, loss_scales=[2.0**100]).working_scales == ()
-
-
-# A loss that is inaccurate although its gradients are accurate.
-
-
-def summed_by_hand(weight, x):
-    errors = jnp.square(x.astype(jnp.float16) * weight.astype(jnp.float16))
-    sums, _ = jax.lax.scan(lambda sums, error: (sums + error, None), jnp.zeros(8, jnp.float16), errors)  # here
-    return jnp.sum(sums.astype(jnp.float32)) / errors.size
-
-
-@pytest.mark.slow
-def test_inaccurate_loss_of_a_manual_sum_is_reported_with_its_line():
-    args = jnp.float32(1.0), jnp.abs(draw(2000, 8, seed=4))
-    report = compare_gradients(summed_by_hand, *args)
-    off = report.value / report.reference_value - 1
-    assert 0.01 < abs(off) < 0.1
-    assert report.total.relative_error[report.loss_scales.index(report.loss_scale)] < 0.01
-    assert report.will_train
-    line = summed_by_hand.__code__.co_firstlineno + 2
-    for place in (f"test_arguments.py:{line}", "`add`", f"({off:+.0%})", "Compute the sum in float32"):
-        assert place in report.verdict
-    (worst,) = range_report(summed_by_hand, *args).bad
-    assert (worst.operation, worst.source.rsplit("/")[-1]) == ("add", f"test_arguments.py:{line}")
-
+# Arguments of all reports.
 
 REPORTS = {
     "autocast_report": autocast_report,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import pallas as pl
+from programs_of_others import Classifier
 
 import jax_lossscale as jls
 from jax_lossscale._autocast.matmuls import nested_equations
@@ -75,8 +76,9 @@ def test_report_without_matmuls_contains_no_numbers_of_matmuls():
 
 
 def test_report_is_printed_as_a_table_of_matmuls():
-    text = str(autocast_report(network, W, X))
-    rows = [line.split() for line in text.splitlines()[4:]]
+    report = autocast_report(network, W, X)
+    assert all(each.reason.startswith("marked") == (each.layer == "head") for each in report.matmuls)
+    rows = [line.split() for line in str(report).splitlines()[4:]]
     assert [(row[0], row[1], row[3], row[4], row[5]) for row in rows] == [
         ("dot_general", "head", "backward", "float32", "2"),
         ("dot_general", "head", "forward", "float32", "1"),
@@ -257,16 +259,6 @@ def test_rule_of_a_policy_is_applied_and_given_as_reason():
     assert "float16, result float32" in str(report)
 
 
-class Normalized(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.dropout(self.linear(x)))
-
-
 def of_model(model, x):
     return jnp.mean(model(x) ** 2)
 
@@ -276,7 +268,7 @@ def of_model(model, x):
     [
         (lambda params, x: plain(params["w"], x) * params["factor"], {"w": W, "factor": 2.0}),
         (lambda params, x: plain(params["w"], x) * (params["step"] > 0), {"w": W, "step": jnp.int32(3)}),
-        (of_model, Normalized(nnx.Rngs(0))),
+        (of_model, Classifier(nnx.Rngs(0))),
         (lambda model, x: of_model(jax.vmap(model), x), eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))),
     ],
     ids=["dictionary", "counter", "nnx", "equinox"],

@@ -70,12 +70,6 @@ def backward(residuals, cotangent):
 with_a_rule.defvjp(lambda kernel, x: (x @ kernel, (kernel, x)), backward)
 
 
-def of_one_class(ws, x):
-    for w in ws:
-        x = Layer()(w, x)
-    return x
-
-
 def in_scopes(ws, x):
     for n, w in enumerate(ws):
         with jax.named_scope(f"blocks[{n}]"), jax.named_scope("a*b?"):
@@ -111,7 +105,7 @@ def printed_places(loss, *args):
 
 @pytest.mark.filterwarnings("ignore:`find_precision`")
 @pytest.mark.usefixtures("in_the_checkout")
-@pytest.mark.parametrize("body", [of_one_class, in_scopes, in_a_scan, with_rules])
+@pytest.mark.parametrize("body", [in_scopes, in_a_scan, with_rules])
 def test_every_printed_location_matches_as_a_rule(body):
     def loss(ws, x):
         with jls.keep_float32():

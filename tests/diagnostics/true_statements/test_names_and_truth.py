@@ -111,14 +111,6 @@ def test_effect_handlers_are_not_layers():
     assert report[0].layer == "Head"
 
 
-def test_no_row_has_a_source_in_this_library():
-    def fun(x):
-        return jnp.mean(x.astype(half)) * half(1e-4) * half(1e-4)
-
-    report = range_report(fun, jnp.ones(3), loss_scale=1.0)
-    assert not any("jax_lossscale" in operation.source for operation in report)
-
-
 # Correct statements.
 
 
@@ -177,25 +169,20 @@ def test_lost_epsilon_is_reported_even_if_the_model_trains():
 
 
 @pytest.mark.parametrize(
-    ("fun", "x", "cause", "words"),
+    ("fun", "x", "cause", "constant", "value"),
     [
-        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
-        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
-        (
-            epsilon_used_in_float32,
-            0.0,
-            "reference not finite",
-            "The epsilon in `add` ({}) rounds to 0 in half precision",
-        ),
-        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) rounds to inf in half"),
-        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) rounds to 0 in half precision"),
-        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) rounds to -inf in half precision"),
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul`", "inf"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul`", "0"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add`", "-inf"),
     ],
 )
-def test_lost_constant_is_named_first(fun, x, cause, words):
+def test_lost_constant_is_named_first(fun, x, cause, constant, value):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
-    assert report.verdict.startswith(words.format(line(fun)))
+    assert report.verdict.startswith(f"{constant} ({line(fun)}) rounds to {value} in half precision")
     assert report.verdict.count("in half precision") == 1
 
 
