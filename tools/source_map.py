@@ -60,7 +60,6 @@ CORE = {
         "diagnostics/true_statements/test_layers.py",
         "diagnostics/true_statements/test_facts.py",
         "frameworks/test_autocast_nnx.py",
-        "diagnostics/finds_faults/test_faults_found.py",
         "diagnostics/true_statements/test_verdicts.py",
         "diagnostics/finds_faults/test_range_report.py",
         "diagnostics/finds_faults/test_shadow.py",
