@@ -254,14 +254,15 @@ def test_loss_scaled_passes_16_bit_parameters_and_float32_gradients(wrapper, los
     expected, bare_state = params, bare.init(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_state, bare_state)
     by_update, state_by_update = params, state
+    update, bare_step = jax.jit(tx.update), step_of(bare)
     for number in range(4):
         grads = jls.cast_floating(grads_at(number, params), dtype)
         scale = jls.get_loss_scale(state)()
         scaled = jax.tree.map(lambda grad, scale=scale: grad.astype(F32) * scale, grads)
         params, state = tx.update_and_apply(scaled, state, params)
-        updates, state_by_update = jax.jit(tx.update)(scaled, state_by_update, by_update)
+        updates, state_by_update = update(scaled, state_by_update, by_update)
         by_update = optax.apply_updates(by_update, updates)
-        expected, bare_state = step_of(bare)(expected, bare_state, grads)
+        expected, bare_state = bare_step(expected, bare_state, grads)
     assert_same_bits((params, state.inner_state), (expected, bare_state))
     assert_same_bits((by_update, state_by_update.inner_state), (expected, bare_state))
 
