@@ -24,7 +24,7 @@ BLOCK = re.compile(
 )
 API = DOCS / "api"
 # The blocks of these pages take seconds, and `tests/frameworks` tests the same programs.
-WEEKLY = ("frameworks/equinox", "frameworks/haiku", "frameworks/linen")
+WEEKLY = ("frameworks/haiku", "frameworks/linen")
 WIDEST_CODE = 78  # Wider lines are hard to read on a phone and in print.
 
 

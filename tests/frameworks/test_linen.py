@@ -206,7 +206,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", [ResNet, pytest.param(Recurrent, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", [ResNet, Recurrent])
 def test_other_linen_networks_agree_with_float32_under_autocast(network):
     model, x = network(), jax.random.normal(jax.random.key(1), (8, 8, 8, 3))
     variables = jax.jit(model.init)(jax.random.key(2), x)
