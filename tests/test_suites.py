@@ -1,12 +1,9 @@
 """The tool that runs other projects' tests under `autocast` finds exactly the planted bugs."""
 
-import subprocess
-import sys
-
 import pytest
 import suites
+from programs.starting import run_python
 
-TOOL = suites.__file__
 PROJECT = """
 import functools
 
@@ -109,8 +106,7 @@ PROGRAMS = ["crash", "dtype", "excess", "number", "right", "that_counts_traces",
 @pytest.mark.ci
 def test_planted_bugs_are_found(tmp_path):
     (tmp_path / "test_planted.py").write_text(PROJECT)
-    command = [sys.executable, TOOL, "planted", str(tmp_path), "--results", str(tmp_path / "results")]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = run_python(suites.__file__, "planted", tmp_path, "--results", tmp_path / "results")
     records = suites.read(tmp_path / "results" / "planted.jsonl")
     found = sorted((kind, line.partition("::")[2].strip("]")) for kind, line in suites.differences_in(records))
     planted = {
