@@ -26,28 +26,18 @@ def scales_of(module, *arguments):
     return importlib.import_module(f"peers.{module}").adjusted(*arguments)
 
 
-@pytest.fixture
-def tf_scale():
+def test_tensorflow_accepts_invalid_settings_and_raises_a_scale_below_one():
     tf = needs("tensorflow")
     tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
-    return tf.compat.v1.mixed_precision.DynamicLossScale
-
-
-def test_tensorflow_accepts_invalid_settings(tf_scale):
+    tf_scale = tf.compat.v1.mixed_precision.DynamicLossScale
     assert tf_scale(8, 2.9).increment_period == 2
     assert tf_scale(8, 2, 0.5).multiplier == 0.5
     assert tf_scale(-1.0).initial_loss_scale == -1.0
-
-
-def test_tensorflow_raises_a_scale_below_one_on_overflow(tf_scale):
     loss_scale = tf_scale(0.5)
-    loss_scale.update([needs("tensorflow").constant(np.nan)])
+    loss_scale.update([tf.constant(np.nan)])
     assert float(loss_scale()) == 1.0
-
-
-def test_tensorflow_rejects_integer_gradients(tf_scale):
     with pytest.raises(Exception, match="int32"):
-        tf_scale().update([needs("tensorflow").constant(1)])
+        loss_scale.update([tf.constant(1)])
 
 
 def test_tensorflow_get_accepts_bools_and_returns_none_for_none():
