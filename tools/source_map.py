@@ -10,7 +10,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- begin: written by `python tools/source_map.py` -->\n", "<!-- end -->\n"
 
 # The following tests check all public signatures and all error messages.
-OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py", "test_selection.py"]
+OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 
 # The core consists of these files and folders. `tools/mutation.py` changes them and runs these tests in this order.
 CORE = {

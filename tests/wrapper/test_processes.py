@@ -39,7 +39,7 @@ def in_processes(number, bad_shard, folder):
     """Train in ``number`` processes. Each process saves its results in ``folder``."""
     for _ in range(3):
         port = free_port()
-        programs = [["data_parallel.py", port, number, process, bad_shard] for process in range(number)]
+        programs = [["data_parallel.py", port, number, process, bad_shard, "never"] for process in range(number)]
         codes = start_and_wait(programs, folder, lambda codes: None not in codes or any(codes))
         # Another program may have taken the port between its release here and its use by the coordinator.
         if not failed(codes) or not is_taken(port):
@@ -122,7 +122,7 @@ def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
     port, number = free_port(), 2
     ways = ["never"] * number
     ways[who] = how
-    programs = [["leaving.py", port, number, process, way] for process, way in enumerate(ways)]
+    programs = [["data_parallel.py", port, number, process, 1, way] for process, way in enumerate(ways)]
     codes = start_and_wait(programs, tmp_path, lambda codes: codes.count(None) == (how == "frozen"))
     assert codes.pop(who) == LEFT[how]
     assert None not in codes  # All other processes have ended by themselves.
