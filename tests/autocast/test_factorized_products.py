@@ -15,7 +15,6 @@ FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
 IN_PRODUCT = "its result is part of a product that is factorized"
 EYE = jnp.eye(8)
-HALF = [jnp.float16, jnp.bfloat16]
 
 
 def forward_matmuls(function, *args):
@@ -28,13 +27,12 @@ def forward_matmuls(function, *args):
 # Numbers.
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_factor_of_a_product_of_three_matrices_is_finite(dtype):
+def test_factor_of_a_product_of_three_matrices_is_finite():
     def factor(x):
         return jnp.linalg.cholesky(x @ (jnp.eye(8) + 0.1) @ x.T + 1e-3 * jnp.eye(32))
 
     x = 3 * jax.random.normal(jax.random.key(1), (20, 32, 8))
-    for function in (jax.vmap(jls.autocast(factor, dtype)), jls.autocast(jax.vmap(factor), dtype)):
+    for function in (jax.vmap(jls.autocast(factor)), jls.autocast(jax.vmap(factor), jnp.bfloat16)):
         assert not jnp.isnan(jax.jit(function)(x)).any()
 
 
