@@ -13,7 +13,7 @@ import pytest
 from any_jax import pcast
 from exact_programs import STRUCTURES
 from jax.sharding import PartitionSpec as P
-from reading import matmul_dtypes, residual_types, result_dtypes
+from reading import equations, matmul_dtypes, residual_types, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -139,6 +139,17 @@ def check_under_autocast(below, above):
 def test_fallback_is_computed_without_autocast(below):
     if below is not BELOW["autocast"]:
         assert_alike(loss_of(below(either))(W, X), loss_of(below(reference))(W, X))
+
+
+def test_operand_of_in_half_is_saved_in_half_precision():
+    def loss(w, bias, x):
+        return jnp.sum(jls.in_half(jnp.sin)(x @ w + bias[None]))
+
+    program = jax.make_jaxpr(jax.grad(jls.autocast(loss), (0, 1)))(W, jnp.ones(W.shape[1]), X).jaxpr
+    (derivative,) = (eqn for eqn in equations(program) if eqn.primitive.name == "cos")
+    backward = [eqn for eqn in program.eqns if eqn.primitive.name == "remat2"]
+    assert derivative.invars[0].aval.dtype == jnp.float16
+    assert {atom.aval.dtype.name for eqn in backward for atom in eqn.invars if atom.aval.ndim == 2} <= {"float16"}
 
 
 def test_autocast_to_bfloat16_computes_the_half_precision_function():

@@ -1,4 +1,4 @@
-"""The minimum cut, compared with all possible cuts."""
+"""The minimum cut, compared with all possible cuts, and the operands that the derivatives of operations need."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.min_cut import _nearest_to_sink
+from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
 
 
 def all_cuts(edges):
@@ -54,3 +54,26 @@ def test_segment_with_only_an_empty_equation():
 
     w = jnp.ones((3, 3))
     np.testing.assert_array_equal(jax.grad(jls.autocast(loss))(w), jax.grad(loss)(w))
+
+
+X, INDICES = jnp.ones((2, 3)), jnp.zeros((1, 1), int)
+# Each entry contains an operation, its arguments, and the positions of the operands that its derivative needs.
+NEEDED = {
+    "exp": (jnp.exp, (X,), {0}),
+    "sum": (lambda x: jax.lax.reduce_sum(x, (0,)), (X,), set()),
+    "product": (jax.lax.mul, (X, X), {0, 1}),
+    "difference": (jax.lax.sub, (X, X), set()),
+    "quotient": (jax.lax.div, (X, X), {0, 1}),
+    "mask of a maximum": (jax.lax.max, (X, X), {0, 1}),
+    "selection": (jax.lax.select, (X > 0, X, X), {0}),
+    "sign": (jax.lax.sign, (X,), set()),
+    "custom_jvp": (jax.nn.relu, (X,), {0}),
+}
+
+
+@pytest.mark.parametrize(("function", "args", "expected"), NEEDED.values(), ids=NEEDED)
+def test_operands_that_a_derivative_needs(function, args, expected):
+    eqn = jax.make_jaxpr(function)(*args).eqns[-1]
+    if eqn.primitive.name == "jit":
+        eqn = eqn.params["jaxpr"].eqns[-1]
+    assert OperandsNeeded()(eqn) == expected
