@@ -1,6 +1,7 @@
 """The wrappers for 16-bit parameters with every optimizer, on meshes, with checkpoints, and with other functions."""
 
 import pickle
+import warnings
 
 import chex
 import flax
@@ -200,24 +201,33 @@ def test_scan_over_steps_is_equal_to_separate_steps(wrapper):
     assert_same_bits(run(params, tx.init(params), grads), expected)
 
 
-def pickled(run, target):
+def pickled(run, target, folder):
     return pickle.loads(pickle.dumps(jax.device_get(run)))
 
 
-def by_flax(run, target):
+def by_flax(run, target, folder):
     return flax.serialization.from_bytes(target, flax.serialization.to_bytes(run))
 
 
-@pytest.mark.parametrize("through", [pickled, by_flax])
+def by_orbax(run, target, folder):
+    with warnings.catch_warnings(action="ignore"):
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(4, args=ocp.args.StandardSave(run))
+            manager.wait_until_finished()
+            return manager.restore(4, args=ocp.args.StandardRestore(jax.eval_shape(lambda: target)))
+
+
+@pytest.mark.parametrize("through", [pickled, by_flax, by_orbax])
 @combined
-def test_resumed_run_is_bitwise_equal(wrapper, through):
+def test_resumed_run_is_bitwise_equal(wrapper, through, tmp_path):
     loss_scale = jls.DynamicLossScale(8.0, 3, hysteresis=2)
     tx, params = jls.loss_scaled(wrapper(optax.adam(1e-2)), loss_scale), params_in(BF16)
     step = jax.jit(tx.update_and_apply)
     run = params, tx.init(params)
     for number in range(4):
         run = step(grads_at(number, params), run[1], run[0])
-    resumed = through(run, (params, tx.init(params)))
+    resumed = through(run, (params, tx.init(params)), tmp_path)
     assert_same_bits(resumed, run)
     for number in range(4, 8):
         run = step(grads_at(number, params), run[1], run[0])
