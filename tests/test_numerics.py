@@ -52,7 +52,7 @@ CASES = [
 @pytest.mark.parametrize(("test", "file", "piece", "broken"), CASES)
 def test_promise_test_fails_if_the_promise_is_broken(test, file, piece, broken, tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for folder in "jax_lossscale", "tests", "tools", "benchmarks":
+    for folder in "jax_lossscale", "tests", "tools", "benchmarks", "docs":
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "jax_lossscale" / file
