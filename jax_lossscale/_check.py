@@ -156,7 +156,7 @@ def nonnegative_number(value: Any, name: str) -> float:
 
 
 def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int:
-    """Return ``value`` as a Python integer of at least ``at_least``, for a counter of dtype int32.
+    """Check that ``value`` is an int32 number not below ``at_least``, and return it as a Python integer.
 
     Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
     with ``suggestion``, a sentence that explains how to fix the value.

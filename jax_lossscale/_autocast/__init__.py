@@ -8,7 +8,7 @@ Terms that are used in this package:
 - *Data movement*: an operation that only moves numbers, such as a transpose, or selects them with a mask.
 - *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
   data movement and selections have the dtype of the operands.
-- *Plan*: the dtype of every value of a graph, and the evaluation of every node (`plan`). `planner` creates plans by the
+- *Plan*: the dtype of every value of a graph, and how every node is evaluated (`plan`). `planner` creates plans by the
   rule of `autocast` (`rule`) and a `PrecisionPolicy`; `rewrite` evaluates the plans.
 - *Segment*: nodes that are evaluated together: operations between matmuls, and the matmuls that use their results. The
   backward pass recomputes the operations of a segment together (`segments`).

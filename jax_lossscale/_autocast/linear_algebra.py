@@ -32,63 +32,71 @@ NO_REASON: Reasons = frozenset()
 _FACTORED = frozenset({"its result is factorized"})
 _CONVERTED = frozenset({"its result is converted to an integer"})
 _IN_PRODUCT = frozenset({"its result is part of a product that is factorized"})
-# Operations that propagate the mark `_IN_PRODUCT` to all operands. `sort` compares the numbers that it moves.
+# Operations that propagate the reason `_IN_PRODUCT` to all operands. `sort` compares the numbers that it moves.
 _LINEAR = (ADDITIONS | CONVERSIONS | DATA_MOVEMENT) - {"sort"}
 
 
 class Feeding:
     """Finds the values from which the operands of factorizations and of conversions to integers are computed.
 
-    Each value that the class finds is marked with the reasons why the value must not be rounded. Marks are propagated
-    backward, from the results of an operation to its operands, with the following exceptions:
+    For each value, the class collects the reasons why the value must not be rounded. Reasons are propagated backward,
+    from the results of an operation to its operands, with the following exceptions:
 
     - If the result of a matmul is factorized or belongs to a product that is factorized, the operands of the matmul
       belong to such a product as well. Otherwise, the operands may be rounded.
-    - The mark for products is propagated only through these operations: matmuls, data movement, additions,
+    - The reason `_IN_PRODUCT` is propagated only through these operations: matmuls, data movement, additions,
       subtractions, and multiplications or divisions by a scalar. For example, the result of a matmul before an
       activation function may be rounded. A selection with a mask is data movement, unless the mask is the result of an
       elementwise comparison of floats, as in the leaky ReLU.
-    - Results that are not floats do not propagate marks. Examples are `argmax` and comparisons. Rounding the operands
+    - Results that are not floats do not propagate reasons. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
-    The marks of the arguments of a jaxpr are cached for each combination of marks of its results, because the analysis
-    of a loop visits its body several times. An equation that `subjaxprs` does not support, such as a kernel, is treated
-    as one operation.
+    The reasons for the arguments of a jaxpr are cached for each combination of reasons for its results, because the
+    analysis of a loop visits its body several times. An equation that `subjaxprs` does not support, such as a kernel,
+    is treated as one operation.
     """
 
     def __init__(self) -> None:
         self._arguments: dict[tuple[Jaxpr, tuple[Reasons, ...]], list[Reasons]] = {}
 
     def values(self, graph: Graph, outputs: Sequence[Reasons]) -> dict[ValueId, Reasons]:
-        """Return the marked values of a graph and their marks.
+        """Return the values of a graph that must not be rounded, each with the reasons.
 
         Args:
           graph: the graph.
-          outputs: the marks of the first results of the graph. All other results are unmarked.
+          outputs: the reasons for the first results of the graph. All other results may be rounded.
         """
-        marks: dict[ValueId, Reasons] = {}
+        found: dict[ValueId, Reasons] = {}
 
-        def mark(atoms: Sequence[Any], reasons: Sequence[Reasons]) -> None:
+        def add(atoms: Sequence[Any], reasons: Sequence[Reasons]) -> None:
             for atom, of_atom in zip(atoms, reasons, strict=False):
                 for value_id in value_ids([atom]) if of_atom else ():
-                    marks[value_id] = marks.get(value_id, NO_REASON) | of_atom
+                    found[value_id] = found.get(value_id, NO_REASON) | of_atom
 
-        mark(graph.outputs, outputs)
+        add(graph.outputs, outputs)
         comparisons = _elementwise_comparisons(graph)
         for node in reversed(graph.nodes):
-            of_operands, _ = self._equation(node.eqn, of_values(marks, node.outputs))
+            of_operands, _ = self._equation(node.eqn, of_values(found, node.outputs))
             if not comparisons.isdisjoint(value_ids(node.inputs)):
                 of_operands = [of_operand - _IN_PRODUCT for of_operand in of_operands]
-            mark(node.inputs, of_operands)
-        return marks
+            add(node.inputs, of_operands)
+        return found
 
     def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[Reasons]) -> list[list[Reasons]]:
-        """Return the marks of the results of each jaxpr in an equation, given the marks of the equation's results."""
+        """Return the reasons for the results of each jaxpr in an equation.
+
+        Args:
+          eqn: the equation.
+          outputs: the reasons for the results of the equation.
+        """
         _, of_results = self._equation(eqn, outputs)
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
-        """Return the marks of an equation's operands and results, after propagation through the carries of a loop."""
+        """Return the reasons for the operands and the results of an equation.
+
+        The reasons for the results are those in ``outputs`` and, if the equation is a loop, those that its carries add.
+        """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
         if eqn.primitive.name in LINEAR_ALGEBRA:
@@ -99,15 +107,15 @@ class Feeding:
         if _makes_integers(eqn):
             return [_CONVERTED] * len(eqn.invars), of_results
         if not jaxprs:
-            of_floats = [mark for variable, mark in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
-            mark = NO_REASON.union(*of_floats)
-            return [mark if is_linear else mark - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
+            of_floats = [reasons for variable, reasons in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
+            reasons = NO_REASON.union(*of_floats)
+            return [reasons if is_linear else reasons - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
         while True:
             of_operands = [NO_REASON] * len(eqn.invars)
             for subjaxpr in jaxprs:
                 of_subjaxpr = self._of_jaxpr(subjaxpr.closed.jaxpr, tuple(_of_subjaxpr(subjaxpr.results, of_results)))
-                for operand, reasons in zip(subjaxpr.operands, of_subjaxpr, strict=True):
-                    of_operands[operand] |= reasons
+                for operand, of_operand in zip(subjaxpr.operands, of_subjaxpr, strict=True):
+                    of_operands[operand] |= of_operand
             again = [(result, operand) for result, operand in carried if not of_operands[operand] <= of_results[result]]
             if not again:
                 return of_operands, of_results
@@ -121,9 +129,9 @@ class Feeding:
         return self._arguments[jaxpr, outputs]
 
 
-def of_values(marks: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
-    """Return the marks of values. Values that are not in ``marks`` are unmarked."""
-    return [marks.get(value_id, NO_REASON) for value_id in values]
+def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
+    """Return the reasons for each of the values. Values that are not in ``found`` may be rounded."""
+    return [found.get(value_id, NO_REASON) for value_id in values]
 
 
 def reason_in_reports(reasons: Reasons) -> str:

@@ -117,7 +117,7 @@ class Planner:
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Choose the values of a graph that are stored in half precision and plan the jaxprs in its nodes.
 
-        If nothing in the jaxprs of a node is rewritten, the entry of the node in ``node_plans`` is changed in place
+        If nothing in the jaxprs of a node is rewritten, the entry for the node in ``node_plans`` is changed in place
         from `NodeKind.CALL` to `NodeKind.OTHER`.
 
         Returns:
@@ -179,7 +179,7 @@ class Planner:
         stream = uses.carried_residual_stream(eqn) if has_stream else set()
         operands = _operands_in_half(node, stream, values)
         results_of_stream = _results_of_stream(node, stream, values)
-        # A constant that is the initial value of a loop's carry is the value of the carry only in the first iteration.
+        # If a constant is the initial value of a carry, the carry can have other values after the first iteration.
         carries = {operand for _, operand in subjaxprs(eqn).carried}
         known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
         unrounded = of_values(values.unrounded, node.outputs)

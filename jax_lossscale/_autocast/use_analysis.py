@@ -177,9 +177,9 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    The cotangent of such a sum is used twice: its sum is the gradient of the bias, and its rounded value is the
-    cotangent of the half-precision value to which the bias is added. A cotangent that is already in half precision
-    needs no rounding, and the optimization barrier of the rounding would prevent fusion.
+    From this cotangent, two others are computed: that of the bias by a sum, and that of the half-precision value to
+    which the bias is added by rounding. If the cotangent of the result is already in half precision, it is not rounded,
+    because the optimization barrier of the rounding would prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)

@@ -30,8 +30,8 @@ _LOG2_LEAST_MARGIN = 1
 # Upper limit, in bits, for the sum of the new margin and the previous magnitude of the allowance. The limit applies if
 # gradients overflow even though the scale is below its target. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
-# The base-2 logarithm of the target that is used until the first nonzero gradient. Until then, the scale rises to 1 bit
-# below this target. At a scale of 2**39, gradients above 2**-64 do not underflow in float16.
+# The base-2 logarithm of the target that is used until the first nonzero gradient. If all gradients of a step are zero,
+# the scale is set to 2**39, 1 bit below this target. At this scale, gradients above 2**-64 do not underflow in float16.
 _LOG2_SEARCH_TOP = 40
 
 LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
@@ -140,9 +140,10 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, there is no peak, and the target is 40, or ``ceiling`` if this is
-      less. Each step in which all gradients are zero decreases the margin by 1/64, until it returns to its initial
-      value.
+    - Before the first gradient that is not zero, there is no peak, and the margin is chosen so that the target is 40, or
+      ``ceiling`` if this is less. A step in which all gradients are zero then sets the scale to 39, at which the
+      gradients of the next step probably do not underflow. If the next step overflows, the target becomes 15. Each step
+      in which all gradients are zero decreases the margin by 1/64, until it returns to its initial value.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
@@ -248,7 +249,7 @@ class AutoLossScale(BoundedLossScale):
         margin_of_search = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         margin_below_scale = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
-        # The rows of the table in the class docstring: a condition, the new margin and the new allowance.
+        # Each line is a row of the table in the class docstring: condition, new margin, new allowance.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_of_search, allowance),

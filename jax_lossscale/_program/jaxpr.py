@@ -72,7 +72,7 @@ class Traced:
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Convert the outputs of the jaxpr to the function's result and the parts of nnx objects that it changes."""
+        """Return the result of the function, and the changed parts of nnx objects, from the outputs of the jaxpr."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)

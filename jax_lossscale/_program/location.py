@@ -125,8 +125,8 @@ def _frames(eqn: Any) -> list[Any]:
     """Return the stack frames outside of JAX and this library, from the innermost frame to the traced function."""
     traceback = eqn.source_info.traceback
     # Before jax 0.9.1, a traceback also included the callers of the traced function. The callers are left out because
-    # JAX traces a jitted function only for its first caller. `location_of` adds the functions of the enclosing
-    # equation.
+    # JAX traces a jitted function only for its first caller. Instead, `location_of` appends the stack
+    # frames of the equation that calls the jitted function.
     frames = itertools.takewhile(
         lambda frame: frame.function_name != "trace_to_jaxpr_dynamic", traceback.frames if traceback else []
     )

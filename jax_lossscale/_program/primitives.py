@@ -37,8 +37,8 @@ _MOVES_AND_MASKS = _names(
     "squeeze stack stage stop_gradient transpose unstack"
 )
 PLAIN_DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
-# Data movement that may copy a number to several positions. The backward pass of these operations is arithmetic,
-# because it sums the cotangents of all copies.
+# Data movement that may copy a number to several positions. The backward pass of these operations sums the
+# cotangents of all copies, so it is not data movement.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
 # Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
 # the results are not communicated again.
@@ -141,7 +141,7 @@ KNOWN = MATMULS | {IN_HALF} | DATA_MOVEMENT | SELECTIONS | COMPUTED_ONCE | BITS 
 
 
 def moved_operands(eqn: Any) -> Sequence[Sequence[int]] | None:
-    """Return, for each result of an equation, the positions of the operands whose numbers the result can contain.
+    """Return, for each result of an equation, the positions of the operands from which numbers are moved to the result.
 
     Operands such as masks, indices and sizes are ignored, because these operands only determine which numbers are
     moved, and to which positions. If the operation is neither data movement nor a cast, return None.

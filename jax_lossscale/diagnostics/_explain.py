@@ -193,8 +193,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add all sentences of the report, and return the attribute ``cause`` of the report.
 
-    ``add`` appends one or more sentences. Each function below adds the sentences about one part of the run. Most of
-    these functions return the name of the cause that they describe, or ``None`` if they describe no cause.
+    ``add`` appends one or more sentences. Each function below adds the sentences about one part of the run.
+    `_about_earlier_steps`, `_about_gradients` and `_about_lost_params` also return the cause that they describe, or
+    ``None`` if they describe no cause.
     """
     scale, kind = float(state.loss_scale()), type(state.loss_scale).__name__
     if state.loss_scale.checks_gradients:
@@ -305,7 +306,8 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, add: _Add) -> No
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite.
 
-    Return the last recorded cause. If no step was recorded, return "lower_bound", "many_skips" or ``None``.
+    Return the last recorded cause. If no step was recorded, return "skip_if" if gradients are not checked and steps
+    were skipped; otherwise, return "lower_bound", "many_skips" or ``None``.
     """
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     cause = None if loss_scale.checks_gradients or not skipped else "skip_if"
@@ -362,7 +364,7 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
 
 
 def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> bool:
-    """Add a conclusion that is based on all steps since the recorded step.
+    """Add a conclusion from the recorded step and all later steps.
 
     Return whether the recorded NaN was probably caused by the batch, because a later step at the same or a higher loss
     scale was finite.

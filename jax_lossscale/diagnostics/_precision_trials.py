@@ -202,7 +202,8 @@ def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Referenc
 def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
     """Return the float32 results for a batch, and the tolerance for each error.
 
-    The fine nudge multiplies each parameter by ``1 ± 2**-22``, a change of a few float32 rounding errors. If the fine
+    To estimate rounding errors, each parameter is multiplied by ``1 ± 2**-22`` (the fine nudge), a change of a few
+    float32 rounding errors. If the fine
     nudge changes the value by more than half the tolerance, the error of the value is ignored in trials. The same
     applies to the gradient of each leaf. The coarse nudge multiplies each parameter by ``1 ± 2**-9``, a change of a few
     float16 rounding errors. If the coarse nudge causes a disproportionately large error, for example because the inputs

@@ -31,8 +31,9 @@ def from_jmp(loss_scale: Any) -> LossScale:
       loss_scale: a ``jmp.DynamicLossScale``, ``jmp.StaticLossScale`` or ``jmp.NoOpLossScale``.
 
     Returns:
-      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. The floor of the scale is preserved, although jmp would
-      reset it to 1 (a floor of 0 becomes 1.2e-38). With a static scale, jmp does not skip steps by itself. The returned
+      A `DynamicLossScale`, `FixedLossScale` or `NoOpLossScale`. The floor of ``loss_scale`` is preserved, although jmp
+      itself would replace it by 1 at the first `jax.jit`. A floor of 0 becomes 1.2e-38, the smallest normal float32
+      number. With a static scale, jmp does not skip steps by itself. The returned
       `FixedLossScale` does not skip steps either, because its ``skip_nonfinite`` is False.
 
     Raises:
