@@ -1,9 +1,9 @@
 """Functions, such as softmax, whose derivative is computed from the result instead of the operand.
 
-If the result of a softmax or relu is rounded to half precision, its derivative is computed from the rounded result. The
-derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the derivative of a
-relu does not need its operand. With the derivatives that JAX defines for the individual operations, the minimum cut
-(`min_cut`) would have to save or recompute other values as well.
+If the result of a softmax, relu or leaky relu is rounded to half precision, its derivative is computed from the rounded
+result. The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the
+derivatives of a relu and a leaky relu do not need the operand. With the derivatives that JAX defines for the individual
+operations, the minimum cut (`min_cut`) would have to save or recompute other values as well.
 
 Sigmoid and tanh keep the derivatives that JAX defines. Close to saturation, their results are rounded to 0, 1 or -1, so
 a derivative that is computed from the rounded result would be zero.
@@ -12,12 +12,15 @@ a derivative that is computed from the rounded result would be zero.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
+from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
@@ -58,7 +61,18 @@ class ByResult(NamedTuple):
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))
 
 
-# The cache returns the same `ByResult` for the same axes, so that identical segments have equal keys in `rewrite`.
+# The caches return the same `ByResult` for the same argument, so that identical segments have equal keys in `rewrite`.
+@functools.cache
+def _leaky_relu(slope: float) -> ByResult:
+    def derivative(y: Any, tangent: Any) -> Any:
+        # A small negative result is rounded to -0, which only the sign bit distinguishes from 0. The transpose of this
+        # multiplication is one multiplication, whereas the transpose of a selection from two tangents is a sum.
+        is_negative = jax.lax.bitcast_convert_type(y, jnp.int32) < 0
+        return tangent * jnp.where(is_negative, slope, 1).astype(tangent.dtype)
+
+    return ByResult(lambda x: jnp.where(x >= 0, x, (slope * as_float32(x)).astype(x.dtype)), derivative)
+
+
 @functools.cache
 def _softmax(axes: tuple[int, ...]) -> ByResult:
     def function(x: Any) -> Any:
@@ -77,16 +91,19 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
     return ByResult(function, derivative)
 
 
-def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find softmax and relu functions in a graph, and yield their replacements.
+def by_result(
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
+) -> Iterator[tuple[int, Node, ByResult]]:
+    """Find softmax, relu and leaky relu functions in a graph, and yield their replacements.
 
     For each function, yield three items: the position of the node that computes the function's result, a new node that
     replaces this node, and the `ByResult` with the function and its derivative. The new node computes the result
     directly from the operand of the function, so the nodes between the operand and the result are no longer needed for
-    this result. Two kinds of functions are found:
+    this result. Three kinds of functions are found:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
+    - A leaky relu, ``where(x >= 0, x, slope * x)`` with a positive constant ``slope``, under the same condition.
     """
     maker = {name: node for node in graph.nodes for name in node.outputs}
     with_plans = list(zip(graph.nodes, node_plans, strict=True))
@@ -96,6 +113,11 @@ def by_result(graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]) 
     for position, (node, node_plan) in enumerate(with_plans):
         if node_plan.kind is NodeKind.SELECTION and half_or_rounded.issuperset(node.outputs) and _is_relu(node.eqn):
             yield position, node, _RELU
+        if node_plan.kind is NodeKind.DATA_MOVEMENT and half_or_rounded.issuperset(node.outputs):
+            comparison, slope = _parts_of_leaky_relu(node, maker, constants)
+            if comparison is not None and 0 < slope < math.inf:
+                # The first operand of the comparison is also the operand of the leaky relu.
+                yield position, comparison._replace(outputs=node.outputs), _leaky_relu(slope)
         if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
             exp, axes = _parts_of_softmax(node, maker)
             if exp is not None and axes is not None:
@@ -118,6 +140,24 @@ def _is_relu(eqn: Any) -> bool:
         except RuleError:
             return False
         return found == derivative(lambda x: [jax.nn.relu(x)])
+
+
+def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: Constants) -> tuple[Node | None, float]:
+    """Return the node ``x >= 0`` of a leaky relu of ``x``, and the slope for negative numbers.
+
+    The returned node is None if ``node`` does not compute a leaky relu.
+    """
+    if node.eqn.primitive.name != "select_n" or len(value_ids(node.inputs)) != 3:
+        return None, 0
+    mask, scaled, x = node.inputs
+    parts = [maker[value_id] for value_id in value_ids([mask, scaled]) if value_id in maker]
+    others = [atom for part in parts for atom in part.inputs if isinstance(atom, Literal) or atom != x]
+    known = [interval() for interval in map(constants.of, others) if interval is not None]
+    names = [part.eqn.primitive.name for part in parts]
+    if names != ["ge", "mul"] or parts[0].inputs[0] != x or not len(others) == len(known) == 2:
+        return None, 0
+    zero, slope = known
+    return (parts[0] if zero == (0, 0) and slope.low == slope.high else None), slope.low
 
 
 def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:

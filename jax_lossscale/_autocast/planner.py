@@ -95,7 +95,7 @@ class Planner:
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
         if self._recomputes(context.within):
-            graph, node_plans = _with_functions_by_result(graph, node_plans, half)
+            graph, node_plans = _with_functions_by_result(graph, node_plans, half, constants)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
             plan.is_half for call in calls.values() for plan in call.plans
         )
@@ -347,11 +347,11 @@ def _with_reasons(
 
 
 def _with_functions_by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
 ) -> tuple[Graph, list[NodePlan]]:
     """Return a graph and node plans in which each function found by `by_result` is a single node."""
     nodes, plans = list(graph.nodes), list(node_plans)
-    for position, node, function in by_result(graph, node_plans, half):
+    for position, node, function in by_result(graph, node_plans, half, constants):
         nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
     return graph._replace(nodes=tuple(nodes)), plans
 

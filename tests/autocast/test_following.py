@@ -412,3 +412,50 @@ def test_cost_of_tracing_is_linear_in_branches_and_layers(program, depths, deriv
     jaxprs, eqns = (second - first) / (depths[1] - depths[0])
     assert jaxprs <= 2
     assert eqns <= 16
+
+
+def leaky_relus():
+    """Return functions, and whether their derivative is computed from their result."""
+    return {
+        "leaky_relu": (jax.nn.leaky_relu, True),
+        "another slope": (lambda y: jax.nn.leaky_relu(y, 0.2), True),
+        "a slope in an array": (lambda y: jax.nn.leaky_relu(y, jnp.full(y.shape, 0.2)), True),
+        "a vmapped leaky_relu": (jax.vmap(jax.nn.leaky_relu), True),
+        "a negative slope": (lambda y: jax.nn.leaky_relu(y, -0.2), False),
+        "different slopes": (lambda y: jax.nn.leaky_relu(y, jnp.linspace(0.1, 0.2, y.shape[1])[None]), False),
+        "a slope of zero": (lambda y: jax.nn.leaky_relu(y, 0.0), False),
+        "an infinite slope": (lambda y: jax.nn.leaky_relu(y, jnp.inf), False),
+        "another threshold": (lambda y: jnp.where(y >= 1, y, 0.2 * y), False),
+        "another comparison": (lambda y: jnp.where(y <= 0, y, 0.2 * y), False),
+        "a product of another value": (lambda y: jnp.where(y >= 0, y, 0.2 * jnp.sin(y)), False),
+        "a comparison of another value": (lambda y: jnp.where(jnp.sin(y) >= 0, y, 0.2 * y), False),
+        "a square": (lambda y: jnp.where(y >= 0, y, y * y), False),
+        "a sum": (lambda y: jnp.where(y >= 0, y, 0.2 + y), False),
+    }
+
+
+@pytest.mark.parametrize(("function", "is_by_result"), leaky_relus().values(), ids=leaky_relus())
+def test_only_leaky_relus_are_differentiated_from_their_result(function, is_by_result):
+    def loss(w, x):
+        return jnp.sum(jnp.sin(function(x @ w) @ w))
+
+    half = jls.autocast(loss)
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(half))(W, X))]
+    assert ("bitcast_convert_type" in names) == is_by_result
+    if is_by_result or jnp.isfinite(loss(W, X)):
+        assert distance(jax.grad(loss, (0, 1))(W, X), jax.grad(half, (0, 1))(W, X)) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_derivative_of_a_leaky_relu_of_tiny_numbers(dtype):
+    """In float16, the results for the tiny negative numbers are rounded to -0."""
+    x = jnp.array([[-1.0, -1e-6, -1e-7, -0.0, 0.0, 1e-7, 1.0, 2.0]])
+
+    def derivative(autocast):
+        def loss(scale):
+            return jnp.sum(autocast(lambda scale: jax.nn.leaky_relu(x * scale) @ jnp.eye(8))(scale))
+
+        return jax.grad(loss)(jnp.ones((1, 8)))
+
+    found, expected = derivative(lambda f: jls.autocast(f, dtype)), derivative(lambda f: f)
+    np.testing.assert_allclose(found, expected, rtol=1e-2)

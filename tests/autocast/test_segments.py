@@ -57,6 +57,7 @@ BETWEEN = {
     "gelu": (jax.nn.gelu, 128),
     "relu": (jax.nn.relu, 0),  # The operand of the second matmul is sufficient for the derivative of a relu.
     "biased relu": (lambda y: jax.nn.relu(y + jnp.arange(16.0)[None]), 0),
+    "leaky relu": (jax.nn.leaky_relu, 0),
     "gated": (lambda y: jax.nn.sigmoid(y) * jnp.sin(y), 128),
     "softmax": (jax.nn.softmax, 0),  # Only the softmax is saved, which is the operand of the second matmul.
     "masked softmax": (lambda y: jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((4, 16), bool)), y, -1e9)), 0),
