@@ -43,7 +43,7 @@ class NodePlan(NamedTuple):
         otherwise "".
       by_result: the `ByResult` that evaluates the node if the derivative of the node is computed from its result;
         otherwise None.
-      batch: the result of `masked_gather.batch_dimensions`.
+      batch: the result of `masked_gradient.batch_dimensions`.
     """
 
     kind: NodeKind

@@ -19,7 +19,7 @@ from jax_lossscale._autocast.by_result import by_result
 from jax_lossscale._autocast.constants import Constants
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
-from jax_lossscale._autocast.masked_gather import batch_dimensions
+from jax_lossscale._autocast.masked_gradient import batch_dimensions
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy

@@ -1,9 +1,9 @@
-"""Gradients of gathers that select one position per batch element, such as the logit of each label in a cross entropy.
+"""Gradients that are computed with a mask: of gathers that select one position per batch element, and of max pools.
 
-JAX computes the gradient of a gather with a scatter-add into an array of zeros. XLA compiles a scatter-add to separate
-kernels, which write and read a float32 array with the shape of the operand. If the gather selects only one position of
-each batch element, no two cotangents are added at the same position. The gradient can then be computed with a mask,
-which XLA fuses with other operations:
+JAX computes the gradient of a gather, such as the lookup of the logit of each label in a cross entropy, with a
+scatter-add into an array of zeros. XLA compiles a scatter-add to separate kernels, which write and read a float32 array
+with the shape of the operand. If the gather selects only one position of each batch element, no two cotangents are
+added at the same position. The gradient can then be computed with a mask, which XLA fuses with other operations:
 
     gradient = where(iota == index, cotangent, 0)
 
@@ -12,10 +12,19 @@ has at least two elements. In all other dimensions, the gather must read whole s
 batching dimension of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n),
 index]``. An embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is
 still a scatter-add, because a mask would be as large as the whole table.
+
+JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles for GPUs to three kernels. One
+of them writes, for each window, the 32-bit index of the maximum along each dimension, and another kernel reads these
+indices. If the windows divide the array evenly, the gradient is computed with a mask, in which the index is the
+position of the maximum in its window. As with `select_and_scatter_add`, only the first of several equal maxima has a
+gradient. If a window contains NaNs, the first NaN is the maximum, whereas `select_and_scatter_add` selects an element
+after the last NaN.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,3 +142,40 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
         return result, tangent.transpose(order).reshape(result.shape)
 
     return [gather(*operands)]
+
+
+def is_masked_pool(eqn: Any) -> bool:
+    """Return whether an equation is a max pool whose windows divide a float32 array into at most 256 elements each."""
+    if eqn.primitive.name != "reduce_window_max" or not is_float32(eqn.invars[0].aval):
+        return False
+    params = eqn.params
+    window, dilations = params["window_dimensions"], {*params["base_dilation"], *params["window_dilation"]}
+    is_divided = window == params["window_strides"] and not any(map(operator.mod, eqn.invars[0].aval.shape, window))
+    return is_divided and not any(map(any, params["padding"])) and dilations == {1} and math.prod(window) <= 256
+
+
+def masked_pool(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return the result of a max pool for which `is_masked_pool` is true, with a masked derivative."""
+    window = eqn.params["window_dimensions"]
+    within_window = range(1, 2 * len(window), 2)
+
+    def split(x: Any) -> Any:
+        """Split each axis of an array into two axes: the number of the window, and the position within the window."""
+        for n, size in enumerate(window):
+            x = x.reshape(*x.shape[: 2 * n], x.shape[2 * n] // size, size, *x.shape[2 * n + 1 :])
+        return x
+
+    @jax.custom_jvp
+    def pool(x: Any) -> Any:
+        return bind_here(eqn, [x], eqn.params)[0]
+
+    @pool.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        result = pool(*primals)
+        elements = jnp.moveaxis(split(*primals), within_window, range(-len(window), 0))
+        selected = jax.lax.argmax(elements.reshape(*result.shape, math.prod(window)), len(window), jnp.uint8)
+        positions = jnp.arange(math.prod(window), dtype=jnp.uint8).reshape(*(n for size in window for n in (1, size)))
+        mask = positions == jnp.expand_dims(selected, within_window)
+        return result, jnp.where(mask, split(*tangents), 0).sum(within_window)
+
+    return [pool(*operands)]
