@@ -157,10 +157,10 @@ class MinCut(NamedTuple):
             for value_id in node.outputs
         }
 
-        sources: dict[ValueId, set[ValueId]] = {}
+        read_from: dict[ValueId, set[ValueId]] = {}
         for node, _ in nodes:
-            found = [{n} if Value(n) in in_memory else sources[n] for n in value_ids(node.inputs)]
-            sources.update(dict.fromkeys(node.outputs, set().union(*found)))
+            found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
+            read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
 
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
@@ -178,7 +178,7 @@ class MinCut(NamedTuple):
             if value not in in_memory:
                 return 0
             is_cast = value.is_rounding and Value(value.id) in in_memory
-            read = map(Value, [value.id] if is_cast else sources[value.id])
+            read = map(Value, [value.id] if is_cast else read_from[value.id])
             return self._bytes(value) * _PRICE_REWRITTEN + max(map(self._bytes, read), default=0) * _PRICE_REREAD
 
         graph = CutGraph()

@@ -258,9 +258,12 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     for result, operand in carried:
         if result in sizes and sizes[result] == max(sizes.values()) > 1:
             additions = _Additions()
-            is_sum = additions.outputs(body.closed, [False if n == operand else None for n in body.operands])[result]
+            is_sum = additions.outputs(body.closed, [_ITSELF if n == operand else None for n in body.operands])[result]
             found |= {operand} if is_sum and additions.is_used else set()
     return found
+
+
+_ITSELF, _SUM = False, True
 
 
 class _Additions(Propagation[bool | None]):
@@ -268,8 +271,8 @@ class _Additions(Propagation[bool | None]):
 
     Each value is represented by one of three constants:
 
-    - False: the value is the argument itself, possibly after data movement such as a transpose.
-    - True: the value is a sum of the argument and other values, possibly after data movement.
+    - `_ITSELF`: the value is the argument itself, possibly after data movement such as a transpose.
+    - `_SUM`: the value is a sum of the argument and other values, possibly after data movement.
     - None: all other values.
 
     Attributes:
@@ -288,7 +291,7 @@ class _Additions(Propagation[bool | None]):
     def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
         if any(is_sum is not None for is_sum in operands):
             if eqn.primitive.name == "add":
-                return [True]
+                return [_SUM]
             moved = primitives.moved_operands(eqn)
             if moved is not None:
                 known = [{operands[n] for n in of_result} - {None} for of_result in moved]
@@ -310,6 +313,6 @@ class _Terms(_Additions):
         self._eqn = eqn
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        self.are_added |= eqn.primitive.name == "add" and False in operands
-        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and False in operands)
-        return [False] if is_term else super().operation(eqn, location, operands)
+        self.are_added |= eqn.primitive.name == "add" and _ITSELF in operands
+        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and _ITSELF in operands)
+        return [_ITSELF] if is_term else super().operation(eqn, location, operands)

@@ -140,7 +140,7 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, there is no peak, and the margin is chosen so that the target is 40, or
+    - Before the first gradient that is not zero, there is no peak, and the margin is such that the target is 40, or
       ``ceiling`` if this is less. A step in which all gradients are zero then sets the scale to 39, at which the
       gradients of the next step probably do not underflow. If the next step overflows, the target becomes 15. Each step
       in which all gradients are zero decreases the margin by 1/64, until it returns to its initial value.
