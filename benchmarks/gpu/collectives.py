@@ -43,6 +43,8 @@ _NOTES = (
     "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
     "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, the "
     "float32 program gathers one gradient to scatter the other one into it.",
+    "In the scan with remat, a program with manual casts also recomputes each block. Most of the temporaries of both "
+    "programs are the gathered weights and the activations of one block in the backward pass.",
 )
 
 

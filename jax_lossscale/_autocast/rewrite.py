@@ -18,6 +18,7 @@ from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gather import masked_gather
+from jax_lossscale._autocast.masked_pool import is_masked, masked_pool
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
 from jax_lossscale._autocast.planner import Planner, gives_half_result
 from jax_lossscale._autocast.rule import params_in_half
@@ -185,6 +186,8 @@ class Rewriting:
             return [_lookup(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
             return masked_gather(eqn, operands, dict(node_plan.batch))
+        if is_masked(eqn) and self.measured is None:
+            return masked_pool(eqn, operands)
         outputs = jaxpr.bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
