@@ -88,12 +88,8 @@ def as_float32(params: jax.Array) -> jax.Array:
     return join(params, jnp.zeros_like(params, jnp.uint16))
 
 
-def key_of_leaf(seed: np.uint32, leaf: int) -> np.ndarray:
-    """Return the key, a ``uint32[2]``, that determines the random bits of a leaf in all steps.
-
-    XLA inserts constants with one element into the code of a kernel, but passes longer constants to the kernel as
-    arguments. Because the key has two elements, all leaves with the same shape use the same code, which XLA compiles
-    only once.
+def leaf_key(seed: np.uint32, leaf: int) -> np.ndarray:
+    """Return the key of a leaf, a ``uint32[2]``, that determines its random bits in all steps.
 
     Args:
       seed: a number that identifies the random bits of an optimizer.
@@ -175,11 +171,15 @@ def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Ar
 
     Args:
       like: an array with the shape and the sharding of the result.
-      key: the key of the leaf, from `key_of_leaf`.
+      key: the key of the leaf, from `leaf_key`.
       counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
     """
-    keys = _mixed(key + jnp.asarray(counter).astype(jnp.uint32))
-    return _mixed(_indices(like) ^ keys[0], keys[1]) >> 16
+    counter = jnp.asarray(counter).astype(jnp.uint32)
+    step = _mixed(counter)
+    # XLA inserts the constant `key[0]` into the code of the kernel, so each leaf would need its own kernel. With an
+    # index that depends on the counter, leaves with the same shape use the same kernel, which XLA compiles only once.
+    first, second = (jax.lax.dynamic_slice(key, [index & 1], [1])[0] for index in (counter, ~counter))
+    return _mixed(_indices(like) ^ first ^ step, second + step) >> 16
 
 
 def _mixed(number: Any, key: jax.Array | int = 0) -> Any:
