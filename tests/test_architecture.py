@@ -7,18 +7,16 @@ import graphlib
 import importlib
 import inspect
 import io
-import json
-import os
 import pkgutil
 import re
 import shutil
-import subprocess
 import sys
 import tokenize
 import tomllib
 from pathlib import Path
 
 import pytest
+from programs.starting import run_python
 
 import jax_lossscale as jls
 
@@ -159,13 +157,6 @@ def lines_of_code(source):
     return len(lines)
 
 
-def test_lines_of_code_are_counted_without_docstrings_and_comments():
-    source = (
-        '"""A module."""\n\nx = """two\nlines"""  # A comment.\n# A comment.\n\ndef f():\n    """A\n    docstring."""\n'
-    )
-    assert lines_of_code(source) == 3
-
-
 def test_package_has_at_most_the_agreed_number_of_lines():
     assert sum(lines_of_code(path.read_text()) for path in MODULES) <= MOST_LINES
 
@@ -173,29 +164,18 @@ def test_package_has_at_most_the_agreed_number_of_lines():
 # --- Tests in a new interpreter ---
 
 EXTRAS = ("flax", "jmp", "matplotlib", "orbax", "rich", "sklearn", "torch", "tqdm")
-DESCRIBE = """
-import json
-print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules if sys.modules[name] is not None})))
-"""
+WITHOUT_EXTRAS = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
+PRINT_MODULES = "\nimport sys\nprint(*(name for name in sys.modules if sys.modules[name] is not None))"
 
 
-def run_python(code, *options, **environment):
-    """Run code in a new interpreter that can import the package, and return the standard output."""
-    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    completed = subprocess.run(
-        [sys.executable, *options, "-c", "import sys\n" + code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
+def packages_after(code):
+    """Return the packages that are imported after a program."""
+    return {name.partition(".")[0] for name in run_python("-c", code + PRINT_MODULES).split()}
 
 
 def test_import_loads_only_the_dependencies():
-    dependencies = "import jax, jaxlib, optax, chex, numpy\n"
-    before, after = (set(json.loads(run_python(code + DESCRIBE))) for code in (dependencies, "import jax_lossscale\n"))
+    before = packages_after("import jax, jaxlib, optax, chex, numpy")
+    after = packages_after("import jax_lossscale")
     assert after - before - sys.stdlib_module_names == {"jax_lossscale"}
 
 
@@ -210,16 +190,14 @@ def test_imports_of_the_core_are_declared_dependencies():
 
 
 def test_import_without_extras_gives_no_warning_and_uses_no_device():
-    without_extras = f"sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
     # The platform does not exist, so any access to a device fails. The probe checks that it does.
     probe = "try: jax.devices()\nexcept RuntimeError: print('no device')\n"
-    code = without_extras + "import jax\nfrom jax_lossscale import *\n" + probe
-    assert run_python(code, "-W", "error", JAX_PLATFORMS="no_such_platform") == "no device\n"
+    code = WITHOUT_EXTRAS + "import jax\nfrom jax_lossscale import *\n" + probe
+    assert run_python("-W", "error", "-c", code, JAX_PLATFORMS="no_such_platform") == "no device\n"
 
 
 def test_the_core_works_without_the_extras():
-    code = f"""
-sys.modules.update(dict.fromkeys({EXTRAS!r}))
+    code = f"""{WITHOUT_EXTRAS}
 import jax, jax.numpy as jnp, optax
 import jax_lossscale as jls
 tx = jls.loss_scaled(optax.adam(0.1))
@@ -229,12 +207,14 @@ loss, grads = jls.value_and_scaled_grad(lambda p: jnp.sum(p["w"] ** 2), state)(p
 params, state = jax.jit(tx.update_and_apply)(grads, state, params, value=loss)
 print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state)))())
 """
-    assert run_python(code, JAX_PLATFORMS="cpu") == "1 256.0\n"
+    assert run_python("-c", code) == "1 256.0\n"
 
 
 def test_import_loads_only_the_core():
-    print_modules = "import jax_lossscale\nprint(*(name for name in sys.modules if name.startswith('jax_lossscale')))"
-    assert len(run_python(print_modules).split()) <= 50
+    print_modules = (
+        "import jax_lossscale, sys\nprint(*(name for name in sys.modules if name.startswith('jax_lossscale')))"
+    )
+    assert len(run_python("-c", print_modules).split()) <= 50
 
 
 def test_names_are_imported_when_they_are_first_used():
@@ -246,7 +226,7 @@ for name in jls.__all__:
 from jax_lossscale import autocast, diagnostics
 print(jls.autocast is autocast, jls.diagnostics is diagnostics, hasattr(jls, "other"))
 """
-    assert run_python(code) == "True True False\n"
+    assert run_python("-c", code) == "True True False\n"
 
 
 @pytest.mark.ci
@@ -256,10 +236,9 @@ def test_the_core_works_without_the_modules_that_read_jaxprs(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns(*removed))
     shutil.copytree(TESTS, tmp_path / TESTS.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
-    core = ["test_tree.py", "loss_scales/test_dynamic.py", "wrapper/test_eager.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{path}" for path in core)]
-    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stdout
+    core = ["loss_scales/test_dynamic.py", "wrapper/test_eager.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{path}" for path in core)]
+    run_python(*command, cwd=tmp_path, PYTHONPATH="")
 
 
 # --- Documentation of public names ---

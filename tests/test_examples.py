@@ -5,14 +5,13 @@ The quick tests run two steps in this process. The slow tests run the commands o
 
 import functools
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from programs.starting import run_python
 
 pytestmark = pytest.mark.ci
 
@@ -53,21 +52,9 @@ def numbers(text):
     return {name: float(number) for name, number, _ in printed if name != "checksum"}
 
 
-def run_command(*command, code=0):
+def run_command(*command):
     """Run a command in a subprocess without the XLA flags of the tests, and return its output."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=EXAMPLES.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout
+    return run_python(*command, cwd=EXAMPLES.parent, XLA_FLAGS="")
 
 
 # All other examples take longer to compile and test nothing else of this file.

@@ -24,14 +24,12 @@ def promises():
 PROMISES = promises()
 
 
-def test_every_promise_has_limits_and_existing_tests():
+def test_every_promise_has_limits_and_tests():
+    """`tests/test_docs.py` checks that the tests exist."""
     assert len(PROMISES) > 20
     for text in re.split(r"^### .+$", PAGE, flags=re.MULTILINE)[1:]:
         assert text.count("**Limits.** ") == text.count("**Test.** ") == 1
-    for heading, tests in PROMISES.items():
-        assert tests, heading
-        for path, _, name in (test.partition("::") for test in tests):
-            assert f"def {name}(" in (ROOT / path).read_text(), heading
+    assert all(PROMISES.values())
 
 
 def test_every_test_of_a_promise_has_a_change_that_breaks_it():

@@ -21,12 +21,6 @@ def test_version_and_date_equal_those_of_the_changelog():
     assert re.search(r'^date-released: "(.*)"$', citation, re.MULTILINE)[1] == date
 
 
-def test_hosted_ci_runs_the_same_scripts_as_contributors():
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert "run: bash .ci/run" in workflow
-    assert "run: python tools/versions.py" in workflow
-
-
 def test_release_workflow_makes_every_link_of_the_readme_absolute(tmp_path):
     """The workflow also compares the tag with the line that contains the version."""
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
@@ -43,16 +37,6 @@ def test_release_workflow_makes_every_link_of_the_readme_absolute(tmp_path):
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme):
         assert picture.startswith("https://example.org/owner/name/raw/0123abcd/docs/")
     assert f'__version__ = "{jls.__version__}"' in (ROOT / "jax_lossscale" / "_version.py").read_text().splitlines()
-
-
-def test_address_of_the_repository_is_in_one_place():
-    address = PYPROJECT["project"].get("urls", {}).get("Repository", "github.com/OWNER")
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    paths = [ROOT / name for name in names if name != "tests/test_release.py" and Path(name).suffix != ".png"]
-    assert [path.name for path in paths if path.exists() and address in path.read_text(errors="replace")] in (
-        ["pyproject.toml"],
-        [],  # not a git repository, as in an unpacked sdist
-    )
 
 
 def test_extras_and_groups_named_in_texts_and_errors_exist():

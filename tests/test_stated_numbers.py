@@ -12,6 +12,11 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def words(path):
+    """Return the text of a file without line breaks."""
+    return " ".join(path.read_text().split())
+
+
 def rows(path, heading):
     """Return the cells of the first table below a heading."""
     lines = re.search(r"(?:^\|.*\n)+", path.read_text().partition(heading)[2], re.MULTILINE)[0].splitlines()
@@ -56,15 +61,17 @@ def test_predictions_for_an_h100():
 
 
 def test_predictions_for_models_that_were_not_used_for_tuning():
-    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
-    measured = {
-        name: (float(time), float(memory)) for name, _, time, _, memory, *_ in rows(RESULTS / "untuned.md", "## Tables")
-    }
+    page = words(ROOT / "docs" / "performance.md")
+    results = rows(RESULTS / "untuned.md", "## Tables")
+    measured = {name: (float(time), float(memory)) for name, _, time, _, memory, *_ in results}
     assert len(measured) >= 24
     stated = rows(ROOT / "docs" / "performance.md", "### Models that were not used to tune")
     assert stated == [[name, f"{time:.2f}", f"{memory:.2f}"] for name, (time, memory) in measured.items()]
     time, memory = map(statistics.median, zip(*measured.values(), strict=True))
     assert f"The median relative time is {time:.2f}, and the median relative memory is {memory:.2f}." in page
+    stated = rows(ROOT / "docs" / "performance.md", "has the following effects on models")
+    slow = [row for row in results if row[5] != "-"]
+    assert stated == [[name, f"{float(time):.2f}", f"{float(half):.2f}"] for name, _, time, *_, half, _ in slow]
 
 
 def test_predictions_for_older_gpus():
@@ -72,13 +79,11 @@ def test_predictions_for_older_gpus():
     measured = [[*row[:2], *row[3:5], *row[6:]] for row in rows(RESULTS / "older_gpus.md", "## Tables")]
     assert rows(ROOT / "docs" / "performance.md", "### V100 and T4") == measured
     times = [float(time) for _, _, time, *_ in measured]
-    assert (
-        f"an estimated {min(times):.2f} to {max(times):.2f} times that of float32" in (ROOT / "README.md").read_text()
-    )
+    assert f"an estimated {min(times):.2f} to {max(times):.2f} times that of float32" in words(ROOT / "README.md")
 
 
 def test_bytes_saved_for_the_backward_pass():
-    page = " ".join((ROOT / "docs" / "why.md").read_text().split())
+    page = words(ROOT / "docs" / "why.md")
     table = rows(RESULTS / "autocast.md", "### Saved for the backward pass: transformer 4 x 512")
     saved = {loss: f"{number(cell):.0f} MiB" for dropout, loss, cell, _ in table if dropout == "0.0"}
     assert f"save {saved['float32']} in float32, {saved['manual casts']} with manual casts" in page
@@ -86,7 +91,7 @@ def test_bytes_saved_for_the_backward_pass():
 
 
 def test_other_costs_of_autocast():
-    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    page = words(ROOT / "docs" / "performance.md")
     cpu = {row[0]: row[3] for row in rows(RESULTS / "autocast.md", "### Training steps on a CPU")}
     assert (
         f"takes {cpu['autocast']} times as long under `autocast` as in float32, and {cpu['manual casts']} times" in page
@@ -96,7 +101,7 @@ def test_other_costs_of_autocast():
 
 
 def test_compile_time_of_autocast():
-    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    page = words(ROOT / "docs" / "performance.md")
     for_gpu = {row[0]: row[2] for row in rows(RESULTS / "autocast.md", "### Trace, lower and compile for an H100")}
     text = "H100 takes {} times as long as in float32, and {} times as long with manual casts"
     assert text.format(for_gpu["autocast"], for_gpu["manual casts"]) in page
@@ -106,7 +111,7 @@ def test_compile_time_of_autocast():
 
 
 def test_compile_time_of_a_training_step():
-    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    page = words(ROOT / "docs" / "performance.md")
     over = {row[0]: row[2] for row in rows(RESULTS / "compile_time.md", "### Compile time of a training step")}
     auto, dynamic = over["ours, update_and_apply, 'auto'"], over["ours, update_and_apply"]
     assert f'takes {auto} times as long to compile with `"auto"`, {dynamic} times with `"dynamic"`, ' in page
@@ -115,7 +120,7 @@ def test_compile_time_of_a_training_step():
 
 
 def test_time_and_memory_in_the_readme():
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = words(ROOT / "README.md")
     stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
     largest = next(row for row in stated if row[0] == "transformer 12 x 768")
     assert f"takes an estimated {largest[1]} times as long as in float32" in readme
@@ -168,7 +173,7 @@ def least_to_most(values):
 
 
 def test_limits_of_the_automatic_scale():
-    page = " ".join((ROOT / "docs" / "choosing.md").read_text().split())
+    page = words(ROOT / "docs" / "choosing.md")
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
     for one_in in ("50", "200", "400"):
         auto, dynamic = least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"
@@ -236,13 +241,13 @@ def test_bytes_and_times_of_16_bit_parameters():
     medians = [
         number(timed[f"float32{step}"][0]) for step in (" parameters, autocast", "", " parameters, manual casts")
     ]
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = words(ROOT / "README.md")
     in_words = "takes {:.2f} ms, compared with {:.2f} ms in float32 and {:.2f} ms with manual casts".format(*medians)
     assert in_words in readme
     small = number(timed["stochastic rounding, half-precision state"][2])
     assert f"with a small batch takes {small:.2f} times as long (measured on an H100)" in readme
     moved = {(layout, step): number(over) for layout, step, *_, over, _ in rows(results, "### Collectives of one of")}
-    page = " ".join(path.read_text().split())
+    page = words(path)
     assert f"move {moved['FSDP, explicit axes', 'master weights']:.2f} times as many bytes" in page
     assert f"{moved['FSDP', 'master weights']:.2f} times as many bytes with automatic axes" in page
     large = [100 * (1 - steps["32 x 512", names[wrapper]][1]) for wrapper, *_ in stated[1:]]
@@ -264,9 +269,9 @@ def test_final_losses_of_16_bit_parameters():
     assert largest(small) <= 0.2
     assert (
         "in all of our small training runs with bfloat16 parameters, the final loss with this setting is within 0.2% "
-        "of float32 or within the noise floor" in (ROOT / "README.md").read_text()
+        "of float32 or within the noise floor" in words(ROOT / "README.md")
     )
-    page = " ".join((ROOT / "docs" / "guide" / "sixteen_bit.md").read_text().split())
+    page = words(ROOT / "docs" / "guide" / "sixteen_bit.md")
     for column in ("stochastic rounding", small):
         assert largest(column, "pinn") <= 0.16
     for column in ("master weights", "master weights, half-precision state"):

@@ -147,17 +147,9 @@ def test_scale_of_special_values(dtype, leaf, scale, expected):
     assert np.signbit(result.real.astype(np.float64)) == np.signbit(np.real(expected))
 
 
-@pytest.mark.parametrize(
-    ("leaf", "expected"),
-    [
-        (complex(np.inf, 1), complex(np.inf, 0.25)),
-        (complex(1, -np.inf), complex(0.25, -np.inf)),
-        (np.inf, np.inf),
-        (-np.inf, -np.inf),
-        (np.nan, np.nan),
-    ],
-)
-def test_unscale_of_complex_and_nonfinite_values(leaf, expected):
+@pytest.mark.parametrize("leaf", [complex(np.inf, 1), complex(1, -np.inf), np.inf, -np.inf, np.nan])
+def test_unscale_of_nonfinite_values(leaf):
+    expected = complex(leaf.real / 4, leaf.imag / 4) if isinstance(leaf, complex) else leaf
     np.testing.assert_array_equal(jls.FixedLossScale(4).unscale(leaf), expected)
 
 
@@ -346,11 +338,10 @@ class NeverEqual:
 
 
 def test_select_tree_accepts_equal_or_identical_leaves():
-    name, its_copy, odd = "adam", "".join(["ad", "am"]), NeverEqual()
+    name, its_copy, odd, names = "adam", "".join(["ad", "am"]), NeverEqual(), np.array(["a", "b"])
     assert name is not its_copy
-    assert jls.select_tree(True, [name, odd], [its_copy, odd]) == [name, odd]
-    with pytest.raises(ValueError, match="cannot select"):
-        jls.select_tree(True, odd, NeverEqual())
+    selected = jls.select_tree(False, [name, odd, names], [its_copy, odd, names.copy()])
+    assert all(leaf is expected for leaf, expected in zip(selected, [name, odd, names], strict=True))
 
 
 def test_select_tree_under_jit_and_vmap():
@@ -380,6 +371,7 @@ def test_select_tree_under_jit_and_vmap():
         (jnp.float16, jnp.float16(1)),
         (jnp.float16(1), Fraction(1)),
         (np.array(["a", "b"]), np.array(["a", "c"])),
+        (NeverEqual(), NeverEqual()),
     ],
     ids=lambda leaf: repr(leaf)[:20],
 )
@@ -392,11 +384,6 @@ def test_select_tree_error_names_the_path_of_different_leaves(on_true, on_false)
 def test_select_tree_rejects_other_predicates(pred):
     with pytest.raises(ValueError, match=r"`select_tree\(pred=...\)` must be a boolean scalar"):
         jls.select_tree(pred, 1.0, 2.0)
-
-
-def test_select_tree_accepts_equal_arrays_of_strings():
-    names = np.array(["a", "b"])
-    assert jls.select_tree(False, {"names": names}, {"names": names.copy()})["names"] is names
 
 
 @pytest.mark.parametrize(
@@ -425,11 +412,6 @@ def test_cast_floating_changes_the_dtype(name, dtype):
         is_complex = jnp.iscomplexobj(leaf)
         assert cast.dtype == (leaf.dtype if is_complex else jnp.dtype(dtype))
         np.testing.assert_array_equal(np.asarray(cast).astype(np.complex128), np.ones(leaf.shape))
-
-
-def test_gradient_of_a_cast_has_the_dtype_of_the_argument():
-    grads = jax.grad(lambda w: jls.cast_floating(w, jnp.float16).sum().astype(jnp.float32))(jnp.ones(3, jnp.float32))
-    np.testing.assert_array_equal(grads, np.ones(3, np.float32), strict=True)
 
 
 MIXED = {

@@ -67,3 +67,10 @@ def distance(tree, other):
     """Return the largest relative distance between corresponding leaves of two pytrees."""
     pairs = zip(*(map(np.asarray, jax.tree.leaves(each)) for each in (tree, other)), strict=True)
     return max(float(np.linalg.norm(a - b) / (np.linalg.norm(a) + 1e-12)) for a, b in pairs)
+
+
+def residual_types(function, *args):
+    """Return the types of the residuals of `jax.vjp`, except for those that are arguments of the function."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(function, *args)[1]))(*args).jaxpr
+    found = {variable for variable in jaxpr.outvars if not isinstance(variable, Literal)} - {*jaxpr.invars}
+    return [variable.aval for variable in found]

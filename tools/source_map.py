@@ -10,7 +10,7 @@ PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- begin: written by `python tools/source_map.py` -->\n", "<!-- end -->\n"
 
 # The following tests check all public signatures and all error messages.
-OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py", "test_selection.py"]
+OF_ALL = ["test_public_api.py", "hardening/test_bad_input.py"]
 
 # The core consists of these files and folders. `tools/mutation.py` changes them and runs these tests in this order.
 CORE = {
@@ -29,7 +29,6 @@ CORE = {
         "test_golden.py",
         "gradients/test_gradients.py",
         "wrapper/test_monitoring.py",
-        "wrapper/test_several.py",
     ],
     "_mixed_precision.py": ["wrapper/test_mixed_precision.py"],
     "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
@@ -43,7 +42,6 @@ CORE = {
         "wrapper/test_step_inputs.py",
         "wrapper/test_measuring.py",
         "wrapper/test_transform.py",
-        "wrapper/test_loss_scale_inputs.py",
         "wrapper/test_monitoring.py",
         "wrapper/test_data_parallel.py",
         "diagnostics/test_recording.py",
@@ -60,7 +58,6 @@ CORE = {
         "diagnostics/true_statements/test_layers.py",
         "diagnostics/true_statements/test_facts.py",
         "frameworks/test_autocast_nnx.py",
-        "diagnostics/finds_faults/test_faults_found.py",
         "diagnostics/true_statements/test_verdicts.py",
         "diagnostics/finds_faults/test_range_report.py",
         "diagnostics/finds_faults/test_shadow.py",

@@ -20,10 +20,6 @@ def plain(w, x):
     return end(jnp.tanh(x @ w + 1.0) @ w)
 
 
-def gelu(w, x):
-    return end(jax.nn.gelu(x @ w) @ w)
-
-
 def jitted_with_a_sharding(w, x):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return end(jax.jit(lambda w, x: jnp.tanh(x @ w), out_shardings=here)(w, x) @ w)
@@ -99,24 +95,6 @@ def custom_jvp_with_an_integer(w, x):
 
     y, largest = function(w, x)
     return end(y * largest[:, None])
-
-
-def custom_vjp(w, x):
-    @jax.custom_vjp
-    def function(w, x):
-        return jnp.tanh(x @ w)
-
-    def forward(w, x):
-        y = jnp.tanh(x @ w)
-        return y, (w, x, y)
-
-    def backward(residuals, cotangent):
-        w, x, y = residuals
-        cotangent = cotangent * (1 - y * y)
-        return x.T @ cotangent, cotangent @ w.T
-
-    function.defvjp(forward, backward)
-    return end(function(w, jnp.sin(x @ w)))
 
 
 def custom_vmap(w, x):

@@ -34,78 +34,46 @@ TOO_LARGE = {
     "a power": lambda: (ROW() + 1) ** 8,
     "a power of floats": lambda: (ROW() + 1.0) ** 7.5,
     "a power of a number": lambda: 100.0 ** ROW(),
-    "a square": lambda: jnp.square(300 * COLUMN()),
     "a negative power": lambda: (1e-4 + 0 * ROW()) ** -2,
     "an absolute value": lambda: jnp.abs(-1e5 - ROW()),
     "logspace": lambda: jnp.logspace(0, 9, 64).reshape(N, N),
-    "geomspace": lambda: jnp.geomspace(1, 1e9, 64).reshape(N, N),
-    "linspace": lambda: jnp.linspace(0, 1e6, 64).reshape(N, N),
-    "arange": lambda: jnp.arange(64.0).reshape(N, N) * 1e4,
     "cumsum": lambda: jnp.cumsum(jnp.full((N, N), 3e4), axis=0),
-    "cumprod": lambda: jnp.cumprod(jnp.full((N, N), 10.0), axis=0),
     "sum": lambda: jnp.broadcast_to(jnp.full((N, N), 3e4).sum(0), (N, N)),
-    "prod": lambda: jnp.broadcast_to(jnp.full((N, N), 30.0).prod(0), (N, N)),
     "exp": lambda: jnp.exp(2 * ROW()),
-    "exp2": lambda: jnp.exp2(3 * ROW()),
-    "expm1": lambda: jnp.expm1(2 * ROW()),
-    "sinh": lambda: jnp.sinh(2 * ROW()),
-    "cosh": lambda: jnp.cosh(-2 * ROW()),
     "a quotient": lambda: 1 / (1e-6 * (ROW() + 1)),
     "a reciprocal square root": lambda: jax.lax.rsqrt(1e-12 * (ROW() + 1)),
-    "tan": lambda: jnp.tan(ROW() * 0 + 1.5707963),
-    "gammaln": lambda: jax.scipy.special.gammaln(1e4 * (ROW() + 1)),
-    "random normal": lambda: 1e6 * drawn(),
+    "cosh": lambda: jnp.cosh(-2 * ROW()),
     "random normal with a global key": lambda: 1e6 * jax.random.normal(KEY, (N, N)),
-    "a masked value": lambda: 1e6 * (1 - (ROW() > 3).astype(jnp.float32)),
-    "random integers": lambda: jax.random.randint(jax.random.key(0), (N, N), 0, 10**6).astype(jnp.float32),
-    "bits": lambda: jax.lax.bitcast_convert_type(jnp.full((N, N), 0x4B000000, jnp.int32), jnp.float32),
     "integers": lambda: (jnp.arange(64) * 3000).reshape(N, N).astype(jnp.float32),
     "integers that overflow": lambda: (jnp.full((N, N), 2**30, jnp.int32) * 3).astype(jnp.float32),
-    "unsigned": lambda: jnp.full((N, N), -1, jnp.int32).astype(jnp.uint32).astype(jnp.float32),
     "a shift": lambda: (jnp.ones((N, N), jnp.int32) << 20).astype(jnp.float32),
-    "chosen": lambda: jnp.where(ROW() > 3, 1e6, 0.0),
     "select": lambda: jnp.select([ROW() > 3, COLUMN() > 3], [1e6 * ROW(), ROW()], 0.0),
-    "a maximum": lambda: jnp.maximum(ROW(), 1e6 * EYE),
     "a clip": lambda: jnp.clip(1e7 * EYE, 0.0, 1e6),
-    "sorted": lambda: jnp.sort(1e6 * drawn(), axis=0),
     "gathered": lambda: jnp.asarray(1e6 * EYE)[jnp.arange(N)[::-1]],
-    "stacked": lambda: jnp.stack([ROW()[0], *[1e6 * EYE[n] for n in range(1, N)]]),
     "joined": lambda: jnp.concatenate([EYE[:4], 1e6 * EYE[4:]]),
     "padded": lambda: jnp.pad(EYE[:4, :4], 2, constant_values=1e6),
-    "rolled": lambda: jnp.roll(1e6 * EYE, 1, axis=0),
-    "written": lambda: jnp.zeros((N, N)).at[0].set(1e6),
     "scatter-add": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
-    "the complement of a mask": lambda: 1e6 * (1 - jnp.exp(jnp.where(ROW() > COLUMN(), -jnp.inf, 0.0))),
-    "the outer difference": lambda: ((jnp.arange(300.0)[:, None] - jnp.arange(300.0)[None]) ** 2)[-N:, :N],
     "a loop": lambda: jax.lax.fori_loop(0, 6, lambda _, y: 10 * y, jnp.ones((N, N))),
-    "a scan": lambda: jax.lax.scan(lambda y, x: (10 * y + x, None), jnp.zeros((N, N)), jnp.ones(8))[0],
-    "polyval": lambda: jnp.polyval(jnp.full(9, 10.0), ROW()),
     "a condition": lambda: jax.lax.cond(jnp.sum(ROW()) > 0, lambda: jnp.full((N, N), 1e6), lambda: ROW()),
+    "an outer product": lambda: jnp.matmul(1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, N))),
     "a custom_jvp function": lambda: jax.nn.relu(1e6 * EYE),
     "jit": lambda: jax.jit(lambda x: 1e6 * x)(EYE),
     "remat": lambda: jax.checkpoint(lambda x: 1e6 * x)(EYE),
-    "vmap": lambda: jax.vmap(lambda n: n**8)(ROW()),
     "a factorization": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
     "3000 operations": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
 }
 # Constants whose computed bounds fit in float16.
 FITS = {
-    "numbers": lambda: ROW() + 2 * COLUMN(),
     "a table of angles": lambda: jnp.sin(ROW() / 10_000 ** (COLUMN() / 8)),
-    "a cosine of anything": lambda: jnp.cos(1e6 * drawn()),
     "tanh of anything": lambda: jnp.tanh(1e6 * drawn()),
     "a sign": lambda: jnp.sign(drawn()),
     "a mask": lambda: (drawn() > 0).astype(jnp.float32),
-    "a one-hot": lambda: jax.nn.one_hot(jnp.argmax(drawn(), axis=1), N),
     "a clip of anything": lambda: jnp.clip(1e6 * drawn(), -1.0, 1.0),
     "a decay": lambda: jnp.exp(-jnp.abs(ROW() - COLUMN())),
-    "a triangle": lambda: jnp.tril(jnp.ones((N, N))),
     "small bits": lambda: (jax.random.bits(jax.random.key(0), (N, N), jnp.uint8)).astype(jnp.float32),
-    "numbers and NaN": lambda: jnp.where(ROW() > COLUMN(), jnp.nan, ROW()),
     "a normalised row": lambda: (ROW() - ROW().mean(0, keepdims=True)) / jnp.sqrt(ROW().var(0, keepdims=True) + 1.0),
-    "a window": lambda: 0.5 - 0.5 * jnp.cos(2 * jnp.pi * ROW() / N),
     "reciprocals": lambda: 1 / (ROW() + COLUMN() + 1),
-    "written": lambda: jnp.zeros((N, N)).at[jnp.arange(N), 0].set(7.0),
+    "an outer product": lambda: jnp.matmul(1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.full((1, N), 1e-9)),
     "powers of numbers below one": lambda: (ROW() / N) ** COLUMN(),
     "remainders": lambda: (jnp.arange(64) % 5).reshape(N, N).astype(jnp.float32),
 }
@@ -281,14 +249,6 @@ def test_constant_arguments_of_custom_rules_are_supported(rule, transformation, 
     np.testing.assert_allclose(half(x), loss(x), rtol=1e-3)
     for function in (transformation, lambda loss: jax.jit(transformation(loss))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), function(half)(x), function(loss)(x))
-
-
-def test_constant_residual_of_a_forward_rule_is_supported():
-    constant = jnp.full((N, N), 1e6)
-    function = jax.custom_vjp(lambda x: x @ constant)
-    function.defvjp(lambda x: (x @ constant, constant), lambda constant, g: (g @ constant.T,))
-    gradient = jax.grad(jls.autocast(lambda x: jnp.sum(function(x))))
-    np.testing.assert_allclose(gradient(jnp.ones((2, N))), N * 1e6)
 
 
 @pytest.mark.parametrize(("rule", "transformation"), DERIVATIVES.values(), ids=DERIVATIVES)

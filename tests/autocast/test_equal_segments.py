@@ -1,13 +1,10 @@
 """Equal blocks of a network are traced once, and each block keeps its name and its source line."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jax.extend.source_info_util import new_name_stack
 
 import jax_lossscale as jls
 from jax_lossscale._autocast import min_cut, rewrite
@@ -75,11 +72,13 @@ def compiled_anew():
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("loss", [unnamed, named, named_differently, on_lines_of_their_own, unlike])
-def test_compiled_program_does_not_depend_on_shared_traces(loss, monkeypatch):
+@pytest.mark.parametrize("loss", [named, named_differently, on_lines_of_their_own, unlike])
+def test_compiled_program_does_not_depend_on_shared_traces_and_cuts(loss, monkeypatch):
     found = []
-    for meaning in (rewrite._key, apart):
-        monkeypatch.setattr(rewrite, "_key", meaning)
+    for is_shared in (True, False):
+        if not is_shared:
+            monkeypatch.setattr(rewrite, "_key", apart)
+            monkeypatch.setattr(min_cut.MinCut, "saved", min_cut.MinCut._find_saved)
         step = jax.jit(jax.value_and_grad(jls.autocast(loss)))
         found.append((step.lower(WEIGHTS, X).compile().as_text(), step(WEIGHTS, X)))
     (together, results), (text, expected) = found
@@ -112,13 +111,6 @@ def test_equal_blocks_are_traced_once(loss, times, monkeypatch):
     assert len(traced) == times
 
 
-@pytest.mark.parametrize("loss", [unnamed, named, named_differently, on_lines_of_their_own, unlike])
-def test_program_does_not_depend_on_shared_cuts(loss, monkeypatch):
-    together = str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X))
-    monkeypatch.setattr(min_cut.MinCut, "saved", min_cut.MinCut._find_saved)
-    assert together == str(jax.make_jaxpr(jax.grad(jls.autocast(loss)))(WEIGHTS, X))
-
-
 @pytest.mark.parametrize("in_checkpoint", [False, True])
 def test_minimum_cut_of_equal_blocks_is_computed_once(in_checkpoint, monkeypatch):
     """The names of the blocks may differ, and each block may be a jaxpr of its own."""
@@ -142,33 +134,3 @@ def test_minimum_cut_of_equal_blocks_is_computed_once(in_checkpoint, monkeypatch
         jax.make_jaxpr(jax.grad(jls.autocast(loss)))(weights, X)
         numbers.append(len(computed))
     assert numbers[0] == numbers[1] > 0
-
-
-def stack_of(*names):
-    """Return a name stack. A name that ends with "()" is a transformation."""
-    stack = new_name_stack()
-    for name in names:
-        stack = stack.transform(name.removesuffix("()")) if name.endswith("()") else stack.extend(name)
-    return stack
-
-
-@pytest.mark.parametrize(
-    ("stacks", "expected"),
-    [
-        ([("a", "b")], ("a", "b")),
-        ([("a", "b"), ("a", "c")], ("a",)),
-        ([("a", "b", "c"), ("a", "b")], ("a", "b")),
-        ([("a", "b"), ("a", "b", "c", "d")], ("a", "b")),
-        ([("a",), ("b",)], ()),
-        ([("jvp()", "a"), ("jvp()", "b")], ()),  # The scopes are shown as "jvp(a)" and "jvp(b)".
-        ([("a", "jvp()", "b"), ("a", "jvp()", "c")], ("a",)),
-    ],
-)
-def test_common_scopes(stacks, expected):
-    nodes = [SimpleNamespace(eqn=eqn_in(stack_of(*names)), within=()) for names in stacks]
-    plan = SimpleNamespace(graph=SimpleNamespace(nodes=nodes))
-    assert rewrite._common_scopes(plan, SimpleNamespace(nodes=range(len(nodes)))) == stack_of(*expected)
-
-
-def eqn_in(stack):
-    return SimpleNamespace(source_info=SimpleNamespace(name_stack=stack))

@@ -5,14 +5,17 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.scipy.stats import multivariate_normal
-from reading import MATMULS, equations, matmul_dtypes
+from reading import MATMULS, matmul_dtypes, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
 
 IDENTITY = np.eye(8, dtype=np.float32)
 LARGE, SMALL = (np.full((8, 8), value, np.float32) for value in (1e9, 1e-9))
+
+
+def multiplied(w, x):
+    return x @ w
 
 
 def gram(w):
@@ -63,30 +66,6 @@ def times_a_constant_in_a_while_loop(w, x):
     return jax.lax.while_loop(lambda x: jnp.sum(x @ large) > 1e30, lambda x: x @ large, x)
 
 
-def in_context(w, x):
-    with jax.default_matmul_precision("highest"):
-        return x @ w
-
-
-def loops_over(name):
-    """Return a function that converts `x @ w` to an integer in or after a loop."""
-
-    def scan(w, x):
-        return jax.lax.scan(lambda total, row: (total + row @ w, None), jnp.zeros(8), x)[0].astype(jnp.int32)
-
-    def scan_of_rows(w, x):
-        return jax.lax.scan(lambda carry, row: (carry, (row @ w).astype(jnp.int32)), 0, x)[1]
-
-    def carry(w, x):
-        pair = jnp.ones_like(x), x @ w
-        return jax.lax.fori_loop(0, 2, lambda _, pair: (pair[1], 2 * pair[0]), pair)[1].astype(int)
-
-    def condition(w, x):
-        return jax.lax.while_loop(lambda y: y[0, 0].astype(int) < 3, lambda y: y + 1, jax.lax.stop_gradient(x @ w))
-
-    return locals()[name]
-
-
 def convolved(channels, groups, window, w):
     """Return the convolution of a uniform image with the given number of channels."""
     kernel = jnp.broadcast_to(w[0, 0], (window, window, channels // groups, 16))
@@ -106,15 +85,16 @@ SOLVE_OF_LINEAX.def_abstract_eval(lambda matrix: matrix)
 MARKED = "marked with the precision"
 FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
+IN_A_SOLVER = "inside `custom_linear_solve`, which `autocast` does not rewrite"
 CONSTANT = "its constant operand is outside the range of float16"
 UNKNOWN = "the range of its constant operand is unknown"
 # Functions of an 8 x 8 matrix and a 4 x 8 matrix, and the reason why their matmuls stay in float32. The reason is "" if
 # they are in half precision, and `None` if reports do not list them as matmuls because they contain no sum.
 SITUATIONS = {
-    "plain": (lambda w, x: x @ w, ""),
+    "plain": (multiplied, ""),
     "marked": (lambda w, x: jnp.matmul(x, w, precision="highest"), MARKED),
     "one operand marked": (lambda w, x: jnp.matmul(x, w, precision=("default", "highest")), MARKED),
-    "marked around": (in_context, MARKED),
+    "marked around": (jax.default_matmul_precision("highest")(multiplied), MARKED),
     "marked high": (lambda w, x: jnp.matmul(x, w, precision="high"), ""),
     "an algorithm": (lambda w, x: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32), MARKED),
     "float32 as preferred_element_type": (
@@ -157,37 +137,17 @@ SITUATIONS = {
     "integers of 16 bits": (lambda w, x: (x @ w).astype(jnp.uint16), INTEGER),
     "integers of 8 bits": (lambda w, x: (x @ w).astype(jnp.int8), ""),
     "bucket numbers": (lambda w, x: jnp.floor(jnp.abs(x @ w) / 0.1).astype(jnp.int32), INTEGER),
-    "positions in the buffer of an expert": (
-        lambda w, x: jnp.sum((jnp.tril(jnp.ones((4, 4))) @ x) * x - 1, axis=-1).astype(jnp.int32),
-        INTEGER,
-    ),
-    "histogram": (lambda w, x: (x.T @ x).reshape(-1)[:3].astype(jnp.int32), INTEGER),
     "integers of an outer product": (lambda w, x: ((x @ w)[:, :1] @ w[:1]).astype(jnp.int32), INTEGER),
-    "integers in jit": (lambda w, x: jax.jit(lambda y: y.astype(jnp.int32))(jax.jit(jnp.matmul)(x, w)), INTEGER),
-    "integers in vmap": (lambda w, x: jax.vmap(lambda row: (row @ w).astype(jnp.int32))(x), INTEGER),
-    "integers in remat": (lambda w, x: jax.checkpoint(lambda w: (x @ w).astype(jnp.int32))(w), INTEGER),
-    "integers in cond": (
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y: y.astype(int), lambda y: jnp.zeros((4, 8), int), x @ w),
+    "integers in the condition of a loop": (
+        lambda w, x: jax.lax.while_loop(lambda y: y[0, 0].astype(int) < 3, jnp.sin, jax.lax.stop_gradient(x @ w)),
         INTEGER,
     ),
-    "integers of a matmul in cond": (
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.ones((4, 8))).astype(int),
-        INTEGER,
-    ),
-    "integers after a scan": (loops_over("scan"), INTEGER),
-    "integers in a scan": (loops_over("scan_of_rows"), INTEGER),
-    "integers of a carry": (loops_over("carry"), INTEGER),
-    "integers in the condition of a loop": (loops_over("condition"), INTEGER),
     "argmax": (lambda w, x: jax.nn.one_hot(jnp.argmax(x @ w, axis=-1), 8).astype(jnp.int32), ""),
     "top k": (lambda w, x: jax.lax.top_k(x @ w, 2)[1].astype(jnp.float32).astype(jnp.int32), ""),
     "argsort": (lambda w, x: jnp.argsort(x @ w, axis=-1), ""),
     "comparison": (lambda w, x: jnp.sum(x @ w > 0, axis=-1), ""),
     "selected by a comparison": (lambda w, x: jnp.where(x @ w > 0, 3.0, 2.0).astype(jnp.int32), ""),
     "conversion to bool": (lambda w, x: (x @ w).astype(bool).astype(jnp.int32), ""),
-    "a router with argmax": (
-        lambda w, x: jnp.cumsum(jax.nn.one_hot(jnp.argmax(jax.nn.softmax(x @ w), -1), 8), axis=0).astype(jnp.int32),
-        "",
-    ),
     "cholesky": (lambda w, x: jnp.linalg.cholesky(gram(w)), FACTORED),
     "cholesky after data movement": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
     "cholesky after arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
@@ -202,12 +162,11 @@ SITUATIONS = {
         FACTORED,
     ),
     "cholesky of a carry": (solved_in_a_scan, FACTORED),
-    "cholesky after remat": (
-        lambda w, x: factored(jax.checkpoint(lambda matrix: matrix + 9 * IDENTITY)(gram(w))),
+    "cholesky of one of two results of remat": (one_of_two_results_of_remat, FACTORED),
+    "cholesky in the next iteration": (
+        lambda w, x: in_a_while_loop(lambda matrix: gram(factored(matrix)), IDENTITY + 0 * w),
         FACTORED,
     ),
-    "cholesky of one of two results of remat": (one_of_two_results_of_remat, FACTORED),
-    "cholesky in a while loop": (lambda w, x: in_a_while_loop(factored, gram(w)), FACTORED),
     "cholesky after a while loop": (
         lambda w, x: factored(in_a_while_loop(lambda matrix: matrix + 9 * IDENTITY, gram(w))),
         FACTORED,
@@ -226,10 +185,8 @@ SITUATIONS = {
         FACTORED,
     ),
     "lineax": (lambda w, x: SOLVE_OF_LINEAX.bind(jax.lax.stop_gradient(gram(w))), FACTORED),
-    "matmul with a factor": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY + 0 * w), ""),
     "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
-    "constant computed inside": (lambda w, x: x @ jnp.full((8, 8), 1e9), CONSTANT),
     "constant array of the device": (lambda w, x: x @ jnp.asarray(LARGE).T, CONSTANT),
     "constant put on a device": (lambda w, x: x @ jax.device_put(LARGE, jax.devices()[0]), CONSTANT),
     "constant as argument of jit": (lambda w, x: jax.jit(jnp.matmul)(x, LARGE), CONSTANT),
@@ -238,25 +195,12 @@ SITUATIONS = {
     "constant in remat": (lambda w, x: jax.checkpoint(jnp.matmul)(x, LARGE), CONSTANT),
     "scanned constant": (times_each_of_a_constant, CONSTANT),
     "constant in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.matmul, lambda x, y: x, x, LARGE), CONSTANT),
-    "constant in cond, first": (
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda y, x: x @ y, lambda y, x: x, LARGE, x),
-        CONSTANT,
-    ),
-    "constant computed by arithmetic": (lambda w, x: x @ (1e9 * jnp.eye(8)), CONSTANT),
-    "constant computed by arithmetic in jit": (
-        lambda w, x: jax.jit(lambda x, y: x @ (1e3 * y))(x, 1e6 + IDENTITY),
-        CONSTANT,
-    ),
-    "constant computed by a sum": (lambda w, x: x @ jnp.cumsum(jnp.full((8, 8), 1e5), axis=0), CONSTANT),
-    "constant drawn at random": (lambda w, x: x @ (1e9 * jax.random.normal(jax.random.key(0), (8, 8))), UNKNOWN),
     "constant computed by a factorization": (lambda w, x: x @ jnp.linalg.cholesky(8 * IDENTITY), UNKNOWN),
     "constant computed by a loop": (
         lambda w, x: x @ jax.lax.fori_loop(0, 9, lambda _, y: 10 * y, jnp.ones((8, 8))),
         UNKNOWN,
     ),
-    "constant computed by a scatter-add": (lambda w, x: x @ jnp.zeros((8, 8)).at[0].add(1e9), UNKNOWN),
     "constant that is infinite": (lambda w, x: x @ jnp.where(IDENTITY > 0, jnp.inf, -jnp.inf), UNKNOWN),
-    "constant in range computed by arithmetic": (lambda w, x: x @ (1e-9 * jnp.asarray(LARGE)), ""),
     "scanned constant with a sum in range": (
         lambda w, x: jax.lax.scan(lambda x, y: (x @ (y.T - 1e9), None), x, LARGE[None])[0],
         "",
@@ -282,21 +226,10 @@ IN_PARTS = {
         lambda w, x: (jnp.sin(x @ w) @ w).astype(jnp.int32),
         {("float32", INTEGER), ("float16", "")},
     ),
-    "solve": (
-        lambda w, x: jnp.linalg.solve(gram(w), x[0]),
-        {("float32", FACTORED), ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite")},
-    ),
-    "multivariate normal": (
-        lambda w, x: multivariate_normal.logpdf(x[0], jnp.zeros(8), gram(w)),
-        {("float32", FACTORED), ("float16", "")},
-    ),
+    "solve": (lambda w, x: jnp.linalg.solve(gram(w), x[0]), {("float32", FACTORED), ("float32", IN_A_SOLVER)}),
     "matmul after an inverse": (
         lambda w, x: x @ jnp.linalg.inv(gram(w)),
-        {
-            ("float32", FACTORED),
-            ("float32", "inside `custom_linear_solve`, which `autocast` does not rewrite"),
-            ("float16", ""),
-        },
+        {("float32", FACTORED), ("float32", IN_A_SOLVER), ("float16", "")},
     ),
 }
 
@@ -320,8 +253,7 @@ def test_which_matmuls_stay_float32_and_why(function, reason):
     report = jls.diagnostics.autocast_report(loss, W, X)
     if reason is None:
         assert not forward_matmuls(report)
-        eqns = equations(jax.make_jaxpr(jls.autocast(loss))(W, X))
-        assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name in MATMULS} == {"float32"}
+        assert set(result_dtypes(MATMULS, jls.autocast(loss), W, X)) == {"float32"}
     else:
         assert all(each.reason.startswith(reason) for each in forward_matmuls(report))
         assert len(forward_matmuls(report)) == 1
@@ -336,7 +268,7 @@ def test_which_of_several_matmuls_stay_float32_and_why(function, expected):
 @pytest.mark.parametrize("precision", ["highest", "float32", "F32_F32_F32"])
 def test_default_matmul_precision_is_ignored(precision):
     with jax.default_matmul_precision(precision):
-        assert matmul_dtypes(jls.autocast(lambda w, x: x @ w), W, X) == ["float16"]
+        assert matmul_dtypes(jls.autocast(multiplied), W, X) == ["float16"]
         if precision == "F32_F32_F32":  # A precision other than the default still has an effect.
             marked = jls.autocast(lambda w, x: jax.lax.dot(x, w, precision=jax.lax.Precision.HIGHEST))
             assert matmul_dtypes(marked, W, X) == ["float32"]
@@ -380,13 +312,6 @@ def test_integers_computed_by_a_matmul_are_exact(dtype):
     np.testing.assert_array_equal(sizes, [3000, 3000])
 
 
-def test_bounds_of_a_constant_outer_product_are_computed():
-    large = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, 8)))
-    assert matmul_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*large)), W, X) == ["float32"]
-    small = (1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.full((1, 8), 1e-9))
-    assert matmul_dtypes(jls.autocast(lambda w, x: x @ jnp.matmul(*small)), W, X) == ["float16"]
-
-
 @pytest.mark.parametrize("function", [jnp.linalg.cholesky, lambda g: jnp.linalg.eigh(g)[0], jnp.linalg.inv])
 def test_factorization_of_a_nearly_singular_matrix_equals_float32(function):
     def loss(a):
@@ -414,7 +339,6 @@ def quantized(x, w):
 quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda saved, g: (g @ saved[1].T, saved[0].T @ g))
 AROUND = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "a scan": lambda f: lambda x, w: jax.lax.scan(lambda c, _: (c, f(x, w)), 0.0, None, length=2)[1].sum(0),
     "a scan whose body has a product": (

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_programs import in_custom_jvp, in_custom_vjp
 from jax.sharding import PartitionSpec as P
 from reading import matmul_dtypes
 from small_programs import W, X
@@ -14,7 +15,6 @@ FACTORED = "its result is factorized"
 INTEGER = "its result is converted to an integer"
 IN_PRODUCT = "its result is part of a product that is factorized"
 EYE = jnp.eye(8)
-HALF = [jnp.float16, jnp.bfloat16]
 
 
 def forward_matmuls(function, *args):
@@ -27,36 +27,12 @@ def forward_matmuls(function, *args):
 # Numbers.
 
 
-def covariances(observation):
-    """Return the 20 covariances of a Kalman filter."""
-
-    def step(covariance, _):
-        covariance = covariance + 0.1 * jnp.eye(4)
-        of_observation = observation @ covariance @ observation.T + 1e-4 * jnp.eye(3)
-        factor = jnp.linalg.cholesky(of_observation), True
-        gain = jax.scipy.linalg.cho_solve(factor, observation @ covariance).T
-        covariance = covariance - gain @ (observation @ covariance)
-        return covariance, covariance
-
-    return jax.lax.scan(step, 10 * jnp.eye(4), None, 20)[1]
-
-
-@pytest.mark.parametrize("transformed", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", HALF)
-def test_covariances_of_a_kalman_filter_equal_those_in_float32(dtype, transformed):
-    observation = jax.random.normal(jax.random.key(0), (3, 4))
-    found = transformed(jls.autocast(covariances, dtype))(observation)
-    assert jnp.linalg.eigvalsh(found)[:, 0].min() > 5e-6
-    np.testing.assert_array_equal(found, transformed(covariances)(observation))
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_factor_of_a_product_of_three_matrices_is_finite(dtype):
+def test_factor_of_a_product_of_three_matrices_is_finite():
     def factor(x):
         return jnp.linalg.cholesky(x @ (jnp.eye(8) + 0.1) @ x.T + 1e-3 * jnp.eye(32))
 
     x = 3 * jax.random.normal(jax.random.key(1), (20, 32, 8))
-    for function in (jax.vmap(jls.autocast(factor, dtype)), jls.autocast(jax.vmap(factor), dtype)):
+    for function in (jax.vmap(jls.autocast(factor)), jls.autocast(jax.vmap(factor), jnp.bfloat16)):
         assert not jnp.isnan(jax.jit(function)(x)).any()
 
 
@@ -126,15 +102,12 @@ END = {
     "sort": jnp.sort,
     "clip": lambda y: jnp.clip(y, -1, 1),
     "elementwise product": lambda y: y * (EYE + 0.1),
-    "square": lambda y: y * y,
     "scaled rows": lambda y: y * y[0, :, None],
     "scaled rows in vmap": lambda y: jax.vmap(jnp.multiply)(y[0], y),
     "division by an array": lambda y: y / (EYE + 0.1),
     "division of a scalar": lambda y: 1 / (y + 10),
     "outer product": lambda y: y[:, :1] @ y[:1],
     "reduction": lambda y: jnp.stack([y, y]).sum(0),
-    "softmax": jax.nn.softmax,
-    "normalization": lambda y: (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-5),
     "cumulative sum": lambda y: jnp.cumsum(y, axis=0),
     "comparison": lambda y: (y > 0).astype(jnp.float32),
     "nonlinear in jit": lambda y: jax.jit(jnp.sin)(y),
@@ -158,32 +131,6 @@ def test_other_operations_between_two_matmuls_keep_only_the_second_in_float32(be
 
 
 # Whole programs.
-
-
-def features(params, x):
-    for w in params["hidden"]:
-        x = jnp.tanh(x @ w)
-    return x @ params["last"] + 0.1
-
-
-def with_linear_kernel(params, x):
-    z = features(params, x)
-    return jnp.linalg.cholesky(z @ z.T + 0.1 * jnp.eye(len(z)))
-
-
-def with_rbf_kernel(params, x):
-    z = features(params, x)
-    squares = jnp.sum(z * z, axis=1)
-    distances = squares[:, None] + squares[None] - 2 * z @ z.T
-    return jnp.linalg.cholesky(jnp.exp(-0.5 * distances) + 0.1 * jnp.eye(len(z)))
-
-
-@pytest.mark.parametrize(
-    ("loss", "reason"), [(with_linear_kernel, IN_PRODUCT), (with_rbf_kernel, FACTORED)], ids=["linear", "rbf"]
-)
-def test_only_the_last_layer_of_a_deep_kernel_stays_float32(loss, reason):
-    params = {"hidden": [W, W, W], "last": W}
-    assert forward_matmuls(loss, params, X) == [("float16", "")] * 3 + [("float32", FACTORED), ("float32", reason)]
 
 
 def test_products_are_followed_through_the_carry_of_a_loop():
@@ -238,35 +185,22 @@ def test_a_rule_of_the_policy_takes_precedence():
 # Functions with custom rules. Their rules are traced only if the function is transformed.
 
 
-def with_custom_vjp(function):
-    wrapped = jax.custom_vjp(function)
-    wrapped.defvjp(lambda w: jax.vjp(function, w), lambda pullback, cotangent: pullback(cotangent))
-    return wrapped
+def in_custom_vmap(body, w, x):
+    wrapped = jax.custom_batching.custom_vmap(body)
+    wrapped.def_vmap(lambda size, is_batched, w, x: (jax.vmap(body, (0, None))(w, x), (True, True)))
+    return wrapped(w, x)
 
 
-def with_custom_jvp(function):
-    wrapped = jax.custom_jvp(function)
-    wrapped.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
-    return wrapped
-
-
-def with_custom_vmap(function):
-    wrapped = jax.custom_batching.custom_vmap(function)
-    wrapped.def_vmap(lambda size, is_batched, w: (jax.vmap(function)(w), (True, True)))
-    return wrapped
-
-
-@pytest.mark.parametrize("wrapped", [with_custom_vjp, with_custom_jvp, with_custom_vmap])
+@pytest.mark.parametrize("wrapped", [in_custom_vjp, in_custom_jvp, in_custom_vmap])
 def test_factorization_of_the_result_of_a_custom_rule_equals_float32(wrapped):
     """Only the first result is factorized. The second result is in half precision, so the function is rewritten."""
-    function = wrapped(lambda w: (w @ jnp.eye(8) @ w.T + 1e-3 * jnp.eye(64), w.T @ w))
 
     def loss(w):
-        gram, other = function(w)
+        gram, other = wrapped(lambda w, x: (w @ x @ w.T + 1e-3 * jnp.eye(64), w.T @ w), w, EYE)
         return jnp.sum(jnp.linalg.cholesky(gram)), jnp.sum(other)
 
     def transformed(function):
-        return jax.vmap(function)(w) if wrapped is with_custom_vmap else jax.vjp(function, w[0])[0]
+        return jax.vmap(function)(w) if wrapped is in_custom_vmap else jax.vjp(function, w[0])[0]
 
     w = jax.random.normal(jax.random.key(0), (2, 64, 8))
     exact, exact_other = transformed(loss)

@@ -3,14 +3,17 @@
 The half-precision function computes a sine and the fallback computes a cosine, so the result shows which one was used.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import pcast
+from exact_programs import STRUCTURES
 from jax.sharding import PartitionSpec as P
-from reading import equations, matmul_dtypes
+from reading import equations, matmul_dtypes, residual_types, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
@@ -56,25 +59,6 @@ def shard_mapped(function, axes, **options):
     return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=axes, **options)
 
 
-def in_a_loop(function):
-    def looped(w, x):
-        return jax.lax.fori_loop(0, 3, lambda _, x: x + function(w, x), x)
-
-    return looped
-
-
-def in_while(function):
-    def looped(w, x):
-        w, x = jax.lax.stop_gradient((w, x))
-        return jax.lax.while_loop(lambda x: jnp.sum(x) < 30, lambda x: x + 1 + function(w, x), x)
-
-    return looped
-
-
-def in_cond(function):
-    return lambda w, x: jax.lax.cond(jnp.sum(x) < 1e6, function, lambda w, x: x, w, x)
-
-
 def with_its_own_rule(function):
     @jax.custom_jvp
     def ruled(w, x):
@@ -94,15 +78,13 @@ BELOW = {
     "nothing": lambda f: f,
     "jit": jax.jit,
     "cached jit": lambda f: jitted_once if f is either else f,
-    "vmap": lambda f: jax.vmap(of_one_row(f), (None, 0)),
     "vmap in jit in vmap": lambda f: (
         lambda w, x: jax.vmap(jax.jit(jax.vmap(of_one_row(f), (None, 0))), (0, None))(jnp.stack([w, w.T]), x)
     ),
-    "scan": lambda f: lambda w, x: jax.lax.scan(lambda x, w: (x + f(w, x), f(w, x)), x, jnp.stack([w, w.T])),
-    "fori": in_a_loop,
-    "while": in_while,
-    "cond": in_cond,
-    "remat": jax.checkpoint,
+    **{
+        name: lambda f, structure=STRUCTURES[f"in_{name}"]: functools.partial(structure, f)
+        for name in ("vmap", "scan", "scan_over_weights", "fori", "while", "cond", "switch", "remat")
+    },
     "remat in scan": lambda f: (
         lambda w, x: jax.lax.scan(jax.checkpoint(lambda x, w: (x + f(w, x), None)), x, jnp.stack([w, w.T]))
     ),
@@ -177,19 +159,13 @@ def test_autocast_to_bfloat16_computes_the_half_precision_function():
 
 def test_half_precision_values_are_not_cast_again():
     """Casts between matmuls and the half-precision function are omitted."""
-    program = jax.make_jaxpr(jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w))(W, X)
-    casts = [eqn for eqn in equations(program) if eqn.primitive.name == "convert_element_type"]
-    assert [eqn.params["new_dtype"].name for eqn in casts] == ["float16"] * 3 + ["float32"]
+    half = jls.autocast(lambda w, x: jls.in_half(jnp.negative)(x @ w) @ w)
+    assert result_dtypes(["convert_element_type"], half, W, X) == ["float16"] * 3 + ["float32"]
 
 
 def test_in_half_saves_no_float32_residuals():
-    @jls.autocast
-    def loss(w, x):
-        return loss_of(either)(jnp.sin(w), jnp.sin(x))
-
-    saved = jax.make_jaxpr(lambda w, x: jax.tree.leaves(jax.vjp(loss, w, x)[1]))(W, X)
-    there = {*saved.jaxpr.invars}
-    assert {atom.aval.dtype.name for atom in saved.jaxpr.outvars if atom not in there} == {"float16"}
+    loss = jls.autocast(lambda w, x: loss_of(either)(jnp.sin(w), jnp.sin(x)))
+    assert {aval.dtype.name for aval in residual_types(loss, W, X)} == {"float16"}
 
 
 # Calls for which the fallback is computed under `autocast`.
@@ -382,34 +358,21 @@ def test_in_half_is_differentiable_with_integer_results():
     assert_alike(jax.jvp(half, (W, X), (W, X)), jax.jvp(with_integers(fallback), (W, X), (W, X)))
 
 
-@pytest.mark.parametrize("above", [True, False])
-def test_axis_names_are_available_inside_in_half(above):
-    def centred(function):
-        return lambda w, x: function(w, x) - jax.lax.pmean(function(w, x), "rows")
+OVER_AXIS = {
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0), axis_name="data")(w, x[:, None]),
+    "shard_map": lambda f: shard_mapped(f, P("data"), check_vma=False),
+}
 
-    def mapped(function):
-        return jax.vmap(function, (None, 0), axis_name="rows")
+
+@pytest.mark.parametrize("mapped", OVER_AXIS.values(), ids=OVER_AXIS)
+def test_axis_names_are_available_inside_in_half(mapped):
+    def centred(function):
+        return lambda w, x: function(w, x) - jax.lax.pmean(function(w, x), "data")
 
     half = jls.in_half(centred(kernel), centred(reference))
-    cast = mapped(jls.autocast(half)) if above else jls.autocast(mapped(half))
-    assert_alike(cast(W, X[:, None]), mapped(by_hand(jnp.float16, centred(kernel)))(W, X[:, None]))
-    assert_alike(mapped(half)(W, X[:, None]), mapped(centred(reference))(W, X[:, None]))
-
-
-def test_collectives_work_inside_in_half():
-    def summed(function):
-        return lambda w, x: jax.lax.psum(function(w, x), "data")
-
-    found, expected, fallback = (
-        shard_mapped(each, P(), check_vma=False)
-        for each in (
-            jls.in_half(summed(kernel), summed(reference)),
-            by_hand(jnp.float16, summed(kernel)),
-            summed(reference),
-        )
-    )
-    assert_alike(jls.autocast(found)(W, X), expected(W, X))
-    assert_alike(found(W, X), fallback(W, X))
+    for cast in (mapped(jls.autocast(half)), jls.autocast(mapped(half))):
+        assert_alike(cast(W, X), mapped(by_hand(jnp.float16, centred(kernel)))(W, X))
+    assert_alike(mapped(half)(W, X), mapped(centred(reference))(W, X))
 
 
 @pytest.mark.parametrize("is_cast", [True, False])
@@ -474,31 +437,30 @@ def test_cached_error_has_no_traceback():
 # Invalid functions.
 
 
-OTHER_RESULTS = {
+# Functions and fallbacks that cannot be used together.
+INVALID = {
     "structure": (
+        kernel,
         lambda w, x: (reference(w, x),),
-        r"returns \('float\[4,8\]',\) in float32, but float\[4,8\] in float16",
+        r"\('float\[4,8\]',\) in float32, but float\[4,8\] in float16",
     ),
-    "shape": (lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, but float\[4,8\] in float16"),
-    "kind": (lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
-    "not an array": (lambda w, x: 3.0, "returns 3.0 in float32"),
+    "shape": (kernel, lambda w, x: reference(w, x).T, r"returns float\[8,4\] in float32, but float\[4,8\] in float16"),
+    "kind": (kernel, lambda w, x: reference(w, x) > 0, r"returns bool\[4,8\] in float32"),
+    "not an array": (kernel, lambda w, x: 3.0, "returns 3.0 in float32"),
+    "a result that depends on the dtype": (
+        lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w,
+        None,
+        r"float\[4,8\] in float32, but float\[8\] in bfloat16",
+    ),
+    "an error in the fallback": (kernel, lambda w, x: x @ w[:3], "dot_general"),
 }
 
 
-@pytest.mark.parametrize(("fallback", "message"), OTHER_RESULTS.values(), ids=OTHER_RESULTS)
-def test_different_results_of_function_and_fallback_raise_an_error(fallback, message):
-    with pytest.raises(ValueError, match=message):
-        jls.in_half(kernel, fallback)(W, X)
-
-
-def test_results_that_depend_on_the_dtype_raise_an_error():
-    with pytest.raises(ValueError, match=r"float\[4,8\] in float32, but float\[8\] in bfloat16"):
-        jls.in_half(lambda w, x: (x @ w)[0] if w.dtype == jnp.bfloat16 else x @ w)(W, X)
-
-
-def test_error_of_the_fallback_is_raised_immediately():
-    with pytest.raises(TypeError, match="dot_general"):
-        jax.eval_shape(jls.autocast(jls.in_half(kernel, lambda w, x: x @ w[:3])), W, X)
+@pytest.mark.parametrize(("function", "fallback", "message"), INVALID.values(), ids=INVALID)
+def test_invalid_functions_raise_an_error_immediately(function, fallback, message):
+    for call in (jls.in_half(function, fallback), jls.autocast(jls.in_half(function, fallback))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            jax.eval_shape(call, W, X)
 
 
 def test_error_that_is_unrelated_to_dtypes_is_raised_immediately():

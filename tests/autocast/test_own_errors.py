@@ -42,22 +42,24 @@ def test_error_in_a_user_rule_is_raised_only_by_the_derivative():
         jax.grad(jls.autocast(with_rule))(W, X)
 
 
-def test_an_error_in_the_derivative_of_a_custom_rule_is_raised(monkeypatch):
-    monkeypatch.setattr(custom_rules, "_recorder_of_zero_tangents", lambda are_zeros: fail)
+RELU = next(eqn for eqn in jax.make_jaxpr(jax.nn.relu)(X).eqns if eqn.primitive.name == "custom_jvp_call")
+# Functions that `autocast` calls, and calls in which an error of these functions must be raised.
+CALLED = {
+    "derivative of a custom rule": (
+        (custom_rules, "_recorder_of_zero_tangents", lambda are_zeros: fail),
+        lambda: jls.autocast(loss)(W, X),
+    ),
+    "operands of a derivative": (
+        (min_cut.jax, "vjp", fail),
+        lambda: min_cut.OperandsNeeded()(jax.make_jaxpr(jnp.exp)(X).eqns[0]),
+    ),
+    "search for relus": ((by_result.jax.nn, "relu", fail), lambda: by_result._is_relu(RELU)),
+}
+
+
+@pytest.mark.parametrize(("patch", "call"), CALLED.values(), ids=CALLED)
+def test_own_error_is_raised(patch, call, monkeypatch):
+    call()
+    monkeypatch.setattr(*patch)
     with pytest.raises(OwnError):
-        jls.autocast(loss)(W, X)
-
-
-def test_an_error_in_the_search_for_the_operands_of_a_derivative_is_raised(monkeypatch):
-    eqn = jax.make_jaxpr(jnp.exp)(X).eqns[0]
-    monkeypatch.setattr(min_cut.jax, "vjp", fail)
-    with pytest.raises(OwnError):
-        min_cut.OperandsNeeded()(eqn)
-
-
-def test_an_error_in_the_search_for_relus_is_raised(monkeypatch):
-    (eqn,) = (eqn for eqn in jax.make_jaxpr(jax.nn.relu)(X).eqns if eqn.primitive.name == "custom_jvp_call")
-    assert by_result._is_relu(eqn)
-    monkeypatch.setattr(by_result.jax.nn, "relu", fail)
-    with pytest.raises(OwnError):
-        by_result._is_relu(eqn)
+        call()

@@ -32,8 +32,25 @@ def with_a_rule(w, x):
     return x @ w
 
 
-with_a_rule.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, y: (saved[1].T @ y, y @ saved[0].T))
+def backward_in_a_layer(saved, y):
+    with jax.named_scope("backward"):
+        return saved[1].T @ y, y @ saved[0].T
+
+
+with_a_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_layer)
 compiled = jax.jit(multiplied)
+
+
+def following(precision, **patterns):
+    return functools.partial(jls.autocast, policy=jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns)]))
+
+
+def dtypes_of(name, function, *args):
+    return [
+        (*(atom.aval.dtype.name for atom in eqn.invars), eqn.outvars[0].aval.dtype.name)
+        for eqn in equations(jax.make_jaxpr(function)(*args))
+        if eqn.primitive.name == name
+    ]
 
 
 def cached(w, x):
@@ -219,84 +236,72 @@ def test_source_rule_does_not_depend_on_the_working_directory(monkeypatch, tmp_p
             assert FLOAT32 in matmul_dtypes(following("float32", source=source)(network), W, X)
 
 
-@pytest.mark.parametrize("source", ["policy.py:*", "test_policy.py", f"ocast/test_policy.py:{FIRST_LINE}"])
-def test_source_rule_matches_whole_path_components(source):
-    with pytest.warns(UserWarning, match="no operation matches"):
-        following("float32", source=source)(network)(W, X)
-
-
-@jax.custom_vjp
-def with_a_layer_in_its_rule(w, x):
-    return x @ w
-
-
-def backward_in_a_layer(saved, y):
-    with jax.named_scope("backward"):
-        return saved[1].T @ y, y @ saved[0].T
-
-
-with_a_layer_in_its_rule.defvjp(lambda w, x: (x @ w, (w, x)), backward_in_a_layer)
-
-
-def loss_of_rule(w, x):
+def in_a_layer(w, x):
     with jax.named_scope("forward"):
-        return jnp.sum(jnp.sin(with_a_layer_in_its_rule(w, x)))
+        return jnp.sum(jnp.sin(with_a_rule(w, x)))
 
 
 def test_layer_rule_that_matches_only_a_backward_rule_does_not_warn():
-    loss = following("float32", layer="forward/backward")(loss_of_rule)
+    loss = following("float32", layer="forward/backward")(in_a_layer)
     assert matmul_dtypes(jax.grad(loss, (0, 1)), W, X) == [HALF, FLOAT32, FLOAT32]
+    # The backward rule might contain this operation.
+    following("float32", layer="forward", operation="transpose")(in_a_layer)(W, X)
 
 
-def test_operation_rule_that_may_match_a_backward_rule_does_not_warn():
-    following("float32", layer="forward", operation="transpose")(loss_of_rule)(W, X)
+# Functions and rules that match none of their operations.
+WITHOUT_A_MATCH = {
+    "another layer": (network, "float32", {"layer": "decoder"}),
+    "a part of a file name": (network, "float32", {"source": "policy.py:*"}),
+    "a file without a line": (network, "float32", {"source": "test_policy.py"}),
+    "a part of a folder name": (network, "float32", {"source": f"ocast/test_policy.py:{FIRST_LINE}"}),
+    "despite a backward rule": (in_a_layer, "float32", {"layer": "forwards", "operation": "transpose"}),
+    "only data movement": (lambda w, x: jnp.sin(x @ w).T @ x, "float32", {"operation": "transpose"}),
+    "only a cumulative sum": (lambda w, x: jnp.cumsum(x @ w, axis=1), "half", {"operation": "cumsum"}),
+}
 
 
-def test_rule_without_a_match_warns_despite_a_backward_rule():
-    with pytest.warns(UserWarning, match="no operation matches"):
-        following("float32", layer="forwards", operation="transpose")(loss_of_rule)(W, X)
-
-
-def test_rule_without_a_match_warns():
-    policy = jls.PrecisionPolicy(
-        [jls.PrecisionRule("float32", layer="decoder"), jls.PrecisionRule("float32", layer="*")]
+@pytest.mark.parametrize(("function", "precision", "patterns"), WITHOUT_A_MATCH.values(), ids=WITHOUT_A_MATCH)
+def test_rule_without_a_match_warns_and_has_no_effect(function, precision, patterns):
+    of_matmuls = jls.PrecisionRule("half", operation="dot_general")
+    policies = [jls.PrecisionPolicy([*rules, of_matmuls]) for rules in ([], [{"precision": precision, **patterns}])]
+    expected, half = (jls.autocast(function, policy=policy) for policy in policies)
+    with pytest.warns(UserWarning, match=f"no operation matches PrecisionRule\\('{precision}', {next(iter(patterns))}"):
+        found = jax.make_jaxpr(half)(W, X)
+    types, others = (
+        [eqn.outvars[0].aval for eqn in equations(each)] for each in (jax.make_jaxpr(expected)(W, X), found)
     )
-    with pytest.warns(UserWarning, match="no operation matches PrecisionRule\\('float32', layer='decoder'\\)"):
-        jls.autocast(network, policy=policy)(W, X)
+    assert types == others
 
 
-def dtypes_of(name, function, *args):
-    return [
-        (*(atom.aval.dtype.name for atom in eqn.invars), eqn.outvars[0].aval.dtype.name)
-        for eqn in equations(jax.make_jaxpr(function)(*args))
-        if eqn.primitive.name == name
-    ]
+# For each situation: a function, the patterns of a rule for half precision, a primitive, and the dtypes of its operands
+# and of its result.
+OF_MATMULS = {"operation": "dot_general"}, "dot_general", (HALF, HALF, HALF)
+IN_HALF = {
+    "keep_float32": (jls.keep_float32(lambda w, x: jnp.matmul(x, w, precision="highest")), OF_MATMULS),
+    "an outer product": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w, OF_MATMULS),
+    "an outer product with an axis of size 1": (lambda w, x: (x[:, :1] @ w[:1]) @ w, OF_MATMULS),
+    "a constant of unknown bounds": (lambda w, x: x @ jnp.linalg.cholesky(8 * jnp.eye(8)), OF_MATMULS),
+    "a mask": (lambda w, x: jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None]), ({}, *OF_MATMULS[1:])),
+    "arithmetic": (network, ({"operation": "tanh"}, "tanh", (HALF, HALF))),
+    "integer operands": (
+        lambda w, x: jnp.tanh(x @ w).at[jnp.array([3, 1])].get(mode="fill", fill_value=0.1) @ w,
+        ({"operation": "gather"}, "gather", (HALF, "int32", HALF)),
+    ),
+    # JAX does not have complex numbers in half precision.
+    "complex numbers": (
+        lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))),
+        ({}, "complex", (FLOAT32, FLOAT32, "complex64")),
+    ),
+    "all operations": (lambda w, x: jnp.mean(network(w, x) ** 2), ({}, "integer_pow", (HALF, HALF))),
+}
 
 
-def following(precision, **patterns):
-    return functools.partial(jls.autocast, policy=jls.PrecisionPolicy([jls.PrecisionRule(precision, **patterns)]))
-
-
-def test_half_precision_rule_overrides_keep_float32():
-    def marked(w, x):
-        with jls.keep_float32():
-            return jnp.matmul(x, w, precision="highest")
-
-    assert matmul_dtypes(following("half", operation="dot_general")(marked), W, X) == [HALF]
-
-
-def test_half_precision_rule_applies_to_arithmetic():
-    function = following("half", operation="tanh")(network)
-    assert dtypes_of("tanh", function, W, X) == [(HALF, HALF)] * 2
-    assert distance(network(W, X), function(W, X)) < 4e-3
-
-
-def test_half_precision_rule_does_not_cast_integer_operands():
-    def rows(w, x):
-        return jnp.tanh(x @ w).at[jnp.array([3, 9])].get(mode="fill", fill_value=0.1) @ w
-
-    for half, dtype in ((jls.autocast, FLOAT32), (following("half", operation="gather"), HALF)):
-        assert dtypes_of("gather", half(rows), W, X) == [(dtype, "int32", dtype)]
+@pytest.mark.parametrize(("function", "rule"), IN_HALF.values(), ids=IN_HALF)
+def test_half_precision_rule(function, rule):
+    patterns, primitive, expected = rule
+    half = following("half", **patterns)(function)
+    assert {*dtypes_of(primitive, half, W, X)} == {expected}
+    assert distance(function(W, X), half(W, X)) < 1e-2
 
 
 def test_half_precision_rule_does_not_apply_to_conversions():
@@ -306,20 +311,6 @@ def test_half_precision_rule_does_not_apply_to_conversions():
     half = following("half")(with_positions)
     assert ("int32", "float32") in dtypes_of("convert_element_type", half, W, X)
     assert dtypes_of("tanh", half, W, X) == [(HALF, HALF)]
-
-
-def test_half_precision_rule_applies_to_outer_products():
-    def outer(w, x):
-        return jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w
-
-    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(HALF,) * 3] * 2
-
-
-def test_half_precision_rule_applies_to_outer_products_with_an_axis_of_size_1():
-    def outer(w, x):
-        return (x[:, :1] @ w[:1]) @ w
-
-    assert dtypes_of("dot_general", following("half", operation="dot_general")(outer), W, X) == [(HALF,) * 3] * 2
 
 
 @pytest.mark.parametrize("precision", ["half", "float32_result"])
@@ -340,46 +331,6 @@ def test_rule_has_no_effect_on_a_matmul_with_a_constant_out_of_range(precision, 
     assert matmul_dtypes(jls.autocast(loss, jnp.bfloat16, policy=policy), X)[0].startswith("bfloat16")
 
 
-def test_rule_applies_to_a_matmul_with_a_constant_of_unknown_bounds():
-    def function(w, x):
-        return x @ jnp.linalg.cholesky(8 * jnp.eye(8))
-
-    assert matmul_dtypes(jls.autocast(function), W, X) == [FLOAT32]
-    assert matmul_dtypes(following("half", operation="dot_general")(function), W, X) == [HALF]
-
-
-def test_half_precision_mask_does_not_become_infinite():
-    def function(w, x):
-        return jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None])
-
-    np.testing.assert_allclose(following("half")(function)(W, X), function(W, X), rtol=2e-2, atol=1e-3)
-
-
-def test_half_precision_rule_does_not_apply_to_cumulative_sums():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("half", operation="cumsum")])
-    with pytest.warns(UserWarning, match="no operation matches"):
-        result = jax.make_jaxpr(jls.autocast(lambda w, x: jnp.cumsum(x @ w, axis=1), policy=policy))(W, X)
-    (dtype,) = {eqn.outvars[0].aval.dtype.name for eqn in equations(result) if eqn.primitive.name == "cumsum"}
-    assert dtype == FLOAT32
-
-
-def test_half_precision_rule_does_not_apply_to_complex_numbers():
-    """JAX does not have complex numbers in half precision."""
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("half")])
-    half = jls.autocast(lambda w, x: jnp.abs(jax.lax.complex(x @ w, jnp.sin(x))), policy=policy)
-    assert distance(half(W, X), jnp.sqrt(jnp.square(X @ W) + jnp.square(jnp.sin(X)))) < 4e-3
-
-
-def test_half_precision_rule_for_all_operations():
-    def loss(w, x):
-        return jnp.mean(network(w, x) ** 2)
-
-    function = jax.value_and_grad(following("half")(loss))
-    assert distance(jax.value_and_grad(loss)(W, X), function(W, X)) < 1e-2
-    assert set(dtypes_of("tanh", function, W, X)) == {(HALF, HALF)}
-    assert set(dtypes_of("integer_pow", function, W, X)) == {(HALF, HALF)}
-
-
 def test_float32_rule_applies_to_all_gather_and_its_gradient():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -391,11 +342,6 @@ def test_float32_rule_applies_to_all_gather_and_its_gradient():
         assert dtypes_of("all_gather", half(gathering), W, X) == [(dtype, dtype)]
         assert dtypes_of("reduce_scatter", jax.grad(half(gathering)), W, X) == [(dtype, dtype)]
         assert matmul_dtypes(half(gathering), W, X) == [HALF]
-
-
-def test_rule_that_matches_only_data_movement_warns():
-    with pytest.warns(UserWarning, match="no operation matches"):
-        following("float32", operation="transpose")(lambda w, x: jnp.sin(x @ w).T @ x)(W, X)
 
 
 def convolved(w, x):
@@ -413,38 +359,6 @@ def test_float32_result_rule_keeps_half_precision_operands(function):
     assert distance(grads, jax.grad(lambda w, x: jnp.sum(jnp.sin(float32_result(w, x))), (0, 1))(W, X)) < 2e-3
 
 
-def test_policy_without_recomputation_has_no_checkpoint():
-    def loss(w, x):
-        return jnp.mean(network(w, x) ** 2)
-
-    def names(function):
-        return {eqn.primitive.name for eqn in equations(jax.make_jaxpr(jax.grad(function))(W, X))}
-
-    saved = jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=False))
-    assert names(jls.autocast(loss)) & {"checkpoint", "remat2"}
-    assert not names(saved) & {"checkpoint", "remat2"}
-    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(saved)(W, X)) < 1e-3
-
-
-def residual(w, x):
-    for _ in range(3):
-        x = x + jnp.tanh(x @ w) @ w.T
-    return jnp.mean(x**2)
-
-
-@pytest.mark.parametrize(("w", "x"), [(W, X), (W[:2, :2], X[0, :2])], ids=["an array", "two numbers"])
-def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
-    """The sums are computed in float32 and are stored in float16."""
-    half = jls.autocast(residual, policy=jls.PrecisionPolicy(half_residual_stream=True))
-    for function, dtype in ((jls.autocast(residual), FLOAT32), (half, HALF)):
-        saved = jax.eval_shape(lambda w, x, f=function: jax.vjp(f, w, x)[1], w, x)
-        large = [leaf.dtype.name for leaf in jax.tree.leaves(saved) if leaf.shape == x.shape]
-        assert (FLOAT32 in large) == (dtype == FLOAT32)
-    plain, rounded = (jax.value_and_grad(f, (0, 1))(w, x) for f in (residual, half))
-    assert distance(plain, rounded) < 4e-3
-    assert set(matmul_dtypes(jax.grad(half), w, x)) == {HALF}
-
-
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
@@ -455,6 +369,7 @@ def test_half_residual_stream_saves_residuals_in_half_precision(w, x):
             "Saving a byte for the backward pass counts as moving 2.5 bytes.",
         ),
         ({"recompute": 0}, {"recompute": False}, "No values are recomputed"),
+        ({"recompute": np.False_}, {"recompute": False}, "No values are recomputed"),
         (
             {"half_residual_stream": np.True_},
             {"recompute": True, "half_residual_stream": True},
@@ -490,25 +405,16 @@ def test_config_of_version_0_6_can_be_restored():
     assert jls.PrecisionPolicy.from_config(config) == POLICY
 
 
-def test_parameter_pattern_may_be_empty():
-    assert jls.PrecisionRule("float32", parameter="").parameter == ""
-
-
-def test_numpy_booleans_are_converted_to_python_booleans():
-    config = jls.PrecisionPolicy(recompute=np.False_, half_residual_stream=np.True_).get_config()
-    assert json.loads(json.dumps(config)) == {"rules": [], "recompute": False, "half_residual_stream": True}
-
-
 @pytest.mark.parametrize(
-    ("precision", "suggestion"), [("Float32", "float32"), ("halff", "half"), ("float32_results", "float32_result")]
+    ("precision", "suggested"),
+    [("Float32", "float32"), ("halff", "half"), ("float32_results", "float32_result"), ("narrow", None)],
 )
-def test_error_for_a_misspelled_precision_suggests_the_closest_value(precision, suggestion):
-    with pytest.raises(
-        ValueError, match=rf"one of 'half', 'float32', 'float32_result', got .* Did you mean '{suggestion}'"
-    ):
+def test_error_for_an_invalid_precision_suggests_the_closest_value(precision, suggested):
+    suggestion = rf" Did you mean '{suggested}'\?" if suggested else ""
+    message = rf"one of 'half', 'float32', 'float32_result', got '{precision}'\.{suggestion}$"
+    with pytest.raises(ValueError, match=message):
         jls.PrecisionRule(precision)
 
 
-def test_error_for_an_unknown_precision_suggests_nothing():
-    with pytest.raises(ValueError, match=r"got 'narrow'\.$"):
-        jls.PrecisionRule("narrow")
+def test_parameter_pattern_may_be_empty():
+    assert jls.PrecisionRule("float32", parameter="").parameter == ""

@@ -98,19 +98,6 @@ def test_layer_removes_transformations_from_the_name_stack(stack, layer):
     assert location._layer(stack) == layer
 
 
-def test_subjaxprs_of_a_while_loop():
-    """The mapping of operands and results is compared with the jaxpr of the loop."""
-
-    def loop(w, x):
-        return jax.lax.while_loop(lambda state: jnp.sum(state[0] @ w) < 0, lambda state: (state[0] + x, x), (x, x))
-
-    (eqn,) = jax.make_jaxpr(loop)(W, X).eqns
-    (condition, body), carried, sliced, times = subjaxprs(eqn)
-    assert [eqn.invars[n] for n in condition.operands[:1]] == [eqn.invars[0]]
-    assert (condition.results, body.results, carried) == ((-1,), (0, 1), ((0, 2), (1, 3)))
-    assert (body.operands, len(sliced), times) == ((1, 2, 3), 0, 1)
-
-
 # Primitives that user programs do not contain: parts of kernels, and primitives that JAX only uses while it traces or
 # lowers a function.
 _NOT_MET = {
@@ -177,22 +164,6 @@ def test_unknown_primitive_is_reported():
 
 
 # Factorizations in loops.
-
-
-def factored_in_a_while_loop(w):
-    def step(state):
-        number, matrix = state
-        factor = jnp.linalg.cholesky(matrix)
-        return number + 1, factor @ factor.T + 1e-3 * jnp.eye(64)
-
-    start = jnp.int32(0), w @ w.T + 1e-3 * jnp.eye(64)
-    return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[1]
-
-
-def test_matmul_that_the_next_iteration_factors_stays_float32():
-    w = jax.random.normal(jax.random.key(0), (64, 8))
-    assert matmul_dtypes(jls.autocast(factored_in_a_while_loop), w) == ["float32"] * 2
-    np.testing.assert_array_equal(jls.autocast(factored_in_a_while_loop)(w), factored_in_a_while_loop(w))
 
 
 def in_scans(depth, function):

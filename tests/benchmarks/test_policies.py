@@ -101,64 +101,50 @@ def stacked(traces):
         return tuple(np.stack([getattr(trace, name) for trace in traces], axis=1) for name in LOGARITHMS)
 
 
+def shrinking(steps, inside):
+    """Return gradients that shrink by 2^10. A value that is 2^inside times larger overflows first."""
+    largest = np.arange(-20, 12, 0.25) - 10 * np.minimum(np.arange(1000)[:, None] / steps, 1)
+    return largest, largest + inside
+
+
+def converging(rate):
+    """Return gradients whose log2 falls by ``rate`` per step, so the gradients shrink while the scale grows."""
+    largest = np.maximum(np.arange(-20, 8, 0.5) - rate * np.arange(200)[:, None], -120)
+    return largest, largest
+
+
 LOGARITHMS = ("log2_largest", "log2_first")
 RECORDED = of_one_length(recorded())
-HEALTHY = {
-    "recorded trainings": RECORDED,
-    "synthetic traces": synthetic(2000),
-    "events": events(4000),
-    "NaNs": [trace for share in (0.05, 0.02, 0.01) for trace in not_a_number(share, 2000)],
-    "mostly zero": [trace for one_in in (2, 10, 50) for trace in mostly_zero(one_in, 2000)],
+SCALED = {
+    "recorded trainings": stacked(RECORDED),
+    "synthetic traces": stacked(synthetic(2000)),
+    "events": stacked(events(4000)),
+    "NaNs": stacked([trace for share in (0.05, 0.02, 0.01) for trace in not_a_number(share, 2000)]),
+    "mostly zero": stacked([trace for one_in in (2, 10, 50) for trace in mostly_zero(one_in, 2000)]),
+    "mixtures": stacked(mixtures(2000, runs=2)),
+    "random traces": stacked([hostile(np.random.default_rng([5, seed]), 2000) for seed in range(200)]),
+    **{
+        f"shrinking in {steps} steps, {inside} bits inside": shrinking(steps, inside)
+        for steps in (50, 100)
+        for inside in (0, 1, 2, 4, 6, 8, 12)
+    },
+    **{f"converging by {rate} bits per step": converging(rate) for rate in (0.1, 0.25, 0.5, 1, 1.2, 2)},
+    "tiny and alternating": (np.tile([-50.0, -64.0], 300)[:, None],) * 2,
+    **{f"initial scale of 2^{log2}": (*stacked(RECORDED), log2) for log2 in (-24, -10, 0, 20, 40)},
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_scaled_runs_are_not_reported_as_unscaled(name):
-    reported = seem_unscaled(states(*stacked(HEALTHY[name])))
-    assert {HEALTHY[name][column].kind for column in np.nonzero(reported)[1]} == set()
-
-
-@pytest.mark.parametrize("inside", [0, 1, 2, 4, 6, 8, 12])
-@pytest.mark.parametrize("steps", [50, 100])
-def test_scaled_gradients_that_shrink_by_2_to_the_10_are_not_reported(steps, inside):
-    first = np.arange(-20, 12, 0.25)
-    largest = first - 10 * np.minimum(np.arange(1000)[:, None] / steps, 1)
-    assert not seem_unscaled(states(largest, largest + inside)).any()
-
-
-@pytest.mark.parametrize("log2_start", [-24, -10, 0, 20, 40])
-def test_scaled_runs_with_other_initial_scales_are_not_reported(log2_start):
-    loss_scale = jls.AutoLossScale(2.0**log2_start)
-    assert not seem_unscaled(states(*stacked(RECORDED), True, loss_scale)).any()
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_gradients_are_not_reported_as_unscaled(name):
+    largest, first, *log2_initial = SCALED[name]
+    loss_scales = [jls.AutoLossScale(2.0**log2) for log2 in log2_initial]
+    assert not seem_unscaled(states(largest, first, True, *loss_scales)).any()
 
 
 def test_recorded_training_runs_without_scaling_are_reported():
     reported = seem_unscaled(states(*stacked(RECORDED), False))
     assert not reported[:19].any()
     assert reported[19:200].all()
-
-
-SEVERAL_SIZES = {
-    "mixtures": mixtures(2000, runs=2),
-    "random traces": [hostile(np.random.default_rng([5, seed]), 2000) for seed in range(200)],
-}
-
-
-@pytest.mark.parametrize("name", SEVERAL_SIZES)
-def test_scaled_gradients_of_several_sizes_are_not_reported(name):
-    assert not seem_unscaled(states(*stacked(SEVERAL_SIZES[name]))).any()
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1, 1.2, 2])
-def test_exponential_convergence_is_not_reported(rate):
-    """Log2 of the gradients falls by ``rate`` per step, so the gradients shrink while the scale grows."""
-    largest = np.maximum(np.arange(-20, 8, 0.5) - rate * np.arange(200)[:, None], -120)
-    assert not seem_unscaled(states(largest, largest)).any()
-
-
-def test_tiny_gradients_with_alternating_sizes_are_not_reported():
-    largest = np.tile([-50.0, -64.0], 300)[:, None]
-    assert not seem_unscaled(states(largest, largest)).any()
 
 
 def test_unscaled_gradients_are_reported_after_zeros_and_late_in_a_run():

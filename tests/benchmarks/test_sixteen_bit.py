@@ -1,4 +1,4 @@
-"""The benchmark of training runs with 16-bit parameters: its stored outcomes, its tables, and a small run."""
+"""The benchmark of training runs with 16-bit parameters: its tables, and a small run."""
 
 import jax.numpy as jnp
 import pytest
@@ -13,14 +13,6 @@ pytestmark = pytest.mark.ci
 
 def outcome(final_loss):
     return Outcome(final_loss, 0.0, 0.0, 1.0, ())
-
-
-def test_outcomes_are_stored_and_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(sixteen_bit, "OUTCOMES", tmp_path / "outcomes.jsonl")
-    outcomes = {("gru", "float32"): (outcome(1.5), outcome(2.0)), ("gru", "bfloat16, master weights"): (outcome(0.1),)}
-    assert not dict(sixteen_bit._stored())
-    sixteen_bit.OUTCOMES.write_text("".join(map(sixteen_bit._as_line, outcomes.items())))
-    assert dict(sixteen_bit._stored()) == outcomes
 
 
 def test_table_compares_with_float32_and_omits_missing_trainings():

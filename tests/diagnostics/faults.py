@@ -5,7 +5,7 @@
 
 import jax
 import jax.numpy as jnp
-from workloads import draw
+from workloads import draw, mean_square
 
 FAULTS, SOUND = {}, {}
 WEIGHTS = [draw(8, 16, seed=1, scale=0.3), draw(16, 4, seed=2, scale=0.3)]
@@ -28,22 +28,11 @@ def mlp(weights, x):
     return x @ weights[-1].astype(half)
 
 
-def mean_square(x):
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
 @enter(FAULTS, [draw(1, 32, seed=1), draw(32, 1, seed=2, scale=0.2)], jnp.linspace(0, 1, 64)[:, None])
 def second_differences(weights, t):
     u = mlp(weights, t)[:, 0]
     laplacian = u[2:] - 2 * u[1:-1] + u[:-2]  # here
     return mean_square(laplacian.astype(jnp.float32) * 64**2 + jnp.sin(t[1:-1, 0]))
-
-
-@enter(FAULTS, WEIGHTS, X)
-def difference_of_squares(weights, x):
-    y = mlp(weights, x) + 30
-    variance = jnp.mean(y * y, 0) - jnp.mean(y, 0) ** 2  # here
-    return jnp.mean(variance.astype(jnp.float32))
 
 
 @enter(FAULTS, WEIGHTS, jnp.linspace(0, 5000, 32)[:, None])
@@ -94,13 +83,6 @@ def recurrent(weights, x):
     kernel = weights[0].T.astype(half)[:, :8]
     state, _ = jax.lax.scan(lambda s, row: (jnp.tanh(s @ kernel[:8] + row), None), jnp.zeros(8, half), x.astype(half))
     return mean_square(mlp(weights, state[None]) - 1)
-
-
-@enter(SOUND, WEIGHTS, X)
-def normalized(weights, x):
-    y = mlp(weights, x).astype(jnp.float32)
-    y = (y - jnp.mean(y, -1, keepdims=True)) * jax.lax.rsqrt(jnp.var(y, -1, keepdims=True) + 1e-5)
-    return mean_square(y.astype(half) - x[:, :4].astype(half))
 
 
 @enter(SOUND, [draw(8, 8, seed=1), draw(8, 8, seed=2), draw(8, 8, seed=4)[:1]], draw(64, 8, seed=3))

@@ -46,29 +46,6 @@ def small_epsilon(weights, x):
     return jnp.mean((y @ weights[1] - 1) ** 2)
 
 
-@sample(FAULTS, WEIGHTS, X)
-def large_logits(weights, x):
-    features = 1e5 * jnp.abs(jnp.tanh(x @ weights[0])) + 1e4
-    logits = features @ jnp.abs(weights[1])
-    return jnp.mean(jax.nn.logsumexp(logits / 1e4, axis=-1))
-
-
-@sample(FAULTS, WEIGHTS, X)
-def cosines_of_small_vectors(weights, x):
-    y = 1e-5 * mlp(weights, x)
-    z = jnp.roll(y, 1, axis=0)
-    norms = jnp.sqrt(jnp.sum(y * y, axis=-1) * jnp.sum(z * z, axis=-1))
-    return jnp.mean((1 - jnp.einsum("bi,bi->b", y, z) / norms) ** 2)
-
-
-@sample(FAULTS, WEIGHTS, X)
-def distances(weights, x):
-    y = 3 + 0.1 * mlp(weights, x)
-    norms = jnp.sum(y * y, axis=-1)
-    squared = norms[:, None] + norms[None, :] - 2 * y @ y.T
-    return jnp.mean(jnp.exp(-10 * squared))
-
-
 @sample(FAULTS, [random(0, 1, 32), random(1, 32, 32) / 6, random(2, 32, 1) / 6], jnp.linspace(0, 1, 64)[:, None])
 def second_differences(weights, t):
     u = mlp(weights, t)[:, 0]
@@ -99,35 +76,15 @@ def outer_product_of_positions(weights, positions):
     return jnp.mean((mlp(weights, features) - 1) ** 2)
 
 
-@sample(FAULTS, WEIGHTS, random(3, 5000, 8))
-def counts(weights, x):
-    y = jnp.tanh(x @ weights[0])
-    segments = jnp.arange(5000) % 2
-    number = jax.ops.segment_sum(jnp.ones(5000), segments, 2)
-    total = jax.nn.one_hot(segments, 2, axis=0) @ (y + 40)
-    return jnp.mean((total / number[:, None] - 40) ** 2)
-
-
 @sample(FAULTS, WEIGHTS, X)
 def large_activations(weights, x):
     y = 1e5 * jnp.tanh(x @ weights[0])
     return jnp.mean(jnp.tanh(1e-5 * (y @ weights[1])) ** 2)
 
 
-@sample(FAULTS, jnp.ones(1000), 1000 + random(0, 1000))
-def large_vdot(weights, x):
-    return jnp.log(jnp.vdot(weights, x))
-
-
 @sample(FAULTS, WEIGHTS, X)
 def small_unit(weights, x):
     return 1e-12 * jnp.mean((mlp(weights, x) - 1) ** 2)
-
-
-@sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
-def two_branches(weights, x):
-    loud = 1e4 * jnp.mean((mlp(weights["loud"], x) - 1) ** 2)
-    return loud + 1e-8 * jnp.mean((mlp(weights["quiet"], x) - 1) ** 2)
 
 
 @sample(FAULTS, {"loud": WEIGHTS, "quiet": WEIGHTS}, X)
@@ -161,48 +118,9 @@ def a_shard(weights, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shard(weights, x):
-        y = 1e5 * jnp.tanh(x @ weights[0])
-        return jax.lax.pmean(jnp.mean(jnp.tanh(1e-5 * (y @ weights[1])) ** 2), "data")
+        return jax.lax.pmean(large_activations(weights, x), "data")
 
     return jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(weights, x)
-
-
-@sample(HEALTHY, WEIGHTS, X)
-def a_perceptron(weights, x):
-    return jnp.mean((mlp(weights, x) - 1) ** 2)
-
-
-@sample(HEALTHY, {"qkv": random(0, 16, 48) / 4, "out": random(1, 16, 16) / 4, "up": random(2, 16, 64) / 4,
-                  "down": random(4, 64, 16) / 8, "norm": jnp.ones((1, 1, 16))}, random(3, 2, 12, 16))  # fmt: skip
-def a_transformer_block(p, x):
-    def norm(x):
-        return p["norm"] * (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-
-    q, k, v = jnp.split((norm(x) @ p["qkv"]).reshape(2, 12, 3, 4, 4).swapaxes(1, 3), 3, axis=2)
-    y = jax.nn.dot_product_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
-    x = x + y.reshape(2, 4, 12, 4).swapaxes(1, 2).reshape(2, 12, 16) @ p["out"]
-    x = x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
-    return -jnp.mean(jax.nn.log_softmax(x)[..., 3])
-
-
-@sample(HEALTHY, {"kernel": random(0, 3, 3, 2, 8) / 3, "head": random(1, 8, 4) / 3}, random(3, 4, 8, 8, 2))
-def a_convolutional_network(p, x):
-    y = jax.lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    y = (y - y.mean((0, 1, 2), keepdims=True)) * jax.lax.rsqrt(y.var((0, 1, 2), keepdims=True) + 1e-5)
-    return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(y).mean((1, 2)) @ p["head"])[:, 0])
-
-
-@sample(HEALTHY, [random(0, 8, 32) / 3, random(1, 8, 32) / 3], random(3, 10, 4, 8))
-def an_lstm(weights, xs):
-    def step(state, x):
-        h, c = state
-        i, f, g, o = jnp.split(x @ weights[0] + h @ weights[1], 4, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    _, hs = jax.lax.scan(step, (jnp.zeros((4, 8)), jnp.zeros((4, 8))), xs)
-    return jnp.mean((hs - 0.3) ** 2)
 
 
 @sample(HEALTHY, [random(0, 2, 32) / 2, random(1, 32, 32) / 6, random(2, 32, 1) / 6], random(3, 16, 2))
@@ -215,20 +133,7 @@ def a_pinn(weights, points):
 
 
 @sample(HEALTHY, WEIGHTS, X)
-def remat_and_custom_rules(weights, x):
-    @jax.custom_vjp
-    def function(w, x):
-        return jnp.tanh(x @ w)
-
-    def forward(w, x):
-        y = jnp.tanh(x @ w)
-        return y, (w, x, y)
-
-    def backward(residuals, cotangent):
-        w, x, y = residuals
-        cotangent = cotangent * (1 - y * y)
-        return x.T @ cotangent, cotangent @ w.T
-
-    function.defvjp(forward, backward)
-    x = jax.checkpoint(lambda w, x: jax.nn.silu(x @ w))(weights[0], x)
-    return jnp.mean(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, function(weights[1], x)) ** 2)
+def a_conditional(weights, x):
+    y = jax.nn.silu(x @ weights[0])
+    y = jax.lax.cond(y[0, 0] > 0, lambda y: jnp.sin(y @ weights[1]), lambda y: jnp.cos(y @ weights[1]), y)
+    return jnp.mean(y**2)

@@ -57,31 +57,6 @@ def vit():
     return loss, ViT(KEY), (draw(6, 5, 4, seed=1), jnp.arange(6) % 3, KEY)
 
 
-def mamba():
-    """Return a state-space model: a scan inside `jax.checkpoint`."""
-
-    def loss(params, x):
-        @jax.checkpoint
-        def block(x):
-            gate = jax.nn.softplus(x @ params["gate"])
-            drive = x @ params["drive"]
-
-            def step(state, inputs):
-                gate, drive = inputs
-                state = jnp.exp(-gate) * state + gate * drive
-                return state, state
-
-            return jax.lax.scan(step, jnp.zeros(8), (gate, drive))[1]
-
-        return jnp.mean((block(x) @ params["out"] - 1) ** 2)
-
-    return (
-        loss,
-        {name: draw(8, 8, seed=n, scale=0.3) for n, name in enumerate(("gate", "drive", "out"))},
-        draw(12, 8, seed=5),
-    )
-
-
 def gaussian_process():
     """Return a Gaussian process: a Gram matrix of squared distances, its Cholesky factor, and a debug print."""
 
@@ -98,21 +73,6 @@ def gaussian_process():
 
     x = draw(12, 3, seed=6)
     return loss, {"log_scale": jnp.float32(-0.5)}, (x, jnp.sin(x[:, 0]))
-
-
-def sinkhorn():
-    """Return a transport loss of two point clouds that are far from the origin."""
-
-    def loss(params, y):
-        x = params["x"]
-        cost = jnp.sum(x * x, -1)[:, None] + jnp.sum(y * y, -1)[None] - 2 * x @ y.T
-        f = g = jnp.zeros(len(x))
-        for _ in range(3):
-            f = -jax.nn.logsumexp(g[None] - cost, axis=1)
-            g = -jax.nn.logsumexp(f[:, None] - cost, axis=0)
-        return jnp.sum(jax.lax.stop_gradient(jnp.exp(f[:, None] + g[None] - cost)) * cost)
-
-    return loss, {"x": 100 + draw(6, 2, seed=7)}, 100 + draw(6, 2, seed=8)
 
 
 def s5():
@@ -156,7 +116,7 @@ def gnn():
 
 class Classifier(nnx.Module):
     def __init__(self, rngs):
-        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.first = nnx.Linear(8, 8, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
         self.last = nnx.Linear(8, 2, rngs=rngs)
@@ -170,7 +130,7 @@ def nnx_classifier():
         x, y = batch
         return jnp.mean((model(x) - y) ** 2)
 
-    return loss, Classifier(nnx.Rngs(0)), (draw(16, 6, seed=1), draw(16, 2, seed=2))
+    return loss, Classifier(nnx.Rngs(0)), (draw(16, 8, seed=1), draw(16, 2, seed=2))
 
 
 def mutable():
@@ -186,6 +146,6 @@ def mutable():
 
 PROGRAMS = {
     each.__name__: each
-    for each in (bert, vit, mamba, gaussian_process, sinkhorn, s5, gnn, nnx_classifier, mutable)
+    for each in (bert, vit, gaussian_process, s5, gnn, nnx_classifier, mutable)
     if each is not mutable or hasattr(jax, "new_ref")
 }

@@ -31,7 +31,7 @@ LINES = {
     "The last non-finite or skipped step was * ago: *.": "bad step ago",
     "All later losses were finite, *. Therefore, the cause was the batch, not the loss scale.": "one loss",
     "A later step at the same or a higher loss scale, with gradients at least as large, was finite.": "the batch",
-    "A later step at the same or a higher loss scale was finite, so the batch is a possible *": "perhaps the batch",
+    "A later step at the same or a higher loss scale was finite, so * is a possible cause.": "perhaps the batch",
     "All later steps were finite, but the loss scale or the gradients were smaller, so the cause may *": "unknown",
     "Therefore, the cause was the batch, not the loss scale.": "",
     "If this happens again, check the batch for NaN *": "",

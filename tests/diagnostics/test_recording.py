@@ -92,12 +92,6 @@ def test_bad_leaf_of_an_applied_step_is_recorded_if_gradients_are_checked(loss_s
     assert (state.applied_steps, state.last_bad_step.leaf) == (1, bad_leaf)
 
 
-def test_only_skip_if_is_recorded_without_a_loss_scale():
-    tx = jls.loss_scaled(optax.sgd(0.1), None, record_bad_steps=True)
-    state = recorded(tx, PARAMS, [GOOD, ([1.0, 1.0], 1.0, True)])
-    assert (state.last_bad_step.step, state.last_bad_step.leaf) == (1, -1)
-
-
 def test_recording_works_in_scan_and_vmap():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     grads = jnp.array([[1.0, 1.0, 1.0], [1.0, INF, 1.0]])  # There are two runs of three steps.

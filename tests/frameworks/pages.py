@@ -10,15 +10,12 @@ import numpy as np
 PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
 
 
-def first_block(page):
-    """Return the source code of the first Python block of a page."""
-    return re.search(r"^```python\n(.*?)^```$", (PAGES / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)[1]
-
-
 def copied(page):
-    """Execute the first block of a page and return the names that it defines."""
+    """Execute the first Python block of a page and return the names that it defines."""
+    path = PAGES / f"{page}.md"
+    source = re.search(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)[1]
     namespace = {"__name__": page}
-    exec(compile(first_block(page), f"docs/frameworks/{page}.md", "exec"), namespace)
+    exec(compile(source, path, "exec"), namespace)
     return SimpleNamespace(**{name: value for name, value in namespace.items() if not name.startswith("__")})
 
 

@@ -1,10 +1,6 @@
 """The program on the flax linen page: comparison with a manual step, skipped steps and checkpoints."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT  # noqa: E402
 from flax.training import checkpoints, train_state  # noqa: E402
 from float32_programs import assert_like_float32  # noqa: E402
 from pages import assert_same_bits, bad, copied  # noqa: E402
+from programs.starting import run_python  # noqa: E402
 
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.flax import TrainState  # noqa: E402
@@ -206,7 +203,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", [ResNet, pytest.param(Recurrent, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", [ResNet, Recurrent])
 def test_other_linen_networks_agree_with_float32_under_autocast(network):
     model, x = network(), jax.random.normal(jax.random.key(1), (8, 8, 8, 3))
     variables = jax.jit(model.init)(jax.random.key(2), x)
@@ -240,14 +237,5 @@ for loss_scale in loss_scale, jls.FixedLossScale(8.0), jls.NoOpLossScale(), jls.
 
 
 def test_importing_interop_flax_registers_the_loss_scales():
-    root = str(Path(jls.__file__).parents[1])
-    completed = subprocess.run(
-        [sys.executable, "-c", KNOWN_OR_NOT],
-        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stderr
     # `docs/frameworks/linen.md` quotes this message.
-    assert completed.stdout == "can not serialize 'DynamicLossScale' object\n"
+    assert run_python("-c", KNOWN_OR_NOT) == "can not serialize 'DynamicLossScale' object\n"

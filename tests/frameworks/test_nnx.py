@@ -1,4 +1,4 @@
-"""The program on the flax nnx page, both nnx optimizers, and restoring a module after a skipped step."""
+"""Both nnx optimizers, and restoring a module after a skipped step."""
 
 import copy
 from functools import partial
@@ -12,17 +12,12 @@ import pytest
 flax = pytest.importorskip("flax")
 
 from flax import nnx  # noqa: E402
-from pages import assert_same_bits, bad, copied  # noqa: E402
+from pages import assert_same_bits  # noqa: E402
 
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.flax import Optimizer  # noqa: E402
 
 pytestmark = pytest.mark.ci
-
-
-@pytest.fixture(scope="module")
-def page():
-    return copied("nnx")
 
 
 def pure(node, *filters):
@@ -31,22 +26,6 @@ def pure(node, *filters):
 
 def copied_leaves(tree):
     return jax.tree.map(lambda leaf: leaf, tree)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nonfinite_batch_leaves_parameters_statistics_and_random_streams_unchanged(page, value):
-    before, inner = copied_leaves(pure(page.model)), copied_leaves(pure(page.opt)["opt_state"]["inner_state"])
-    counts = {name: int(count) for name, count in jls.metrics(page.opt.opt_state).items()}
-    step = int(page.opt.step[...])
-    assert not jnp.isfinite(page.train_step(page.model, page.opt, bad(page.batch, value)))
-    assert_same_bits(pure(page.model), before)
-    assert_same_bits(pure(page.opt)["opt_state"]["inner_state"], inner)
-    after = jls.metrics(page.opt.opt_state)
-    assert after["skipped_steps"] == counts["skipped_steps"] + 1
-    assert after["applied_steps"] == counts["applied_steps"]
-    assert page.opt.step[...] == step + 1
-    assert jnp.isfinite(page.train_step(page.model, page.opt, page.batch))
-    assert int(pure(page.model)["dropout"]["rngs"]["count"]) == int(before["dropout"]["rngs"]["count"]) + 1
 
 
 class Line(nnx.Module):
@@ -257,7 +236,8 @@ def test_accumulation_equals_a_loop_over_microbatches(compiled, transform):
         auxs.append(aux)
         grads.append(nnx.to_pure_dict(scaled_grads))
     expected = jax.tree.map(lambda *leaves: sum(leaves) / 3, *grads)
-    tolerance = {"rtol": 1e-5, "atol": 1e-4} if transform is not jls.autocast else {"rtol": 2e-3, "atol": 2e-2}
+    # The gradient of the bias before the batch norm is zero except for rounding errors, which are also scaled.
+    tolerance = {"rtol": 1e-5, "atol": 1e-3} if transform is not jls.autocast else {"rtol": 2e-3, "atol": 2e-2}
     np.testing.assert_allclose(mean.value, np.mean(values), rtol=1e-3)
     np.testing.assert_allclose(mean.aux, auxs, rtol=1e-5)
     jax.tree.map(

@@ -78,19 +78,16 @@ def test_float16_gradients_are_summed_in_float32():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_without_a_loss_scale_are_summed_in_float32(dtype):
-    window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), jls.NoOpLossScale(), 4096)(
-        jnp.ones([], dtype), jnp.ones(4096, dtype)
-    )
-    assert (window.grads, window.grads.dtype) == (1.0, jnp.float32)
+    accumulated = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), jls.NoOpLossScale(), 4096)
+    grads = accumulated(jnp.ones([], dtype), jnp.ones(4096, dtype)).grads
+    assert (grads, grads.dtype) == (1.0, jnp.float32)
 
 
 @pytest.mark.parametrize("exponent", [0, 15, 100, 126])
 def test_sum_does_not_overflow_at_the_largest_scales(exponent):
     """The scaled gradients are just below the largest float32, so the sum of two of them would overflow."""
-    window = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), 2.0**exponent, 4)(
-        jnp.float32(1.0), jnp.full(4, 1.5, jnp.float32)
-    )
-    assert window.grads == 1.5 * 2.0**exponent
+    accumulated = jls.accumulate_gradients(lambda w, x: jnp.mean(w * x), 2.0**exponent, 4)
+    assert accumulated(jnp.float32(1.0), jnp.full(4, 1.5, jnp.float32)).grads == 1.5 * 2.0**exponent
 
 
 def test_argnums_batch_argnums_aux_and_keyword_arguments():
@@ -98,10 +95,10 @@ def test_argnums_batch_argnums_aux_and_keyword_arguments():
         residual = params["w"] * batch["x"] * scale + offset + extra
         return jnp.mean(residual**2), {"mean": residual.mean()}
 
-    window = jls.accumulate_gradients(fun, 8.0, 2, argnums=(1, 0), batch_argnums=(2,), has_aux=True)(
-        2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5
-    )
-    expected = jax.grad(fun, argnums=(1, 0), has_aux=True)(2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0, offset=0.5)[0]
+    args = 2.0, {"w": 3.0}, {"x": jnp.arange(4.0)}, 1.0
+    accumulated = jls.accumulate_gradients(fun, 8.0, 2, argnums=(1, 0), batch_argnums=(2,), has_aux=True)
+    window = accumulated(*args, offset=0.5)
+    expected, _ = jax.grad(fun, argnums=(1, 0), has_aux=True)(*args, offset=0.5)
     jax.tree.map(lambda ours, whole: np.testing.assert_allclose(ours / 8, whole, rtol=1e-6), window.grads, expected)
     # The entries are means over examples 0 and 2, and over examples 1 and 3.
     np.testing.assert_allclose(window.aux["mean"], [6 * 1 + 1.5, 6 * 2 + 1.5])
@@ -149,45 +146,28 @@ def test_accumulation_under_strict_promotion(loss_scale, dtype):
 # --- Eager calls, outside `jax.jit` ---
 
 
-def squares_times(factor):
-    return lambda w, x: factor * jnp.mean((w * x) ** 2)
+class Scaled:
+    """An unhashable callable object whose attribute `factor` changes between calls."""
 
-
-class Model:
-    """A callable object whose attribute `factor` changes between calls."""
-
+    __hash__ = None
     factor = 1.0
 
     def __call__(self, w, x):
-        return squares_times(self.factor)(w, x)
+        return self.factor * jnp.mean(w * x)
 
 
-MODEL = Model()
-
-
-CHANGING = {
-    "object": (MODEL, partial(setattr, MODEL, "factor")),
-    "partial of an object": (partial(MODEL), partial(setattr, MODEL, "factor")),
-    "bound method": (MODEL.__call__, partial(setattr, MODEL, "factor")),
-}
-
-
-@pytest.mark.parametrize(("fun", "change"), CHANGING.values(), ids=CHANGING)
-def test_eager_calls_use_the_current_attributes_of_the_function(fun, change):
-    values = []
+@pytest.mark.parametrize("kind", [lambda fun: fun, partial, lambda fun: fun.__call__])
+def test_eager_calls_use_the_current_attributes_of_the_function(kind):
+    scaled = Scaled()
     for factor in 1.0, 2.0, 4.0:
-        change(factor)
-        values.append(float(jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.5), jnp.arange(4.0)).value))
-    assert values == [7.875, 15.75, 31.5]
+        scaled.factor = factor
+        window = jls.accumulate_gradients(kind(scaled), 8.0, 2)(jnp.float32(1.0), jnp.ones(4))
+        assert (window.value, window.grads) == (factor, 8 * factor)
 
 
 def test_eager_calls_keep_no_reference_to_the_function():
-    class Function:
-        def __call__(self, w, x):
-            return jnp.mean(w * x)
-
     def called():
-        fun = Function()
+        fun = Scaled()
         jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4))
         return weakref.ref(fun)
 
@@ -209,41 +189,17 @@ def test_arguments_outside_the_batch_are_passed_unchanged(steer):
     assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4), steer, named=steer).grads == 8.0
 
 
-class Unhashable:
-    __hash__ = None
-
-    def __call__(self, w, x):
-        return jnp.mean(w * x)
-
-
-FUNCTIONS = {
-    "unhashable": Unhashable(),
-    "partial": partial(lambda factor, w, x: factor * jnp.mean(w * x), 1.0),
-    "partial of an array": partial(lambda factor, w, x: factor * jnp.mean(w * x), jnp.float32(1.0)),
-    "jitted": jax.jit(lambda w, x: jnp.mean(w * x)),
-    "bound method": Unhashable().__call__,
-}
-
-
-@pytest.mark.parametrize("fun", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_any_callable_is_accepted(fun):
-    for _ in range(2):
-        assert jls.accumulate_gradients(fun, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)).grads == 8.0
-
-
 @pytest.mark.ci
 def test_function_may_close_over_tracers():
-    x = jnp.arange(4.0)
-
     def mean_gradient(factor):
-        fun = lambda w, x: factor * jnp.mean(w * x)  # noqa: E731
+        fun = jax.jit(lambda w, x: factor * jnp.mean(w * x))
         partially = partial(lambda factor, w, x: factor * jnp.mean(w * x), factor)
-        window, other = (jls.accumulate_gradients(f, 8.0, 2)(jnp.float32(1.0), x) for f in (fun, partially))
+        window, other = (jls.accumulate_gradients(f, 8.0, 2)(jnp.float32(1.0), jnp.ones(4)) for f in (fun, partially))
         return window.grads + other.grads
 
     with jax.checking_leaks():
-        assert jax.jit(jax.grad(mean_gradient))(2.0) == 2 * 8 * 1.5
-        assert jax.jit(mean_gradient)(2.0) == 4 * 8 * 1.5
+        assert jax.jit(jax.grad(mean_gradient))(2.0) == 2 * 8
+        assert jax.jit(mean_gradient)(2.0) == 4 * 8
 
 
 # --- A nonfinite micro-batch skips the whole step. Only nonfinite gradients lower the scale. ---
@@ -318,17 +274,9 @@ REFUSED = {
     "no arrays": ({}, (None,), "same number of examples"),
     "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not differentiate an argument that"),
     "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not differentiate an argument that"),
-    "split, from the end, and differentiated": (
-        {"argnums": 1, "batch_argnums": -1},
-        (BATCH,),
-        "must not differentiate an argument that",
-    ),
+    "split, from the end": ({"argnums": 1, "batch_argnums": -1}, (BATCH,), "must not differentiate an argument that"),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),
-    "no such argument from the end": (
-        {"argnums": (0, -3)},
-        (BATCH,),
-        r"\(0, -3\)\)` refers to arguments that were",
-    ),
+    "no such argument from the end": ({"argnums": (0, -3)}, (BATCH,), r"\(0, -3\)\)` refers to arguments that were"),
 }
 
 

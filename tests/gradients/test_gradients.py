@@ -1,6 +1,5 @@
 """Comparison of `value_and_scaled_grad` and `scaled_grad` with `jax.value_and_grad` and `jax.grad`."""
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -53,7 +52,6 @@ class Case(NamedTuple):
 
 CASES = {
     "vector": Case(loss),
-    "scalar argument": Case(lambda x: x**3, (jnp.float32(0.7),)),
     "python argument": Case(lambda x: x**3, (0.7,)),
     "constant": Case(lambda x: jnp.float32(3.0), (X,)),
     "identity": Case(lambda x: x, (jnp.float32(0.7),)),
@@ -61,7 +59,6 @@ CASES = {
     "keyword": Case(tree_loss, (PARAMS, BATCH), {"weight": 0.3}),
     "keyword array": Case(tree_loss, (PARAMS,), {"batch": BATCH}),
     "argnums=1": Case(loss, options={"argnums": 1}),
-    "argnums=-1": Case(loss, options={"argnums": -1}),
     "argnums=(0, 1)": Case(loss, options={"argnums": (0, 1)}),
     "argnums=(1, -2)": Case(loss, options={"argnums": (1, -2)}),
     "argnums=[1]": Case(loss, options={"argnums": [1]}),
@@ -75,7 +72,6 @@ CASES = {
     "bfloat16 gradients": Case(lambda w: jnp.sum(w * w).astype(jnp.float32), (X.astype(jnp.bfloat16),)),
     "float32 master weights": Case(lambda w: jnp.sum(jls.cast_floating(w, "float16") ** 2).astype(jnp.float32), (X,)),
     "checkpoint": Case(jax.checkpoint(loss)),
-    "jitted": Case(jax.jit(loss)),
     "custom_vjp": Case(lambda x, y: loss(reversed_gradient(x), y)),
     "None and empty": Case(lambda tree: loss(tree[0], Y), ([X, None, jnp.zeros((0, 2))],)),
 }
@@ -103,17 +99,9 @@ def test_value_is_unscaled_and_gradients_are_scaled(name, jit):
     actual_value, actual_grads = jit(jls.value_and_scaled_grad(fun, SCALE, **options))(*args, **kwargs)
     assert_identical(actual_value, value)
     assert_identical(actual_grads, times(SCALE, grads))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_scaled_grad_equals_the_scale_times_jax_grad(name):
-    fun, args, kwargs, options = CASES[name]
-    expected = jax.grad(fun, **options)(*args, **kwargs)
-    actual = jls.scaled_grad(fun, SCALE, **options)(*args, **kwargs)
-    if options.get("has_aux"):
-        (actual, actual_aux), (expected, aux) = actual, expected
-        assert_identical(actual_aux, aux)
-    assert_identical(actual, times(SCALE, expected))
+    if jit is not jax.jit:  # XLA may round differently if a compiled program does not return the value.
+        found = jls.scaled_grad(fun, SCALE, **options)(*args, **kwargs)
+        assert_identical(found, (actual_grads, value[1]) if options.get("has_aux") else actual_grads)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, 100])
@@ -147,27 +135,9 @@ def test_value_is_correct_if_the_gradients_overflow():
 TX = jls.loss_scaled(optax.sgd(0.1), 8)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Halved(jls.LossScale):
-    """A user-defined loss scale that stores twice its value."""
-
-    twice: jax.Array
-
-    def __call__(self):
-        return self.twice / 2
-
-    def adjust(self, grads_finite):
-        return self
-
-    def get_config(self):
-        return {}
-
-
 HOLDERS = {
     "fixed": lambda: jls.FixedLossScale(8),
     "dynamic": lambda: jls.DynamicLossScale(8),
-    "a user's own": lambda: Halved(jnp.float32(16)),
     "int": lambda: 8,
     "numpy array": lambda: np.array(8.0),
     "jax scalar": lambda: jnp.float32(8),
@@ -208,10 +178,8 @@ def test_arguments_without_a_loss_scale_are_rejected(function, loss_scale, messa
 
 
 def test_batch_of_loss_scales_is_rejected():
-    with pytest.raises(
-        ValueError,
-        match=r"value_and_scaled_grad\(loss_scale=...\)` must contain a single scale, got scales of shape \(3,\)",
-    ):
+    message = r"value_and_scaled_grad\(loss_scale=...\)` must contain a single scale, got scales of shape \(3,\)"
+    with pytest.raises(ValueError, match=message):
         jls.value_and_scaled_grad(loss, jls.FixedLossScale(jnp.ones(3)))(X, Y)
 
 
@@ -230,17 +198,6 @@ def test_value_and_gradients_under_strict_promotion(name):
 
 
 # --- Other transformations ---
-
-
-def test_vmap_with_a_different_scale_for_each_ensemble_member():
-    scales = jnp.array([1.0, 4.0, 1024.0])
-    xs = jnp.stack([X, 2 * X, -X])
-    values, grads = jax.vmap(lambda loss_scale, x: jls.value_and_scaled_grad(loss, loss_scale)(x, Y))(
-        jax.vmap(jls.FixedLossScale)(scales), xs
-    )
-    true_values, true_grads = jax.vmap(jax.value_and_grad(loss), in_axes=(0, None))(xs, Y)
-    assert_identical(values, true_values)
-    assert_identical(grads, true_grads * scales[:, None])
 
 
 @pytest.mark.parametrize("vary_params", [True, False], ids=["varying parameters", "replicated parameters"])
@@ -274,29 +231,19 @@ def test_replicated_loss_with_a_different_scale_on_each_device(check_vma, vary_p
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
 
 
-def total_grad(grad):
-    return lambda x: jnp.sum(grad(x, Y) * jnp.array([1.0, 2.0, 3.0]))
-
-
-@pytest.mark.parametrize(
-    ("situation", "derivative"),
-    [
-        ("grad of grad", lambda grad: jax.grad(total_grad(grad))(X)),
-        ("Hessian-vector product, forward over reverse", lambda grad: jax.jvp(lambda x: grad(x, Y), (X,), (Y,))[1]),
-        ("Hessian-vector product, reverse over reverse", lambda grad: jax.vjp(lambda x: grad(x, Y), X)[1](Y)[0]),
-        ("Hessian", lambda grad: jax.jacfwd(lambda x: grad(x, Y))(X)),
-        ("linearize", lambda grad: jax.linearize(lambda x: grad(x, Y), X)[1](Y)),
-        ("third derivative", lambda grad: jax.grad(lambda x: jnp.sum(jax.grad(total_grad(grad))(x)))(X)),
-    ],
-)
-def test_higher_derivatives_are_scaled_once(situation, derivative):
-    expected = derivative(jax.grad(loss)) * SCALE
-    np.testing.assert_allclose(derivative(jls.scaled_grad(loss, SCALE)), expected, rtol=1e-5, err_msg=situation)
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+def test_second_derivatives_are_scaled_once(mode):
+    """`test_cotangent.py` tests derivatives of all orders of the function that multiplies cotangents."""
+    found, expected = (mode(lambda x, f=f: f(x, Y))(X) for f in (jls.scaled_grad(loss, SCALE), jax.grad(loss)))
+    np.testing.assert_allclose(found, SCALE * expected, rtol=1e-5)
 
 
 def test_nested_scaled_gradients_are_scaled_twice():
-    actual = jls.scaled_grad(total_grad(jls.scaled_grad(loss, 8)), 4)(X)
-    np.testing.assert_allclose(actual, 32 * jax.grad(total_grad(jax.grad(loss)))(X), rtol=1e-6)
+    def total(grad):
+        return lambda x: jnp.sum(grad(x, Y) * jnp.array([1.0, 2.0, 3.0]))
+
+    actual = jls.scaled_grad(total(jls.scaled_grad(loss, 8)), 4)(X)
+    np.testing.assert_allclose(actual, 32 * jax.grad(total(jax.grad(loss)))(X), rtol=1e-6)
 
 
 def test_no_op_loss_scale_leaves_the_jaxpr_unchanged():

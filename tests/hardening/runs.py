@@ -1,4 +1,4 @@
-"""Loss scales of every class, and random training steps with a reference implementation in Python and NumPy.
+"""Random training steps, and a reference implementation of a step in Python and NumPy.
 
 Each step has one random event, such as an overflow in one leaf. Events are inputs of a compiled program, so no example
 requires a compilation.
@@ -6,53 +6,13 @@ requires a compilation.
 
 import dataclasses
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from hypothesis import strategies as st
-
-import jax_lossscale as jls
-import jax_lossscale.interop.flax
-
-F32_MAX = float(np.finfo(np.float32).max)
-
-
-@jax_lossscale.interop.flax.register
-@partial(jax.tree_util.register_dataclass, data_fields=["num_overflows"], meta_fields=["initial"])
-@dataclasses.dataclass(frozen=True)
-class SinkingLossScale(jls.LossScale):
-    """A user-defined loss scale that halves after each overflow, down to 1, and never grows."""
-
-    initial: float
-    num_overflows: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros([], jnp.int32))
-
-    def __call__(self):
-        return jnp.maximum(jnp.ldexp(jnp.float32(self.initial), -self.num_overflows), 1)
-
-    def adjust(self, grads_finite):
-        # The count is limited to 100, because much smaller powers of two are not normal numbers.
-        overflows = jnp.minimum(self.num_overflows + jnp.where(grads_finite, 0, 1), 100)
-        return dataclasses.replace(self, num_overflows=overflows)
-
-    def get_config(self):
-        return {"initial": self.initial}
-
-
-KINDS = {
-    "fixed": jls.FixedLossScale(8),
-    "fixed_skipping": jls.FixedLossScale(2.0**10, skip_nonfinite=True),
-    "no_op": jls.NoOpLossScale(),
-    "dynamic": jls.DynamicLossScale(2.0**10, 2),
-    "dynamic_full": jls.DynamicLossScale(
-        2.0**6, 3, 4, backoff_factor=0.5, min_loss_scale=0.25, max_loss_scale=2.0**9, hysteresis=2
-    ),
-    "dynamic_consecutive": jls.DynamicLossScale(2.0**6, 3, hysteresis=3, hysteresis_refill="finite"),
-    "auto": jls.AutoLossScale(2.0**10, max_loss_scale=2.0**30),
-    "users_own": SinkingLossScale(2.0**12),
-}
+from kinds import F32_MAX
 
 # All factors of this optimizer are 1/2, so each step rounds only once, and fusion cannot change the result.
 MOMENTUM = optax.sgd(0.5, momentum=0.5)
@@ -152,25 +112,6 @@ def momentum_step(params, trace, grads, scale):
     return new_params, new_trace
 
 
-def dynamic_step(kind, scale, good_steps, left, finite):
-    """Return the next scale, step count and remaining hysteresis of `DynamicLossScale`, computed in plain Python."""
-    if finite:
-        grows = good_steps + 1 >= kind.increment_period
-        if kind.hysteresis > 1 and (grows or kind.hysteresis_refill == "finite"):
-            left = kind.hysteresis
-        if not grows:
-            return scale, good_steps + 1, left
-        grown = scale * kind.multiplier
-        ceiling = kind.max_loss_scale
-        return (min(grown, ceiling) if ceiling else grown if grown <= F32_MAX else scale), 0, left
-    if kind.hysteresis > 1:
-        left = max(left - 1, 0)
-        if left > 0:
-            return scale, 0, left
-    backoff = kind.backoff_factor or 1 / kind.multiplier
-    return max(scale * backoff, min(scale, kind.min_loss_scale)), 0, left
-
-
 def assert_scale_is_sound(loss_scale):
     """Check that the scale is finite, positive, within its bounds and a power of two."""
     scale = float(loss_scale())
@@ -179,15 +120,3 @@ def assert_scale_is_sound(loss_scale):
     assert math.frexp(scale)[0] == 0.5
     ceiling, floor = loss_scale.upper_bound, getattr(loss_scale, "min_loss_scale", 0)
     assert floor <= scale <= (F32_MAX if ceiling is None else ceiling)
-
-
-def assert_same_bits(a, b):
-    """Check that two pytrees have the same structure, dtypes and bits, including NaNs and signed zeros."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        # The sign and the payload of a NaN may differ.
-        if x.tobytes() != y.tobytes():
-            np.testing.assert_array_equal(x.astype(np.float64), y.astype(np.float64))
-            assert (np.signbit(x) == np.signbit(y))[~np.isnan(x.astype(np.float64))].all()

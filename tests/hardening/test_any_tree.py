@@ -63,16 +63,12 @@ def trees_of(leaves):
 trees = trees_of(NUMBERS) | trees_of(ANYTHING)
 
 
-def of_each(tree, what):
-    return jax.tree.map(what, tree)
-
-
 def check(tree, loss_scale, skip, is_bad):
     """Compare a step with a step that contains only the trained leaves. Steps are eager to allow any Python object."""
     tx = jls.loss_scaled(MOMENTUM, loss_scale, skip=skip)
-    params = of_each(tree, lambda leaf: leaf.param)
-    grads = of_each(tree, lambda leaf: leaf.grad * np.float32(np.nan) if is_bad and leaf.is_trained else leaf.grad)
-    state = tx.init(of_each(tree, lambda leaf: None if leaf.grad is None else leaf.param))
+    params = jax.tree.map(lambda leaf: leaf.param, tree)
+    grads = jax.tree.map(lambda leaf: leaf.grad * np.float32(np.nan) if is_bad and leaf.is_trained else leaf.grad, tree)
+    state = tx.init(jax.tree.map(lambda leaf: None if leaf.grad is None else leaf.param, tree))
 
     leaves = jax.tree.leaves(tree)
     grads_by_leaf = [grad for grad in jax.tree.leaves(grads) if jnp.result_type(grad) != jax.dtypes.float0]

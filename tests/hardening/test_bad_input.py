@@ -42,54 +42,38 @@ def square(x):
     return jnp.sum(x**2)
 
 
-# Each call is followed by its message.
+# Each call is followed by its message, either after an arrow or in the indented lines below the call.
 REFUSED = """
-jls.AutoLossScale("3")
-    `AutoLossScale(initial_loss_scale=...)` must be a number, got '3'.
 jls.AutoLossScale(jax.random.key(0))
     `AutoLossScale(initial_loss_scale=...)` must be a number, got Array((), dtype=key<fry>) overlaying: [0 0].
 jls.AutoLossScale(min_loss_scale=2.0**16)
     `AutoLossScale(initial_loss_scale=...)` must not be below `min_loss_scale` = 65536.0, got 256.0. Lower
     `min_loss_scale`.
-jls.AutoLossScale().scale("x")
-    `AutoLossScale.scale(tree=...)` must be a pytree of arrays, got 'x'.
-jls.AutoLossScale().unscale("x")
-    `AutoLossScale.unscale(tree=...)` must be a pytree of arrays, got 'x'.
-jls.AutoLossScale().update("x")
-    `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().scale("x") -> `AutoLossScale.scale(tree=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().unscale("x") -> `AutoLossScale.unscale(tree=...)` must be a pytree of arrays, got 'x'.
+jls.AutoLossScale().update("x") -> `AutoLossScale.update(grads=...)` must be a pytree of arrays, got 'x'.
 jls.AutoLossScale().update(jnp.array(False))
-    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To
-    update the loss scale with a boolean, use `adjust`.
-jls.AutoLossScale().adjust(1)
-    `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
-    `jnp.any`.
-jls.AutoLossScale().adjust(True, largest="x")
-    `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
-jls.AutoLossScale(log2_headroom=-1)
-    `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
-jls.AutoLossScale(log2_margin=-1)
-    `AutoLossScale(log2_margin=...)` must be at least 0, got -1.
-jls.AutoLossScale(log2_allowance=jnp.inf)
-    `AutoLossScale(log2_allowance=...)` must be finite in float32, got inf.
-jls.AutoLossScale(max_loss_scale="x")
-    `AutoLossScale(max_loss_scale=...)` must be a number, got 'x'.
+    `AutoLossScale.update(grads=...)` must be the unscaled gradients, got Array(False, dtype=bool). To update the loss
+    scale with a boolean, use `adjust`.
+jls.AutoLossScale().adjust(1) -> `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
+jls.AutoLossScale().adjust(True, largest="x") -> `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
+jls.AutoLossScale(log2_headroom=-1) -> `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
+jls.AutoLossScale(log2_margin=-1) -> `AutoLossScale(log2_margin=...)` must be at least 0, got -1.
+jls.AutoLossScale(log2_allowance=jnp.inf) -> `AutoLossScale(log2_allowance=...)` must be finite in float32, got inf.
 jls.DynamicLossScale(increment_period=0)
-    `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale
-    fixed, use `FixedLossScale`.
+    `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale fixed, use
+    `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Lower
     `initial_loss_scale`, or raise `max_loss_scale`.
 jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
     `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit in int32, got np.int64(-1).
 jls.DynamicLossScale().adjust(1)
-    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or
-    `jnp.any`.
+    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
 jls.DynamicLossScale().adjust({"kernel": PARAMS})
-    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). Reduce the
-    value with `jnp.all` or `jnp.any`.
+    `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got PyTreeDef({'kernel': *}). REDUCE_IT
 jls.DynamicLossScale(current_loss_scale=np.array([1, 0]))
-    `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got
-    np.int64(0).
+    `DynamicLossScale(current_loss_scale=...)` must be a positive normal float32 (at least 1.18e-38), got np.int64(0).
 jls.DynamicLossScale.from_config({"other": 1})
     `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'other': 1}:
     DynamicLossScale.__init__() got an unexpected keyword argument 'other'.
@@ -102,28 +86,25 @@ jls.PrecisionPolicy(rules=[3])
     `PrecisionPolicy(rules=...)` must contain `PrecisionRule` objects or dictionaries with their arguments, got 3:
     jax_lossscale._autocast.policy.PrecisionRule() argument after ** must be a mapping, not int.
 jls.PrecisionPolicy(recompute=-1.0)
-    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got
-    -1.0.
+    `PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), got -1.0.
 jls.PrecisionPolicy(rules=3)
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. To pass a single
-    rule, put it in a list.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got 3. To pass a single rule, put it in
+    a list.
 jls.PrecisionPolicy({"precision": "float32"})
-    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}.
-    To pass a single rule, put it in a list.
-jls.PrecisionPolicy(half_residual_stream=1)
-    `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
+    `PrecisionPolicy(rules=...)` must be a sequence of `PrecisionRule` objects, got {'precision': 'float32'}. To pass a
+    single rule, put it in a list.
+jls.PrecisionPolicy(half_residual_stream=1) -> `PrecisionPolicy(half_residual_stream=...)` must be True or False, got 1.
 jls.PrecisionRule("float32", layer="")
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got ''. To match all operations, omit `layer`.
 jls.PrecisionRule("float32", layer=3)
     `PrecisionRule(layer=...)` must be a pattern, such as 'a*', got 3. To match all operations, omit `layer`.
-jls.accumulate_gradients(3, 8, 2)
-    `accumulate_gradients(fun=...)` must be a function, got 3.
+jls.accumulate_gradients(3, 8, 2) -> `accumulate_gradients(fun=...)` must be a function, got 3.
 jls.accumulate_gradients(square, 8, 0)
-    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit in int32, got 0. With
-    `num_microbatches=1`, the batch is not split.
+    `accumulate_gradients(num_microbatches=...)` must be at least 1 and fit in int32, got 0. With `num_microbatches=1`,
+    the batch is not split.
 jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
-    `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with
-    2 positional arguments. Pass the batch and the differentiated arguments by position.
+    `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with 2
+    positional arguments. Pass the batch and the differentiated arguments by position.
 jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
     `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not differentiate an argument that contains the
     batch, because the gradients with respect to a batch cannot be summed over micro-batches. Use
@@ -137,183 +118,135 @@ jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
     ([],). Use `batch_argnums` to specify the arguments that contain the batch.
-jls.autocast(3)
-    `autocast(fun=...)` must be a function, got 3.
-jls.autocast(None)
-    `autocast(fun=...)` must be a function, got None.
+jls.autocast(3) -> `autocast(fun=...)` must be a function, got 3.
+jls.autocast(None) -> `autocast(fun=...)` must be a function, got None.
 jls.autocast(jnp.bfloat16, square)
     `autocast(fun=...)` must be a function, got the dtype <class 'jax.numpy.bfloat16'>. Call `autocast(fun, dtype)`, or
     use the decorator `@autocast(dtype=...)`.
 jls.autocast(jnp.float8_e5m2)
     `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
-jls.autocast("cuda")
-    `autocast(dtype=...)` must be a dtype, such as `jnp.float16`, got 'cuda'.
-jls.autocast(policy="fast")
-    `autocast(policy=...)` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got 'fast'.
-jls.autocast(dtype=jnp.bfloat16)(3)
-    `autocast(fun=...)` must be a function, got 3.
-jls.autocast(square, jnp.float8_e5m2)
-    `autocast(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got float8_e5m2.
+jls.autocast("cuda") -> `autocast(dtype=...)` must be a dtype, such as `jnp.float16`, got 'cuda'.
+jls.autocast(dtype=jnp.bfloat16)(3) -> `autocast(fun=...)` must be a function, got 3.
 jls.autocast(square, policy="fast")
     `autocast(policy=...)` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got 'fast'.
-jls.all_finite("x")
-    `all_finite(tree=...)` must be a pytree of arrays, got 'x'.
-jls.cast_floating(PARAMS, jnp.int32)
-    `cast_floating(dtype=...)` must be a real floating dtype, got int32.
+jls.all_finite("x") -> `all_finite(tree=...)` must be a pytree of arrays, got 'x'.
+jls.cast_floating(PARAMS, jnp.int32) -> `cast_floating(dtype=...)` must be a real floating dtype, got int32.
 jls.cast_floating(PARAMS, {"kernel": PARAMS})
     `cast_floating(dtype=...)` must be a dtype, such as `jnp.float16`, got PyTreeDef({'kernel': *}).
-jls.cast_floating(PARAMS, PARAMS)
-    `cast_floating(dtype=...)` must be a dtype, such as `jnp.float16`, got float32[2].
+jls.cast_floating(PARAMS, PARAMS) -> `cast_floating(dtype=...)` must be a dtype, such as `jnp.float16`, got float32[2].
 jls.cast_floating("float16", PARAMS)
     `cast_floating(tree=...)` must be a pytree of arrays, got 'float16'. The order is `cast_floating(tree, dtype)`.
 jls.cast_floating(jnp.dtype("float16"), {"kernel": PARAMS})
-    `cast_floating(tree=...)` must be a pytree of arrays, got dtype('float16'). The order is
-    `cast_floating(tree, dtype)`.
-jls.get("other")
-    `get(identifier=...)` must be ACCEPTED; got 'other'.
+    `cast_floating(tree=...)` must be a pytree of arrays, got dtype('float16'). The order is `cast_floating(tree,
+    dtype)`.
+jls.get("other") -> `get(identifier=...)` must be ACCEPTED; got 'other'.
 jls.get_loss_scale(STATE, path="nope")
     `get_loss_scale(opt_state=...)` must contain exactly one `LossScale` below the path 'nope', got 0. A `LossScale`
     exists at: .loss_scale. Pass a part of the state that contains only one `LossScale`, or pass a path to
     `get_loss_scale`.
-jls.metrics(PARAMS)
-    `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
-diagnostics.explain(PARAMS)
-    `explain(opt_state=...)` STATE_EXPECTED; got float32[2].
+jls.metrics(PARAMS) -> `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
+diagnostics.explain(PARAMS) -> `explain(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.leaf_path([PARAMS], "0")
     `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
-jls.in_half(3)
-    `in_half(function=...)` must be a function, got 3.
-diagnostics.in_precision(3, jnp.float32)
-    `in_precision(fun=...)` must be a function, got 3.
-jls.in_half(square, fallback=3)
-    `in_half(fallback=...)` must be a function, got 3.
-jls.keep_float32(3)
-    `keep_float32(function=...)` must be a function, got 3.
-jls.loss_scale_for(jnp.int32)
-    `loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got int32.
-jls.loss_scaled(3)
-    `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
-jls.loss_scaled({})
-    `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {}.
+jls.in_half(3) -> `in_half(function=...)` must be a function, got 3.
+diagnostics.in_precision(3, jnp.float32) -> `in_precision(fun=...)` must be a function, got 3.
+jls.in_half(square, fallback=3) -> `in_half(fallback=...)` must be a function, got 3.
+jls.keep_float32(3) -> `keep_float32(function=...)` must be a function, got 3.
+jls.loss_scale_for(jnp.int32) -> `loss_scale_for(dtype=...)` must be float16, bfloat16, float32 or float64, got int32.
+jls.loss_scaled(3) -> `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.loss_scaled({}) -> `loss_scaled(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got {}.
 jls.loss_scaled(optax.sgd(0.1), skip="other")
     `loss_scaled(skip=...)` must be 'auto', 'cond' or 'select', got 'other'.
-jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1)
-    `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
-jls.master_weights(3)
-    `master_weights(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
-jls.master_weights(TX).init(PARAMS)
-    `master_weights(inner=...)` contains a `loss_scaled`, which must be outside, because it unscales the gradients.
-    Use the opposite order: `loss_scaled(master_weights(adamw))`.
+jls.loss_scaled(optax.sgd(0.1), record_bad_steps=1) -> `loss_scaled(record_bad_steps=...)` must be True or False, got 1.
+jls.master_weights(3) -> `master_weights(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
 jls.master_weights(optax.sgd(0.1)).update(PARAMS, (), PARAMS)
-    `master_weights(...).update(state=...)` must be the state of this optimizer, got (). Pass the state that its
-    `init` returned. The order is `update(grads, state, params)`.
+    `master_weights(...).update(state=...)` must be the state of this optimizer, got (). Pass the state that its `init`
+    returned. The order is `update(grads, state, params)`.
 jls.stochastic_rounding(3)
     `stochastic_rounding(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
 jls.stochastic_rounding(optax.sgd(0.1), -1)
     `stochastic_rounding(seed=...)` must be at least 0 and fit in int32, got -1.
+jls.half_precision_state(3)
+    `half_precision_state(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.half_precision_state(optax.sgd(0.1), 0.5) -> `half_precision_state(seed=...)` must be an integer, got 0.5.
 jls.half_precision_state(optax.sgd(0.1), exclude="nu")
     `half_precision_state(exclude=...)` must be a function, got 'nu'.
 jls.float32_params(PARAMS, ())
     `float32_params(state=...)` must contain the state of a `master_weights` optimizer, got (). The order is
     `float32_params(params, state)`.
 TX.update(PARAMS, STATE, PARAMS, value=jnp.ones(2))
-    `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns
-    `(loss, aux)`, pass only `loss`.
+    `update(value=...)` must be a real scalar, the unscaled loss, got float32[2]. If your loss function returns `(loss,
+    aux)`, pass only `loss`.
 TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
-    `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other
-    values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
+    `update(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore other values
+    after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`.
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
-    `update(grads_finite=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or `jnp.any`.
-TX.update(PARAMS, STATE, PARAMS, skip_if=1)
-    `update(skip_if=...)` must be a boolean scalar, got 1. Reduce the value with `jnp.all` or `jnp.any`.
+    `update(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
+TX.update(PARAMS, STATE, PARAMS, skip_if=1) -> `update(skip_if=...)` must be a boolean scalar, got 1. REDUCE_IT
 TX.update(PARAMS, (), PARAMS)
     `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
-TX.update("x", STATE, PARAMS)
-    `update(updates=...)` must be a pytree of arrays, got 'x'.
+TX.update("x", STATE, PARAMS) -> `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must be the gradients, got a pair of a number and the gradients. If you compute
-    `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
-TX.init(square)
-    `init(params=...)` must be a pytree of arrays, got SQUARE.
+    `update(updates=...)` must be the gradients, got a pair of a number and the gradients. If you compute `loss, grads =
+    value_and_scaled_grad(...)(params)`, pass only `grads`.
+TX.init(square) -> `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
-    `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is
-    `update_and_apply(scaled_grads, state, params)`.
+    `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is `update_and_apply(scaled_grads, state,
+    params)`.
 TX.update_and_apply((LOSS, {"kernel": PARAMS}), STATE, {"kernel": PARAMS})
     `update_and_apply(scaled_grads=...)` must be the gradients, got a pair of a number and the gradients. If you compute
     `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
-TX.update_and_apply(PARAMS, STATE, "x")
-    `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
+TX.update_and_apply(PARAMS, STATE, "x") -> `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
     `update`.
 jls.raise_if_stuck(STATE, patience=0)
-    `raise_if_stuck(patience=...)` must be at least 1 and fit in int32, got 0. `patience` is the number of
-    consecutive skipped steps.
+    `raise_if_stuck(patience=...)` must be at least 1 and fit in int32, got 0. `patience` is the number of consecutive
+    skipped steps.
 COMPILED(jls.raise_if_stuck)(STATE)
-    `raise_if_stuck(opt_state=...)` got traced values, which are not known yet. Call this function outside
-    `jax.jit`.
-jls.scale_gradient(PARAMS, "8")
-    `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
+    `raise_if_stuck(opt_state=...)` got traced values, which are not known yet. Call this function outside `jax.jit`.
+jls.scale_gradient(PARAMS, "8") -> `scale_gradient(scale=...)` must be ACCEPTED; got '8'.
 jls.scale_gradient(square, 8)
     `scale_gradient(tree=...)` must be a pytree of arrays, got SQUARE. To scale the gradient of a function, apply
     `scale_gradient` to the result of the function.
-jls.scaled_backward(3, 8)
-    `scaled_backward(fun=...)` must be a function, got 3.
-jls.scaled_grad(3, 8)
-    `scaled_grad(fun=...)` must be a function, got 3.
-jls.scaled_grad(square, True)
-    `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
+jls.scaled_backward(3, 8) -> `scaled_backward(fun=...)` must be a function, got 3.
+jls.scaled_grad(3, 8) -> `scaled_grad(fun=...)` must be a function, got 3.
+jls.scaled_grad(square, True) -> `scaled_grad(loss_scale=...)` must be ACCEPTED; got True.
 jls.scale_gradient(STATE, LOSS)
     `scale_gradient(tree=...)` got a loss scale. The order is `scale_gradient(tree, scale)`.
 jls.unscale_gradient(STATE, LOSS)
     `unscale_gradient(tree=...)` got a loss scale. The order is `unscale_gradient(tree, scale)`.
-jls.unscale_gradient(PARAMS, "8")
-    `unscale_gradient(scale=...)` must be ACCEPTED; got '8'.
-jls.unscale_gradient("x", 8)
-    `unscale_gradient(tree=...)` must be a pytree of arrays, got 'x'.
-jls.value_and_scaled_grad(None, 8)
-    `value_and_scaled_grad(fun=...)` must be a function, got None.
+jls.unscale_gradient(PARAMS, "8") -> `unscale_gradient(scale=...)` must be ACCEPTED; got '8'.
+jls.unscale_gradient("x", 8) -> `unscale_gradient(tree=...)` must be a pytree of arrays, got 'x'.
+jls.value_and_scaled_grad(None, 8) -> `value_and_scaled_grad(fun=...)` must be a function, got None.
 jls.select_tree(True, {"a": PARAMS}, {"a": jnp.ones(3)})
-    `select_tree` cannot select between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in
-    on_false at "['a']". Arrays must have the same shape and dtype, and all other leaves must be equal.
-jls.serialize(8)
-    `serialize(loss_scale=...)` must be a `LossScale`, got 8.
-diagnostics.autocast_report(None, PARAMS)
-    `autocast_report(fun=...)` must be a function, got None.
+    `select_tree` cannot select between ShapedArray(float32[2]) in on_true and ShapedArray(float32[3]) in on_false at
+    "['a']". Arrays must have the same shape and dtype, and all other leaves must be equal.
+jls.serialize(8) -> `serialize(loss_scale=...)` must be a `LossScale`, got 8.
+diagnostics.autocast_report(None, PARAMS) -> `autocast_report(fun=...)` must be a function, got None.
 diagnostics.compare_gradients(square, PARAMS, loss_scales=[0.0])
-    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument
-    to use the default scales.
-diagnostics.exponent_histogram(PARAMS, per_leaf=1)
-    `exponent_histogram(per_leaf=...)` must be True or False, got 1.
-diagnostics.exponent_histogram("x")
-    `exponent_histogram(tree=...)` must be a pytree of arrays, got 'x'.
+    `compare_gradients(loss_scales=...)` must be a sequence of positive finite numbers, got [0.0]. Omit this argument to
+    use the default scales.
+diagnostics.exponent_histogram(PARAMS, per_leaf=1) -> `exponent_histogram(per_leaf=...)` must be True or False, got 1.
+diagnostics.exponent_histogram("x") -> `exponent_histogram(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.find_precision(square, PARAMS, tolerance=0)
     `find_precision(tolerance=...)` must be a number between 0 and 1, got 0.
-diagnostics.first_nonfinite("x")
-    `first_nonfinite(tree=...)` must be a pytree of arrays, got 'x'.
-diagnostics.in_precision(square, jnp.int32)
-    `in_precision(dtype=...)` must be a real floating dtype, got int32.
-diagnostics.lost_updates("x", PARAMS)
-    `lost_updates(params=...)` must be a pytree of arrays, got 'x'.
-diagnostics.nonfinite_report("x")
-    `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
+diagnostics.first_nonfinite("x") -> `first_nonfinite(tree=...)` must be a pytree of arrays, got 'x'.
+diagnostics.in_precision(square, jnp.int32) -> `in_precision(dtype=...)` must be a real floating dtype, got int32.
+diagnostics.lost_updates("x", PARAMS) -> `lost_updates(params=...)` must be a pytree of arrays, got 'x'.
+diagnostics.nonfinite_report("x") -> `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
 diagnostics.range_report(square, jax.ShapeDtypeStruct((2,), jnp.float32))
     `range_report(*args)` must contain arrays, because `range_report` runs `fun`; got a `jax.ShapeDtypeStruct`. If `fun`
     itself needs the `jax.ShapeDtypeStruct`, bind it to `fun` with `functools.partial`.
-diagnostics.range_report(square, PARAMS, loss_scale="8")
-    `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
+diagnostics.range_report(square, PARAMS, loss_scale="8") -> `range_report(loss_scale=...)` must be ACCEPTED; got '8'.
 diagnostics.simulate(8, largest=[1.0])
     `simulate(loss_scale=...)` must be a `LossScale`, got 8. Create one with `jls.get`.
-diagnostics.suggest_loss_scale(PARAMS, headroom=0.5)
-    `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
-diagnostics.suggest_loss_scale("x")
-    `suggest_loss_scale(grads=...)` must be a pytree of arrays, got 'x'.
+diagnostics.suggest_loss_scale(PARAMS, headroom=0.5) -> `suggest_loss_scale(headroom=...)` must be at least 1, got 0.5.
+diagnostics.suggest_loss_scale("x") -> `suggest_loss_scale(grads=...)` must be a pytree of arrays, got 'x'.
 diagnostics.underflow_fraction(PARAMS, dtype=jnp.int32)
     `underflow_fraction(dtype=...)` must be a real floating dtype, got int32.
-diagnostics.underflow_fraction("x")
-    `underflow_fraction(grads=...)` must be a pytree of arrays, got 'x'.
-plotting.plot_exponents(PARAMS, yscale="other")
-    `plot_exponents(yscale=...)` must be 'linear' or 'log', got 'other'.
+diagnostics.underflow_fraction("x") -> `underflow_fraction(grads=...)` must be a pytree of arrays, got 'x'.
+plotting.plot_exponents(PARAMS, yscale="other") -> `plot_exponents(yscale=...)` must be 'linear' or 'log', got 'other'.
 plotting.plot_gradient_error(3)
     `plot_gradient_error(comparison=...)` must be the result of `jls.diagnostics.compare_gradients`, got int.
 plotting.plot_loss_scale([1.0, 2.0], skipped=[True])
@@ -323,14 +256,11 @@ plotting.plot_run({})
     `plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the keys [].
 equinox.filter_value_and_scaled_grad(square, "other")
     `filter_value_and_scaled_grad(loss_scale=...)` must be ACCEPTED; got 'other'.
-flax.from_flax(8)
-    `from_flax(dynamic_scale=...)` must be a `DynamicScale`, got 8.
-flax.register(3)
-    `register(kind=...)` must be a subclass of `LossScale`, got 3.
+flax.from_flax(8) -> `from_flax(dynamic_scale=...)` must be a `DynamicScale`, got 8.
+flax.register(3) -> `register(kind=...)` must be a subclass of `LossScale`, got 3.
 flax.to_flax(8)
     `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
-jmp.from_jmp(8)
-    `from_jmp(loss_scale=...)` must be a jmp loss scale, got 8.
+jmp.from_jmp(8) -> `from_jmp(loss_scale=...)` must be a jmp loss scale, got 8.
 jmp.to_jmp(8)
     `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 """
@@ -347,12 +277,16 @@ def rows():
         if line.startswith(" "):
             message.append(line.strip())
         else:
-            message = []
-            yield line, message
+            call, _, on_the_same_line = line.partition(" -> ")
+            message = [on_the_same_line] if on_the_same_line else []
+            yield call, message
 
 
 STATE_EXPECTED = "must be or contain the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
-STANDS_FOR = {"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": repr(square)}
+STANDS_FOR = {
+    **{"ACCEPTED": ACCEPTED, "STATE_EXPECTED": STATE_EXPECTED, "SQUARE": repr(square)},
+    "REDUCE_IT": "Reduce the value with `jnp.all` or `jnp.any`.",
+}
 
 
 def spelled_out(message):

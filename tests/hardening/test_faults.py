@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import KINDS, SinkingLossScale
+from kinds import HalvingLossScale
 
 import jax_lossscale as jls
 
@@ -30,10 +30,12 @@ LOOKED_AT_BY_THE_USER = ("fixed", "no_op")
 # The dynamic scales grow every 50 steps, so they also overflow without a fault.
 TRAINED = {
     "fixed": jls.FixedLossScale(2.0**10),
-    **{name: KINDS[name] for name in ("fixed_skipping", "no_op", "auto")},
+    "fixed_skipping": jls.FixedLossScale(2.0**10, skip_nonfinite=True),
+    "no_op": jls.NoOpLossScale(),
+    "auto": jls.AutoLossScale(2.0**10),
     "dynamic": jls.DynamicLossScale(2.0**12, 50),
     "hysteresis": jls.DynamicLossScale(2.0**12, 50, hysteresis=2, max_loss_scale=2.0**20, min_loss_scale=2.0**4),
-    "users_own": SinkingLossScale(2.0**12),
+    "users_own": HalvingLossScale(2.0**12),
 }
 
 

@@ -31,17 +31,6 @@ def at(loss_scale, scale, num_good_steps):
     return dataclasses.replace(loss_scale, current_loss_scale=scale, num_good_steps=num_good_steps)
 
 
-def warned(function, *arguments, **keywords):
-    """Return the result and the warnings, whose location must be the line that calls the conversion."""
-    with pytest.warns(UserWarning, match="^`(from|to)_") as caught:
-        result = function(*arguments, **keywords)
-    assert {warning.filename for warning in caught} == {__file__}
-    messages = [str(warning.message) for warning in caught]
-    # Messages contain the name of the library instead of "peer".
-    assert not [message for message in messages if "peer" in message]
-    return result, messages
-
-
 # --- Converted configuration and state ---
 
 
@@ -117,7 +106,12 @@ LOST = {
 @pytest.mark.parametrize("peer", LOST)
 def test_warning_names_each_unsupported_setting(peer):
     convert = getattr(ours(peer), f"to_{peer}")
-    _, messages = warned(convert, jls.DynamicLossScale(8.0, 9, 3.0, **FULL))
+    with pytest.warns(UserWarning, match="^`(from|to)_") as caught:
+        convert(jls.DynamicLossScale(8.0, 9, 3.0, **FULL))
+    assert {warning.filename for warning in caught} == {__file__}
+    messages = [str(warning.message) for warning in caught]
+    # Messages contain the name of the library instead of "peer".
+    assert not [message for message in messages if "peer" in message]
     named = {
         argument for argument in (*FULL, "multiplier", "increment_period") for m in messages if f"`{argument}`" in m
     }

@@ -72,18 +72,14 @@ def test_unflatten_does_not_validate_leaves(kind, stand_in):
     assert vars(rebuilt) == vars(loss_scale)
 
 
-@pytest.mark.parametrize(
-    ("kind", "leaves"),
-    [
-        ("fixed", [".loss_scale_value"]),
-        ("no_op", []),
-        ("dynamic", [".current_loss_scale", ".num_good_steps"]),
-        ("dynamic_full", [".current_loss_scale", ".num_good_steps", ".hysteresis_left"]),
-    ],
-)
-def test_leaf_paths_are_field_names(kind, leaves):
-    paths = jax.tree_util.tree_leaves_with_path(ONE_OF_EACH[kind]())
-    assert [jax.tree_util.keystr(path) for path, _ in paths] == leaves
+def test_leaf_paths_are_field_names():
+    def paths(kind):
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(ONE_OF_EACH[kind]())]
+
+    assert paths("fixed") == [".loss_scale_value"]
+    assert paths("no_op") == []
+    assert paths("dynamic") == [".current_loss_scale", ".num_good_steps"]
+    assert paths("dynamic_full") == [".current_loss_scale", ".num_good_steps", ".hysteresis_left"]
 
 
 @each_kind
@@ -103,22 +99,14 @@ def test_fresh_states_share_no_buffers_and_can_be_donated(make):
 
 
 @each_kind
-def test_update_is_traced_once_over_many_steps(make):
-    chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(lambda loss_scale, grads: loss_scale.update(grads), n=1))
+def test_update_compiles_once_for_many_steps(make):
+    step = jax.jit(lambda loss_scale, grads: loss_scale.update(grads))
     loss_scale = fresh = make()
     for grad in grads_of("TTFTFFTT"):
         loss_scale, _ = step(loss_scale, grad)
+    assert step._cache_size() == 1
     chex.assert_trees_all_equal_shapes_and_dtypes(loss_scale, fresh)
     assert [leaf.weak_type for leaf in jax.tree.leaves(loss_scale)] == [False] * len(jax.tree.leaves(fresh))
-
-
-def test_update_compiles_once_for_the_default_state():
-    update = jax.jit(Dynamic.update)
-    loss_scale = Dynamic()
-    for grad in grads_of("TFT"):
-        loss_scale, _ = update(loss_scale, grad)
-    assert update._cache_size() == 1
 
 
 @each_kind
@@ -216,8 +204,3 @@ def test_constructors_do_not_initialize_a_backend():
 def test_loss_scales_are_equal_if_configuration_and_state_are_equal(a, b, equal):
     assert (a == b) is equal
     assert (a != b) is not equal
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ONE_OF_EACH if kind != "users_own"])
-def test_equal_loss_scales_have_equal_hashes(kind):
-    assert hash(ONE_OF_EACH[kind]()) == hash(ONE_OF_EACH[kind]())

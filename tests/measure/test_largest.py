@@ -6,7 +6,6 @@ import re
 from collections import Counter
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
-from jax_lossscale._measure import finite, finite_and_largest, largest
+from jax_lossscale._measure import finite_and_largest, largest
 from jax_lossscale._measure.leaves import as_read
 
 pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
@@ -62,19 +61,21 @@ def as_numbers(finite, magnitude):
 
 compiled = jax.jit(finite_and_largest)
 of_each_member = jax.jit(jax.vmap(finite_and_largest))
+
+
+def as_pair(reading, tree):
+    """Run one implementation under `jax.jit` and return (finite, largest magnitude)."""
+    leaves = [leaf for leaf in map(as_read, jax.tree.leaves(tree)) if leaf.size]
+    magnitude = jax.jit(reading)(*leaves)
+    return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, jnp.nan)
+
+
 READINGS = {
     "eager": finite_and_largest,
-    "other platforms": lambda tree, scale=None: as_pair(largest.anywhere, tree, scale),
-    "CPU": lambda tree, scale=None: as_pair(largest.on_cpu, tree, scale),
-    "separate leaves": lambda tree, scale=None: as_pair(largest.of_each, tree, scale),
+    "other platforms": functools.partial(as_pair, largest.anywhere),
+    "CPU": functools.partial(as_pair, largest.on_cpu),
+    "separate leaves": functools.partial(as_pair, largest.of_each),
 }
-
-
-def as_pair(reading, tree, scale):
-    """Run one implementation under `jax.jit` and return (finite, largest magnitude divided by the scale)."""
-    leaves = [leaf for leaf in map(as_read, jax.tree.leaves(tree)) if leaf.size]
-    magnitude = finite._divided(jax.jit(reading)(*leaves), None if scale is None else jnp.float32(scale))
-    return magnitude < jnp.inf, jnp.where(magnitude < jnp.inf, magnitude, jnp.nan)
 
 
 every_reading = pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
@@ -117,25 +118,13 @@ def test_result_equals_numpy_for_random_leaves(dtype, data):
 POWERS_OF_TWO = np.ldexp(np.float32(1), np.arange(-149, 128))  # The smallest 23 powers of two are subnormal.
 
 
-@functools.cache
-def at_every_power_of_two(dtype, value):
-    return [oracle([np.full(1, -value, dtype)], scale) for scale in POWERS_OF_TWO]
-
-
-@every_reading
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_result_equals_numpy_for_every_power_of_two_scale(dtype, read):
-    @jax.jit
-    def at_every_scale(tree):
-        return jax.lax.map(lambda scale: read(tree, scale), POWERS_OF_TWO)
-
-    for size in 3, 2**15 + 9:
-        for value in float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_normal), 1.5, *BAD:
-            leaf = np.zeros(size, dtype)
-            leaf[-1] = -value
-            finite, magnitudes = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
-            expected = at_every_power_of_two(dtype, value)
-            assert list(map(as_numbers, finite, magnitudes)) == expected
+def test_result_equals_numpy_for_every_power_of_two_scale(dtype):
+    at_every_scale = jax.jit(lambda tree: jax.lax.map(lambda scale: finite_and_largest(tree, scale), POWERS_OF_TWO))
+    for value in float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).smallest_normal), 1.5, *BAD:
+        leaf = np.array([0, 0, -value], dtype)
+        finite, magnitudes = map(np.ndarray.tolist, map(np.asarray, at_every_scale([leaf])))
+        assert list(map(as_numbers, finite, magnitudes)) == [oracle([leaf], scale) for scale in POWERS_OF_TWO]
 
 
 @pytest.mark.parametrize("scale", [3.0, 0.7, 1e-30, 12345.678])
@@ -188,14 +177,6 @@ def test_one_element_of_one_of_many_leaves_is_found(read):
             leaf = tree[n].copy()
             leaf[(-1,) * leaf.ndim] = value
             assert answer_of(read([*tree[:n], leaf, *tree[n + 1 :]])) == oracle([leaf]), n  # All other elements are 1.
-
-
-@every_reading
-def test_one_leaf_is_found_if_small_leaves_do_not_fit_in_one_block(read):
-    tree, read = [np.ones(2**15, np.float32) for _ in range(10)], jax.jit(read)
-    for n in range(len(tree)):
-        spoiled = [*tree[:n], np.full(2**15, 2.0 + n, np.float32), *tree[n + 1 :]]
-        assert answer_of(read(spoiled)) == (True, 2.0 + n)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +258,3 @@ def test_shards_agree_under_shard_map(shape, check_vma):
         assert answer_of(mapped(placed, same)) == (True, 3.5)
         values[3, 2] = np.inf
         assert answer_of(mapped(jax.device_put(values, placed.sharding), same)) == (False, None)
-
-
-def test_export_for_all_platforms_and_symbolic_shapes():
-    (size,) = jax.export.symbolic_shape("n")
-    for shape in (100, 400), (size,):
-        function = jax.jit(lambda x: finite_and_largest([x, 1.0]))
-        exported = jax.export.export(function, platforms=["cpu", "cuda", "tpu"])(jax.ShapeDtypeStruct(shape, "float32"))
-        value = np.full(shape if shape[0] == 100 else (3,), -2.0, np.float32)
-        assert answer_of(jax.export.deserialize(exported.serialize()).call(value)) == (True, 2.0)

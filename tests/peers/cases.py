@@ -2,7 +2,12 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 PERIOD = 5  # A scale should grow after this number of finite steps.
 HIGHEST_POWER = 2.0**127  # This is the largest power of two in float32.
@@ -59,3 +64,18 @@ def which_layer(states):
 def hysteresis(scales):
     """Return whether the scale has hysteresis. ``scales`` are the scales before and after three nonfinite steps."""
     return "none" if all(after < before for before, after in itertools.pairwise(scales)) else "has one"
+
+
+def on_four_devices(step, in_specs, **options):
+    """Return the compiled `jax.shard_map` of ``step`` over the axis "x". All results are sharded."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=P("x"), **options))
+
+
+def schedule(select):
+    """Check that a schedule advances on a nonfinite step unless ``select(new, old)`` selects its old state."""
+    params, inner = jnp.float32(1.0), optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5}))
+    state = inner.init(params)
+    _, advanced = inner.update(jnp.float32(jnp.inf), state)
+    assert [inner.update(params, state)[0] for state in (advanced, select(advanced, state))] == [-0.5, -1.0]
+    return "advances unless you select its state"

@@ -1,10 +1,10 @@
 """Behavior of jmp, used as its docstrings and its README recommend."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import jmp
-import optax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from peers import cases
@@ -80,9 +80,7 @@ def one_device():
         loss_scale = jmp.DynamicLossScale(SCALE).adjust(grads_finite)
         return jmp.select_tree(grads_finite, grads, jnp.zeros_like(grads)), loss_scale.loss_scale[None]
 
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    step = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P("x")))
-    applied, scales = jax.jit(step)(jnp.array([1.0, jnp.inf, 1.0, 1.0]))
+    applied, scales = cases.on_four_devices(step, P("x"))(jnp.array([1.0, jnp.inf, 1.0, 1.0]))
     assert applied.tolist() == [1, 0, 1, 1]
     assert scales.tolist() == [2**15, 2**14, 2**15, 2**15]
     return "each device decides on its own"
@@ -116,10 +114,4 @@ def hysteresis():
 
 
 def schedule():
-    inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5}))
-    state = inner.init(jnp.float32(1.0))
-    _, advanced = inner.update(INF, state)
-    kept = jmp.select_tree(jnp.array(False), advanced, state)
-    updates = [inner.update(jnp.float32(1.0), state)[0] for state in (advanced, kept)]
-    assert updates == [-0.5, -1.0]
-    return "advances unless you select its state"
+    return cases.schedule(partial(jmp.select_tree, jnp.array(False)))

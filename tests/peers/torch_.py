@@ -8,9 +8,9 @@ import torch
 from peers import cases
 
 
-def scaler_after(*grads, **options):
+def scaler_after(*grads, scaler=None, **options):
     """Return a scaler after optimizer steps with these gradients, and the scales before and after each step."""
-    scaler = torch.amp.GradScaler("cpu", **options)
+    scaler = scaler or torch.amp.GradScaler("cpu", **options)
     params = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([params], lr=1.0)
     scaler.scale(params)  # The scale of a `GradScaler` is created at its first use.

@@ -1,4 +1,4 @@
-"""Contents of the Axes that `plot_exponents`, `plot_loss_scale` and `plot_run` draw."""
+"""Contents of the Axes that the functions of `jax_lossscale.plotting` draw."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import exponent_histogram, underflow_fraction
-from jax_lossscale.plotting import plot_exponents, plot_loss_scale, plot_run
+from jax_lossscale.diagnostics import compare_gradients, exponent_histogram, underflow_fraction
+from jax_lossscale.plotting import plot_exponents, plot_gradient_error, plot_loss_scale, plot_run
 
 pytestmark = pytest.mark.ci
 
@@ -224,6 +224,35 @@ def test_plot_run_accepts_a_list_of_metrics(four_axes):
     assert points(scale.lines[1]) == ([2, 4], [4.0, 4.0])
     assert points(scale.lines[2]) == ([5], [8.0])
     assert total.lines[0].get_ydata().tolist() == [0, 1, 1, 2, 2]
+
+
+# --- Gradient errors ---
+
+
+def test_plot_gradient_error_draws_a_line_for_each_leaf_and_a_thick_line_for_the_total(ax):
+    x = {"exact": jnp.ones(1), "overflows": jnp.full(1, 20.01), "underflows": jnp.full(1, 2e-8)}
+
+    def loss(params):
+        params = jls.cast_floating(jls.cast_floating(params, jnp.float16), jnp.float32)
+        return sum(jnp.sum(params[name] * x[name]) for name in x)
+
+    report = compare_gradients(loss, jax.tree.map(jnp.ones_like, x), loss_scales=[1.0, 2.0**8, 2.0**12])
+    assert plot_gradient_error(report, ax=ax) is ax
+    assert legend(ax) == ["all leaves", "one leaf (3)", "overflow", "start here"]
+    total, *leaves, overflow, start = ax.lines
+    underflows, overflows, _ = report
+    for line, expected in [
+        (total, [*report.total.relative_error[:2], NAN]),
+        (leaves[0], underflows.relative_error),
+        (leaves[1], [*overflows.relative_error[:2], NAN]),
+        (leaves[2], [1e-6] * 3),  # Zero is drawn at 1e-6, because the axis is logarithmic.
+    ]:
+        np.testing.assert_array_equal(line.get_data(), [report.loss_scales, expected])
+    assert total.get_linewidth() > 2 * leaves[0].get_linewidth()
+    assert overflow.get_xdata().tolist() == [2.0**12]
+    assert start.get_xdata() == [2.0**8, 2.0**8]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("loss scale", "relative error of float16 gradients")
+    assert {"1 %", "100 %"} <= {*drawn(ax)[1]}
 
 
 # --- Imports of matplotlib ---

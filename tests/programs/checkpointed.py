@@ -69,44 +69,25 @@ def leaves_by_name(run):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in with_paths}
 
 
-class Checkpoints:
-    """Checkpoints that orbax writes in the background, each to a folder of its own."""
-
-    def __init__(self, folder):
-        import orbax.checkpoint
-
-        self.arguments = orbax.checkpoint.args
-        self.manager = orbax.checkpoint.CheckpointManager(folder / "checkpoints")
-
-    def save(self, run):
-        self.manager.save(int(run["step"]), args=self.arguments.StandardSave(run))
-
-    def restore(self, target):
-        if self.manager.latest_step() is None:
-            return target
-        return self.manager.restore(None, args=self.arguments.StandardRestore(target))
-
-    def close(self):
-        self.manager.close()
-
-
 def main():
+    import orbax.checkpoint as ocp
+
     signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     say = functools.partial(print, flush=True)
-    folder, waits = Path(sys.argv[1]), sys.argv[2:] == ["wait"]
-    checkpoints = Checkpoints(folder)
-    run = checkpoints.restore(beginning())
-    np.savez(folder / BEGINNING, **leaves_by_name(run))
-    say("begins with", int(run["step"]))
-    for step in range(int(run["step"]), STEPS):
-        while waits and step == WAITS_AT:
-            time.sleep(1)
-        run = train_step(run, batch_of(step))
-        say(step)
-        if (step + 1) % BETWEEN_CHECKPOINTS == 0:
-            checkpoints.save(run)
-        time.sleep(0.003 if waits else 0)
-    checkpoints.close()
+    folder, waits, run = Path(sys.argv[1]), sys.argv[2:] == ["wait"], beginning()
+    with ocp.CheckpointManager(folder / "checkpoints") as manager:  # It saves checkpoints in the background.
+        if manager.latest_step() is not None:
+            run = manager.restore(None, args=ocp.args.StandardRestore(run))
+        np.savez(folder / BEGINNING, **leaves_by_name(run))
+        say("begins with", int(run["step"]))
+        for step in range(int(run["step"]), STEPS):
+            while waits and step == WAITS_AT:
+                time.sleep(1)
+            run = train_step(run, batch_of(step))
+            say(step)
+            if (step + 1) % BETWEEN_CHECKPOINTS == 0:
+                manager.save(step + 1, args=ocp.args.StandardSave(run))
+            time.sleep(0.003 if waits else 0)
     np.savez(folder / RESULTS, **leaves_by_name(run))
 
 

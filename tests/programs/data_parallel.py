@@ -1,8 +1,15 @@
 """A float16 training run on four devices, in one or several processes, in which one process has nonfinite data.
 
-    python data_parallel.py PORT NUMBER_OF_PROCESSES PROCESS BAD_SHARD OUTPUT
+    python data_parallel.py PORT NUMBER_OF_PROCESSES PROCESS BAD_SHARD HOW OUTPUT
 
-Each process saves its results in ``OUTPUT.under_jit.npz`` and ``OUTPUT.under_shard_map.npz``.
+Each process saves its results in ``OUTPUT.under_jit.npz`` and ``OUTPUT.under_shard_map.npz``. ``HOW`` determines what
+happens to this process at step 5:
+
+- ``never``: nothing
+- ``ends``: it exits with status 0
+- ``raises``: it raises an exception
+- ``killed``: it receives SIGKILL
+- ``frozen``: it receives SIGSTOP
 """
 
 import os
@@ -16,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs.checkpointed import leaves_by_name, loss_fn
 
 import jax_lossscale as jls
 
@@ -56,13 +64,6 @@ def shard_of_batch(step, shard, bad_shard):
         x[1, -1] = 60000 if step == LAST_FEATURE_IS_HUGE else 0
         y[1] = np.inf if step == TARGET_IS_INFINITE else y[1]
     return {"x": x, "y": y}
-
-
-def loss_fn(params, batch):
-    compute = jls.cast_floating(params, jnp.float16)
-    hidden = jnp.tanh(batch["x"] @ compute["kernel"] + compute["bias"][None])
-    error = hidden @ compute["readout"] - batch["y"]
-    return jnp.mean(jnp.square(error.astype(jnp.float32)))
 
 
 def mean_in_order(of_each_shard):
@@ -113,7 +114,21 @@ def step_under_shard_map(mesh, params_sharding, state_sharding):
     )
 
 
-def train(make_step, devices, bad_shard):
+def out_of_disk():
+    raise OSError("the disk with the data is not available")
+
+
+WAYS = {
+    "never": lambda: None,
+    "ends": lambda: os._exit(0),
+    "raises": out_of_disk,
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+LEAVES_AT = 5
+
+
+def train(make_step, devices, bad_shard, how="never"):
     """Train and return the results of this process as named arrays.
 
     ``loss`` and ``step/...`` have one row per step. ``step/...`` has one column per device of this process. All other
@@ -138,6 +153,8 @@ def train(make_step, devices, bad_shard):
     own_shards = [shard for shard, device in enumerate(devices) if device.process_index == jax.process_index()]
     losses, seen = [], {name: [] for name in jls.metrics(state)}
     for number in range(STEPS):
+        if number == LEAVES_AT:
+            WAYS[how]()
         shards = [shard_of_batch(number, shard, bad_shard) for shard in own_shards]
         batch = jax.tree.map(
             lambda *leaves: jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.stack(leaves)),
@@ -150,9 +167,7 @@ def train(make_step, devices, bad_shard):
 
     gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
     gathered = gather({"loss": jnp.stack(losses), "params": params, "state": state})
-    with_paths = jax.tree.leaves_with_path(jax.device_get(gathered))
-    result = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in with_paths}
-    return result | {f"step/{name}": np.array(values) for name, values in seen.items()}
+    return leaves_by_name(gathered) | {f"step/{name}": np.array(values) for name, values in seen.items()}
 
 
 STEP_MAKERS = {"under_jit": step_under_jit, "under_shard_map": step_under_shard_map}
@@ -160,22 +175,21 @@ STEP_MAKERS = {"under_jit": step_under_jit, "under_shard_map": step_under_shard_
 
 def main():
     port, number_of_processes, process, bad_shard = map(int, sys.argv[1:5])
+    how, output = sys.argv[5:]
     signal.alarm(180)  # The alarm limits the run time in case the parent process has ended.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{port}"
-    jax.distributed.initialize(address, number_of_processes, process, coordinator_bind_address=address)
+    jax.distributed.initialize(
+        *(address, number_of_processes, process), coordinator_bind_address=address, heartbeat_timeout_seconds=10
+    )
     for name, make_step in STEP_MAKERS.items():
-        np.savez(f"{sys.argv[5]}.{name}.npz", **train(make_step, jax.devices(), bad_shard))
-
-
-def run(main):
-    """Run ``main`` and exit immediately if it raises. A normal exit would wait for the other processes forever."""
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+        np.savez(f"{output}.{name}.npz", **train(make_step, jax.devices(), bad_shard, how))
 
 
 if __name__ == "__main__":
-    run(main)
+    try:
+        main()
+    except BaseException:
+        # A normal exit would wait for the other processes forever.
+        traceback.print_exc()
+        os._exit(1)

@@ -5,6 +5,7 @@
 The program prints the number of each step after it has started to save the checkpoint of the step.
 """
 
+import functools
 import sys
 import warnings
 from pathlib import Path
@@ -58,10 +59,10 @@ def placed(mesh, tree, specs=SPECS):
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
-def compiled_step(tx):
+def compiled_step(tx, out_shardings=None):
     fun = jls.autocast(loss_fn)
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=out_shardings)
     def step(params, state, batch):
         loss, grads = jls.value_and_scaled_grad(fun, state)(params, batch)
         return tx.update_and_apply(grads, state, params, value=loss)

@@ -1,4 +1,4 @@
-"""Context manager that starts a program of this folder and ensures that it ends."""
+"""Functions that run programs in other processes."""
 
 import contextlib
 import os
@@ -6,6 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+
+def environment_with(**changes):
+    """Return the environment of a process that can import the modules of this process."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **changes}
 
 
 @contextlib.contextmanager
@@ -21,12 +27,7 @@ def started(program, *arguments, devices, errors, stdout=subprocess.DEVNULL):
         open(errors, "w") as stderr,
         subprocess.Popen(
             [sys.executable, Path(__file__).with_name(program), *map(str, arguments)],
-            env={
-                **os.environ,
-                "XLA_FLAGS": flags,
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+            env=environment_with(XLA_FLAGS=flags),
             stdout=stdout,
             stderr=stderr,
             text=True,
@@ -38,3 +39,18 @@ def started(program, *arguments, devices, errors, stdout=subprocess.DEVNULL):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_python(*arguments, cwd=None, **environment):
+    """Run Python in a new process that can import the modules of this process, and return its standard output."""
+    completed = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment_with(**environment),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout

@@ -85,33 +85,7 @@ def test_repr_dir_and_docstrings():
     repr(nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param))
 
 
-# --- Initialization from abstract parameters ---
-
-
-@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
-@pytest.mark.parametrize(("dtype", "loss_scale"), [("float32", None), ("float16", "auto"), ("bfloat16", "dynamic")])
-def test_init_accepts_abstract_parameters(dtype, loss_scale):
-    tx = jls.loss_scaled(optax.adam(0.1), loss_scale)
-    params = {"kernel": jnp.ones((2, 3), dtype), "steps": jnp.int32(3)}
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    expected = tx.init(params)
-    jax.tree.map(np.testing.assert_array_equal, tx.init(abstract), expected)
-    partly = {**abstract, "steps": params["steps"]}
-    jax.tree.map(np.testing.assert_array_equal, tx.init(partly), expected)
-
-
 # --- Pytrees with leaves that are not arrays ---
-
-
-def test_leaves_that_are_not_arrays_are_returned_unchanged():
-    tx = make()
-    others = {"activation": jax.nn.relu, "name": "dense", "frozen": None, "steps": 3, "dtype": jnp.float16}
-    model, grads = {"layer": PARAMS, **others}, {"layer": GRADS, **dict.fromkeys(others)}
-    params, state = tx.update_and_apply(grads, tx.init(model), model)
-    expected, _ = tx.update_and_apply(GRADS, tx.init(PARAMS), PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, params.pop("layer"), expected)
-    assert params == others
-    assert state.applied_steps == 1
 
 
 @pytest.mark.parametrize("skip_if", [False, True])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 
@@ -65,13 +66,6 @@ def trained(tx, params, num_steps=8, mode=jax.jit):
     return params, state
 
 
-def assert_same_bits(a, b):
-    """Check that two trees have the same structure, dtypes and bits."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
-    for x, y in zip(map(np.asarray, jax.tree.leaves(a)), map(np.asarray, jax.tree.leaves(b)), strict=True):
-        np.testing.assert_array_equal(x.view(f"V{x.itemsize}"), y.view(f"V{y.itemsize}"))
-
-
 # --- master_weights ---
 
 
@@ -86,37 +80,6 @@ def test_weights_of_bfloat16_parameters_equal_those_of_the_inner_optimizer(inner
     assert_same_bits(params, jls.cast_floating(expected, BF16))
     lower = jax.tree.map(lambda leaf: np.asarray(leaf).view(np.uint32).astype(np.uint16), expected)
     assert_same_bits(state.remainders, lower)
-
-
-@both_modes
-def test_weights_of_float16_parameters_have_the_stated_error(mode):
-    """Each step starts with the reconstructed weights, so that the error of one step is measured."""
-    values = np.concatenate([np.geomspace(1e-9, 6e4, 60), -np.geomspace(1e-9, 6e4, 60)])
-    params, tx = {"w": jnp.asarray(values, F16)}, jls.master_weights(optax.sgd(1.0))
-    state, step = tx.init(params), step_of(tx, mode)
-    for number in range(6):
-        before = np.asarray(jls.float32_params(params, state)["w"])
-        grads = {"w": jnp.asarray(before * np.random.default_rng(number).normal(size=120) * 0.01 + 1e-10, F32)}
-        params, state = step(params, state, grads)
-        exact = np.asarray(before, np.float32) - np.asarray(grads["w"])
-        error = np.abs(np.asarray(jls.float32_params(params, state)["w"], np.float64) - exact)
-        assert np.all(error <= np.maximum(2.0**-24 * np.abs(exact), 2.0**-38))
-        np.testing.assert_array_equal(params["w"], exact.astype(np.float16))
-
-
-@both_dtypes
-def test_updates_that_are_small_accumulate(dtype):
-    """1,000 updates of 2^-16 times the parameter are all lost without the remainder, and none is lost with it."""
-    params = {"w": jnp.ones(4, dtype)}
-    tx = jls.master_weights(optax.sgd(2.0**-16))
-
-    def body(carry, _):
-        updates, state = tx.update({"w": jnp.ones(4)}, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), None
-
-    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(body, carry, length=1000))((params, tx.init(params)))
-    np.testing.assert_array_equal(jls.float32_params(params, state)["w"], 1 - 1000 * 2.0**-16)
-    np.testing.assert_array_equal(params["w"], jnp.asarray(1 - 1000 * 2.0**-16, dtype))
 
 
 @both_modes
@@ -156,23 +119,6 @@ def test_weights_outside_the_range_saturate(dtype):
 # --- stochastic_rounding ---
 
 
-@both_dtypes
-def test_stochastic_rounding_follows_the_float32_weights_on_average(dtype):
-    """The mean of 4,096 parameters after 50 small steps is that in float32. Rounding to nearest loses all steps."""
-    params, rate = {"w": jnp.ones(4096, dtype)}, 2.0**-14
-    tx = jls.stochastic_rounding(optax.sgd(rate))
-    state, step = tx.init(params), step_of(tx)
-    for number in range(50):
-        params, state = step(params, state, {"w": jnp.ones(4096)})
-        assert state.counter == number + 1
-    mean = float(jnp.mean(params["w"].astype(F32)))
-    spacing = float(jnp.finfo(dtype).eps) / 2
-    # The variance of one step is rate * (spacing - rate).
-    standard_error = np.sqrt(50 * rate * (spacing - rate) / 4096)
-    assert abs(mean - (1 - 50 * rate)) < 4 * standard_error
-    assert len(np.unique(np.asarray(params["w"], np.float32))) > 2
-
-
 def test_random_bits_change_with_every_step_seed_and_leaf():
     params = {"a": jnp.ones(512, BF16), "b": jnp.ones(512, BF16)}
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-9), params)  # each direction has probability 1/2
@@ -182,13 +128,12 @@ def test_random_bits_change_with_every_step_seed_and_leaf():
         state = tx.init(params)._replace(counter=jnp.int32(counter))
         return [np.asarray(leaf, np.float32) for leaf in step_of(tx)(params, state, grads)[0].values()]
 
-    arrays = [*rounded(0, 0), *rounded(0, 1), *rounded(1, 0), *rounded(0, 2**31 - 1)]
+    largest = 2**31 - 1
+    arrays = [*rounded(0, 0), *rounded(0, 1), *rounded(1, 0), *rounded(0, largest), *rounded(largest, 0)]
     for index, array in enumerate(arrays):
         assert 0.4 < np.mean(array == 1) < 0.6
         for other in arrays[:index]:
             assert 0.4 < np.mean(array == other) < 0.6
-    largest = 2**31 - 1
-    assert_same_bits(rounded(largest, 5), rounded(largest, 5))
 
 
 def test_leaves_with_the_same_shape_have_the_same_kernels():
@@ -301,13 +246,6 @@ def test_initial_state_is_rounded_without_bias():
     assert abs(z.mean() - float(weights[0])) < 4 * 2.0**-7 * np.sqrt(3 / 16 / 4096)
 
 
-@ci
-def test_state_can_be_used_without_parameters():
-    tx, params = jls.half_precision_state(optax.adam(1e-3)), params_in(F32)
-    with_params, without = (tx.update(grads_at(0, params), tx.init(params), *args) for args in ((params,), ()))
-    assert_same_bits(with_params, without)
-
-
 def test_state_without_parameters_is_computed_in_float32():
     """With bfloat16 gradients of ones, the second moment after n steps is 1 - 0.99^n."""
     tx = jls.half_precision_state(optax.scale_by_adam(b2=0.99))
@@ -332,14 +270,15 @@ def test_loss_scaled_passes_16_bit_parameters_and_float32_gradients(wrapper, los
     expected, bare_state = params, bare.init(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_state, bare_state)
     by_update, state_by_update = params, state
+    update, bare_step = jax.jit(tx.update), step_of(bare)
     for number in range(4):
         grads = jls.cast_floating(grads_at(number, params), dtype)
         scale = jls.get_loss_scale(state)()
         scaled = jax.tree.map(lambda grad, scale=scale: grad.astype(F32) * scale, grads)
         params, state = tx.update_and_apply(scaled, state, params)
-        updates, state_by_update = jax.jit(tx.update)(scaled, state_by_update, by_update)
+        updates, state_by_update = update(scaled, state_by_update, by_update)
         by_update = optax.apply_updates(by_update, updates)
-        expected, bare_state = step_of(bare)(expected, bare_state, grads)
+        expected, bare_state = bare_step(expected, bare_state, grads)
     assert_same_bits((params, state.inner_state), (expected, bare_state))
     assert_same_bits((by_update, state_by_update.inner_state), (expected, bare_state))
 
@@ -375,14 +314,9 @@ def test_two_wrappers_that_round_parameters_raise_an_error(wrapper):
             wrapper(optax.chain(inner(optax.adam(1e-3)))).init(params_in(BF16))
 
 
-def test_warnings_about_16_bit_parameters_recommend_the_wrappers():
-    recommended = "jls.master_weights"
-    with pytest.warns(UserWarning, match=recommended):
-        jls.loss_scaled(optax.adam(1e-3)).init(params_in(F16))
-    with pytest.warns(UserWarning, match=recommended):
+def test_warning_about_16_bit_parameters_recommends_the_wrappers():
+    with pytest.warns(UserWarning, match=r"jls\.master_weights.*jls\.stochastic_rounding"):
         jls.loss_scaled(jls.half_precision_state(optax.adam(1e-3))).init(params_in(F16))
-    with pytest.warns(UserWarning, match=recommended):
-        jls.MixedPrecision(optax.adam(1e-3)).optimizer.init(params_in(BF16))
 
 
 @both_dtypes
@@ -393,15 +327,6 @@ def test_wrappers_cause_no_warning(wrapper, dtype):
         warnings.simplefilter("error")
         jls.loss_scaled(inner).init(params_in(dtype))
         jls.MixedPrecision(inner).optimizer.init(params_in(dtype))
-
-
-@ci
-def test_other_optimizers_still_receive_float32_parameters():
-    tx = jls.loss_scaled(jls.half_precision_state(optax.adam(1e-3)), 8.0)
-    params = params_in(BF16)
-    _, state = trained(tx, params)
-    assert state.inner_state.inner_state[0].nu["bias"].dtype == BF16
-    assert jls.loss_scaled(optax.adam(1e-3), 8.0).init(params).inner_state[0].nu["bias"].dtype == F32
 
 
 # --- Trees ---
@@ -444,15 +369,6 @@ def test_leaves_that_are_not_trained_pass_through(wrapper):
         weights = jls.float32_params(new, state)
         assert weights["function"] is a_function
         assert (weights["half"].dtype, weights["integer"].dtype) == (F32, jnp.int32)
-
-
-@ci
-@of_parameters
-def test_float32_leaves_are_updated_as_by_the_inner_optimizer(wrapper):
-    params = {"half": jnp.ones(4, BF16), "float32": jnp.linspace(-1, 1, 4)}
-    new, _ = trained(wrapper(optax.adam(1e-3)), params)
-    expected, _ = trained(optax.adam(1e-3), params | {"half": jnp.ones(4)})
-    assert_same_bits(new["float32"], expected["float32"])
 
 
 @ci
@@ -610,10 +526,6 @@ def test_float32_params_of_arrays_without_remainder_are_cast():
 def test_float32_params_rejects_other_states():
     params, tx = params_in(BF16), jls.master_weights(optax.adam(1e-3))
     state = tx.init(params)
-    with pytest.raises(
-        ValueError, match=r"must contain the state of a `master_weights` optimizer.*float32_params\(params"
-    ):
-        jls.float32_params(params, optax.adam(1e-3).init(params))
     with pytest.raises(ValueError, match=r"several `master_weights` states with a parameter at \"\['bias'\]\""):
         jls.float32_params(params, {"generator": state, "critic": state})
     with pytest.raises(ValueError, match="none of the 16-bit parameters of `state`, the first of which is at 'bias'"):
@@ -627,22 +539,7 @@ def test_float32_params_rejects_other_states():
 # --- Bad input ---
 
 
-@all_wrappers
-def test_inner_must_be_an_optax_transformation(wrapper):
-    with pytest.raises(ValueError, match=rf"`{wrapper.__name__}\(inner=...\)` must be an optax transformation"):
-        wrapper(1e-3)
-
-
-@pytest.mark.parametrize("seed", [jax.random.key(0), -1, 0.5, "0", None, True, 2**31], ids=str)
-def test_seed_must_be_a_nonnegative_integer(seed):
-    for wrapper in jls.stochastic_rounding, jls.half_precision_state:
-        with pytest.raises(ValueError, match=rf"`{wrapper.__name__}\(seed=...\)`"):
-            wrapper(optax.adam(1e-3), seed)
-
-
-def test_exclude_must_be_a_function_that_returns_a_flag():
-    with pytest.raises(ValueError, match=r"`half_precision_state\(exclude=...\)` must be a function"):
-        jls.half_precision_state(optax.adam(1e-3), exclude="nu")
+def test_exclude_must_return_a_flag():
     tx = jls.half_precision_state(optax.adam(1e-3), exclude=lambda path: None)
     with pytest.raises(ValueError, match=r"`half_precision_state\(exclude=...\)\(path\)` must be True or False"):
         tx.init(params_in(F32))
@@ -665,24 +562,19 @@ def test_parameters_must_be_passed_and_have_16_or_32_bits(wrapper):
         tx.init("params")
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bfloat16", "float32"])
 @all_wrappers
-def test_gradients_must_be_floating(wrapper, dtype):
-    tx, params = wrapper(optax.adam(1e-3)), params_in(dtype)
-    grads = grads_at(0, params) | {"bias": jnp.ones(8, jnp.int32)}
-    with pytest.raises(ValueError, match=r"update\(updates=...\)`.*floating-point.*int32\[8\] at \"\['bias'\]\""):
-        tx.update(grads, tx.init(params), params)
-
-
-@all_wrappers
-def test_gradients_must_have_the_structure_of_the_parameters(wrapper):
-    tx, params = wrapper(optax.adam(1e-3)), params_in(BF16)
-    grads = grads_at(0, params)
-    for bad in {"kernel": grads["kernel"]}, (jnp.float32(1), grads):
-        with pytest.raises(
-            ValueError, match=r"update\(updates=...\)` must be gradients with the structure of the param"
+def test_gradients_must_be_floating_and_have_the_structure_of_the_parameters(wrapper):
+    tx, structure = wrapper(optax.adam(1e-3)), "must be gradients with the structure of the param"
+    for dtype in BF16, F32:
+        params = params_in(dtype)
+        grads = grads_at(0, params)
+        for bad, message in (
+            (grads | {"bias": jnp.ones(8, jnp.int32)}, r"must .*floating-point.*int32\[8\] at \"\['bias'\]\""),
+            ({"kernel": grads["kernel"]}, structure),
+            ((jnp.float32(1), grads), structure),
         ):
-            tx.update(bad, tx.init(params), params)
+            with pytest.raises(ValueError, match=rf"update\(updates=...\)` {message}"):
+                tx.update(bad, tx.init(params), params)
 
 
 @all_wrappers

@@ -14,16 +14,15 @@ from any_jax import enable_x64, set_mesh
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kinds import assert_same_bits
 from test_half_parameters import (
     BF16,
     EXACT,
     F16,
     F32,
     all_wrappers,
-    assert_same_bits,
     both_dtypes,
     grads_at,
-    of_parameters,
     params_in,
     step_of,
     trained,
@@ -46,15 +45,18 @@ combined = pytest.mark.parametrize("wrapper", EVERYTHING.values(), ids=EVERYTHIN
 # --- Optimizers ---
 
 
-@all_wrappers
-@pytest.mark.parametrize("name", OPTIMIZERS | OPTAX_WRAPPERS)
-def test_every_optimizer_trains_16_bit_parameters(name, wrapper):
-    """The parameters and the state stay close to those in float32, keep their types, and the step compiles once."""
-    dtype = F32 if wrapper is jls.half_precision_state else BF16
-    inner = optax.with_extra_args_support((OPTIMIZERS | OPTAX_WRAPPERS)[name]())
-    start = params_in(dtype)
+TOLERANCES = {jls.master_weights: 1e-5, jls.stochastic_rounding: 0.03, jls.half_precision_state: 0.02}
 
-    def run(tx, params):
+
+@pytest.mark.parametrize("name", OPTIMIZERS | OPTAX_WRAPPERS)
+def test_every_optimizer_trains_16_bit_parameters(name):
+    """The parameters and the state stay close to those in float32, keep their types, and the step compiles once."""
+    inner = optax.with_extra_args_support((OPTIMIZERS | OPTAX_WRAPPERS)[name]())
+    half = params_in(BF16)
+    float32 = jls.cast_floating(half, F32)
+
+    def run(inner, params):
+        tx = jls.loss_scaled(inner, None)
         state = tx.init(params)
         types = jax.tree.map(jax.typeof, state)
 
@@ -69,11 +71,10 @@ def test_every_optimizer_trains_16_bit_parameters(name, wrapper):
         assert step._cache_size() == 1
         return params, state
 
-    expected, _ = run(jls.loss_scaled(inner, None), jls.cast_floating(start, F32))
-    for tx in wrapper(inner), jls.loss_scaled(wrapper(inner), None):
-        params, state = run(tx, start)
+    expected, _ = run(inner, float32)
+    for wrapper, tolerance in TOLERANCES.items():
+        params, state = run(wrapper(inner), float32 if wrapper is jls.half_precision_state else half)
         weights = jls.float32_params(params, state) if wrapper is jls.master_weights else params
-        tolerance = {jls.master_weights: 1e-5, jls.stochastic_rounding: 0.03, jls.half_precision_state: 0.02}[wrapper]
         for leaf, other in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(np.asarray(leaf, np.float32), other, rtol=tolerance, atol=tolerance)
 
@@ -152,30 +153,24 @@ def test_replicas_stay_equal(wrapper, way):
     def step(params, state, grads):
         return tx.update_and_apply(jax.lax.pmean(grads, "data"), state, params)
 
-    grads = [jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), rounded_grads_at(number)) for number in range(8)]
+    def local_step(params, state, grads):
+        results = step(params, state, jax.tree.map(lambda leaf: leaf[0], grads))
+        return jax.tree.map(lambda leaf: leaf[None], results)
+
     if way == "pmap":
-        step = jax.pmap(step, "data")
-        replicated = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (params, tx.init(params)))
-        for grad in grads:
-            replicated = step(*replicated, grad)
-        results = [jax.tree.map(lambda leaf, device=device: leaf[device], replicated) for device in range(8)]
+        step_of_all = jax.pmap(step, "data", in_axes=(None, None, 0))
     else:
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-        def local(params, state, grads):
-            return step(params, state, jax.tree.map(lambda leaf: leaf[0], grads))
-
-        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
-        step_of_all = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=way == "shard_map", **specs))
-        state = tx.init(params)
-        for grad in grads:
-            params, state = step_of_all(params, state, grad)
-        results = [
-            jax.tree.map(lambda leaf, device=device: leaf.addressable_shards[device].data, (params, state))
-            for device in range(8)
-        ]
-    for result in results:
-        assert_same_bits(jax.device_get(result), jax.device_get(expected))
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data")}
+        step_of_all = jax.jit(jax.shard_map(local_step, mesh=mesh, check_vma=way == "shard_map", **specs))
+    result = params, tx.init(params)
+    for number in range(8):
+        grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), rounded_grads_at(number))
+        of_devices = jax.device_get(step_of_all(*result, grads))
+        result, *others = [jax.tree.map(lambda leaf, device=device: leaf[device], of_devices) for device in range(8)]
+        for other in others:
+            assert_same_bits(other, result)
+    assert_same_bits(result, jax.device_get(expected))
 
 
 def test_lanes_of_vmap_use_the_same_random_bits():
@@ -214,10 +209,8 @@ def by_flax(run, target, folder):
     return flax.serialization.from_bytes(target, flax.serialization.to_bytes(run))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def by_orbax(run, target, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         ocp = pytest.importorskip("orbax.checkpoint")
         with ocp.CheckpointManager(folder) as manager:
             manager.save(4, args=ocp.args.StandardSave(run))
@@ -228,7 +221,8 @@ def by_orbax(run, target, folder):
 @pytest.mark.parametrize("through", [pickled, by_flax, by_orbax])
 @combined
 def test_resumed_run_is_bitwise_equal(wrapper, through, tmp_path):
-    tx, params = jls.loss_scaled(wrapper(optax.adam(1e-2)), jls.FixedLossScale(8.0)), params_in(BF16)
+    loss_scale = jls.DynamicLossScale(8.0, 3, hysteresis=2)
+    tx, params = jls.loss_scaled(wrapper(optax.adam(1e-2)), loss_scale), params_in(BF16)
     step = jax.jit(tx.update_and_apply)
     run = params, tx.init(params)
     for number in range(4):
@@ -289,64 +283,33 @@ def accumulated(dtype):
 
 
 @both_dtypes
-@combined
 @pytest.mark.parametrize("gradients", [with_scaled_grad, accumulated])
-def test_training_under_autocast_reaches_the_loss_of_float32(gradients, wrapper, dtype):
+def test_training_under_autocast_reaches_the_loss_of_float32(gradients, dtype):
     scale = "auto" if dtype == F16 else None
     optimizer = optax.adam(1e-3)
     exact = final_loss(jls.loss_scaled(optimizer, scale), model_params(F32), gradients(dtype))
-    loss = final_loss(jls.loss_scaled(wrapper(optimizer), scale), model_params(dtype), gradients(dtype))
-    assert abs(loss - exact) < 0.03 * exact
+    for wrapper in EVERYTHING.values():
+        loss = final_loss(jls.loss_scaled(wrapper(optimizer), scale), model_params(dtype), gradients(dtype))
+        assert abs(loss - exact) < 0.03 * exact
     if dtype == BF16:
         rounded = jls.loss_scaled(optimizer, scale)
         assert final_loss(rounded, model_params(dtype), gradients(dtype)) > 1.5 * exact
 
 
-@combined
-def test_mixed_precision_trains_a_model_in_bfloat16(wrapper):
-    """A trainer that computes the gradients itself, as in tunix, with a model whose parameters are bfloat16."""
+@pytest.mark.parametrize(("dtype", "loss_scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
+def test_mixed_precision_reaches_the_loss_of_float32(dtype, loss_scale):
+    """A trainer that computes the gradients itself, as in tunix, with a model whose parameters have 16 bits."""
 
     def final(optimizer, params):
-        mp = jls.MixedPrecision(optimizer, None, dtype=BF16)
-        loss, tx = mp.loss(loss_fn), mp.optimizer
-        state = tx.init(params)
+        mp = jls.MixedPrecision(optimizer, loss_scale, dtype=dtype)
+        return final_loss(mp.optimizer, params, lambda params, state: jax.grad(mp.loss(loss_fn))(params, X, Y))
 
-        @jax.jit
-        def step(params, state):
-            updates, state = tx.update(jax.grad(loss)(params, X, Y), state, params)
-            return optax.apply_updates(params, updates), state
-
-        for _ in range(200):
-            params, state = step(params, state)
-        return float(loss_fn(jls.cast_floating(params, F32), X, Y))
-
-    exact = final(optax.adam(1e-3), model_params(F32))
-    assert abs(final(wrapper(optax.adam(1e-3)), model_params(BF16)) - exact) < 0.03 * exact
-    assert final(optax.adam(1e-3), model_params(BF16)) > 1.5 * exact
-
-
-@pytest.mark.parametrize("loss_scale", ["auto", 2.0**10])
-@combined
-def test_mixed_precision_trains_float16_parameters(wrapper, loss_scale):
-    mp = jls.MixedPrecision(wrapper(optax.adam(1e-3)), loss_scale)
-    params = model_params(F16)
-    state = mp.optimizer.init(params)
-    step = jax.jit(lambda params, state: mp.optimizer.update(jax.grad(mp.loss(loss_fn))(params, X, Y), state, params))
-    for _ in range(20):
-        updates, state = step(params, state)
-        params = optax.apply_updates(params, updates)
-    assert (state.applied_steps, state.skipped_steps) == (20, 0)
-    assert float(loss_fn(params, X, Y)) < float(loss_fn(model_params(F16), X, Y))
-
-
-@of_parameters
-def test_scaled_backward_with_float16_parameters(wrapper):
-    tx, params = wrapper(EXACT), model_params(F16)
-    small = jls.scaled_backward(lambda params: 1e-6 * loss_fn(params, X, Y), 2.0**12)
-    grads = jax.grad(small)(params)
-    assert all(jnp.any(grad != 0) for grad in jax.tree.leaves(grads))
-    new, _ = step_of(tx)(params, tx.init(params), grads)
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, params)
+    optimizer = optax.adam(1e-3)
+    exact = final(optimizer, model_params(F32))
+    for wrapper in EVERYTHING.values():
+        assert abs(final(wrapper(optimizer), model_params(dtype)) - exact) < 0.03 * exact
+    if dtype == BF16:
+        assert final(optimizer, model_params(dtype)) > 1.5 * exact
 
 
 class Model(nnx.Module):

@@ -4,12 +4,12 @@ import math
 import re
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.export
 import numpy as np
 import optax
 import pytest
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 from jax_lossscale._measure import finite_and_largest
@@ -143,12 +143,6 @@ def through_storage(function, *args):
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == tuple(PLATFORMS)
     return lambda *args: jax.tree.unflatten(result_structure, again.call(jax.tree.leaves(args)))
-
-
-def assert_same_bits(found, expected):
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 GRADS = {"kernel": np.linspace(-1, 1, 77, dtype=np.float32).reshape(SHAPE), "half": np.ones(3, np.float16)}

@@ -79,7 +79,9 @@ def test_plain_trainer_reaches_the_float32_loss():
     mp = jls.MixedPrecision(adam())
     _, state, losses = train(mp.loss(loss_fn), mp.optimizer)
     assert_trained(losses, state, skips=(0, 0))
-    assert jls.metrics(state)["loss_scale"] > 2.0**30
+    assert jls.metrics(state)["loss_scale"] == jls.get_loss_scale(state)() > 2.0**30
+    jls.raise_if_stuck(state)
+    assert "not scaled" not in str(jls.diagnostics.explain(state))
 
 
 def test_autocast_alone_does_not_train():
@@ -117,15 +119,6 @@ def test_every_step_equals_a_step_with_value_and_scaled_grad(loss_scale):
     assert before[1].skipped_steps >= 3
 
 
-@pytest.mark.parametrize("loss_scale", [jls.AutoLossScale(2.0**60), jls.DynamicLossScale(2.0**60)])
-def test_scale_comes_down_from_a_very_large_initial_value(loss_scale):
-    mp = jls.MixedPrecision(adam(), loss_scale)
-    _, state, losses = train(mp.loss(loss_fn), mp.optimizer, steps=STEPS + 20)
-    assert 1 <= int(state.skipped_steps) <= 30
-    assert is_near_float32(losses[-1])
-    assert jls.metrics(state)["loss_scale"] < 2.0**60
-
-
 def test_value_aux_and_gradients_are_unscaled():
     mp = jls.MixedPrecision(adam(), 2.0**30)
 
@@ -153,14 +146,11 @@ def test_gradients_can_be_clipped_and_accumulated_outside_of_optax():
         norm = optax.tree.norm(grads)
         grads = jax.tree.map(lambda leaf: leaf * jnp.minimum(1, 1e-10 / norm), grads)
         updates, opt_state = mp.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, norm
+        return optax.apply_updates(params, updates), opt_state
 
     params, opt_state = PARAMS, mp.optimizer.init(PARAMS)
-    exact = optax.tree.norm(jax.grad(loss_fn)(PARAMS, DATA))
-    for number in range(STEPS):
-        params, opt_state, norm = train_step(params, opt_state, DATA)
-        if number == 0 and opt_state.skipped_steps == 0 and float(norm) > 0:
-            np.testing.assert_allclose(norm, exact, rtol=0.05)
+    for _ in range(STEPS):
+        params, opt_state = train_step(params, opt_state, DATA)
     assert loss_fn(params, DATA) < 0.05 * loss_fn(PARAMS, DATA)
     assert opt_state.skipped_steps <= 8
 
@@ -278,7 +268,7 @@ def compiled_ahead_of_time(train_step):
     return step
 
 
-@pytest.mark.parametrize("compiled", [donating, compiled_ahead_of_time, lambda train_step: train_step])
+@pytest.mark.parametrize("compiled", [donating, compiled_ahead_of_time])
 def test_ways_of_compiling(compiled):
     mp = jls.MixedPrecision(adam())
     params = jax.tree.map(jnp.copy, PARAMS)
@@ -329,8 +319,7 @@ def mesh_of(axis_type, devices=8):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("is_set", [True, False])
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize(("devices", "is_set"), [(2, False), (2, True), (8, True)])
 def test_several_devices(axis_type, is_set, devices):
     mesh = mesh_of(axis_type, devices)
     mp = jls.MixedPrecision(adam())
@@ -339,21 +328,6 @@ def test_several_devices(axis_type, is_set, devices):
     with any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         _, state, losses = train(mp.loss(loss_fn), mp.optimizer, params=params, data=data)
     assert_trained(losses, state)
-    assert state.loss_scale() > 2.0**30
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_the_argument_mesh_for_a_compiled_init(axis_type):
-    mesh = mesh_of(axis_type)
-    mp = jls.MixedPrecision(adam(), mesh=mesh)
-    data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
-    replicated = NamedSharding(mesh, P())
-    init = jax.jit(lambda: (PARAMS, mp.optimizer.init(PARAMS)), out_shardings=replicated)
-    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    params, state = init()
-    for _ in range(STEPS):
-        params, state, loss = jax.block_until_ready(step(params, state, data))
-    assert_trained([loss], state)
     assert state.loss_scale() > 2.0**30
 
 
@@ -429,9 +403,10 @@ def test_the_mesh_of_the_arguments_is_used(place, axis_type):
     assert state.loss_scale() > 2.0**15
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("place", PLACES)
-def test_unknown_devices_raise_an_error_that_names_the_argument_mesh(place):
-    mesh = mesh_of(AxisType.Auto, 2)
+def test_unknown_devices_raise_an_error_that_names_the_argument_mesh(place, axis_type):
+    mesh = mesh_of(axis_type, 2)
     data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
 
     def run(mp):
@@ -465,14 +440,26 @@ def shard_mapped(train_step):
     return jax.jit(jax.shard_map(train_step, **specs))
 
 
-def train_data_parallel(mp, fun, wrap, steps):
+def pmapped(train_step):
+    step = jax.pmap(train_step, "data", in_axes=(None, None, 0), out_axes=(None, None, 0))
+
+    def with_split_data(params, opt_state, data):
+        split = jax.tree.map(lambda leaf: leaf.reshape(8, 8, *leaf.shape[1:]), data)
+        params, opt_state, losses = jax.block_until_ready(step(params, opt_state, split))
+        return params, opt_state, losses[0]
+
+    return with_split_data
+
+
+def train_data_parallel(mp, fun, wrap, steps, mapped=shard_mapped):
     def train_step(params, opt_state, data):
-        loss, grads = jax.value_and_grad(fun)(any_jax.pcast(params, "data", to="varying"), data)
+        own = any_jax.pcast(params, "data", to="varying") if mapped is shard_mapped else params
+        loss, grads = jax.value_and_grad(fun)(own, data)
         loss, grads = jax.lax.pmean((loss, grads), "data")
         updates, opt_state = mp.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    step = shard_mapped(wrap(train_step))
+    step = mapped(wrap(train_step))
     params, opt_state, losses = PARAMS, mp.optimizer.init(PARAMS), []
     for _ in range(steps):
         params, opt_state, loss = step(params, opt_state, DATA)
@@ -480,30 +467,12 @@ def train_data_parallel(mp, fun, wrap, steps):
     return opt_state, losses
 
 
-def test_shard_map_with_the_third_line():
+@pytest.mark.parametrize("mapped", [shard_mapped, pmapped])
+def test_data_parallel_training_with_the_third_line(mapped):
     mp = jls.MixedPrecision(adam(), axis_name="data")
-    state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS)
+    state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS, mapped)
     assert_trained(losses, state)
     assert state.loss_scale() > 2.0**30
-
-
-def test_pmap_with_the_third_line():
-    mp = jls.MixedPrecision(adam(), axis_name="batch")
-    fun = mp.loss(loss_fn)
-
-    def train_step(params, opt_state, data):
-        loss, grads = jax.value_and_grad(fun)(params, data)
-        loss, grads = jax.lax.pmean((loss, grads), "batch")
-        updates, opt_state = mp.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    step = jax.pmap(mp.step(train_step), axis_name="batch", in_axes=(None, None, 0), out_axes=(None, None, 0))
-    data = jax.tree.map(lambda leaf: leaf.reshape(8, 8, *leaf.shape[1:]), DATA)
-    params, opt_state = PARAMS, mp.optimizer.init(PARAMS)
-    for _ in range(STEPS):
-        params, opt_state, loss = jax.block_until_ready(step(params, opt_state, data))
-    assert_trained([float(loss[0])], opt_state)
-    assert opt_state.loss_scale() > 2.0**30
 
 
 THIRD_LINE = r"train_step = mp\.step\(train_step\)"
@@ -588,10 +557,6 @@ def test_step_rejects_a_compiled_function_and_arguments_without_a_state():
         mp.step(lambda params: params)(PARAMS)
 
 
-def inside_jit(fun):
-    return jax.jit(fun)
-
-
 def in_a_scan(fun):
     def body(params, data):
         return params, fun(params, data)
@@ -600,7 +565,7 @@ def in_a_scan(fun):
 
 
 @any_jax.needs_jax("0.8.0", "the caches of traces ignore user contexts")
-@pytest.mark.parametrize("transformed", [inside_jit, jax.checkpoint, in_a_scan])
+@pytest.mark.parametrize("transformed", [jax.jit, jax.checkpoint, in_a_scan])
 def test_traces_inside_of_a_step_are_not_reused(transformed):
     """JAX stores the traces of nested functions, but each step has its own loss scale."""
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
@@ -657,39 +622,23 @@ def test_step_selects_a_state_by_its_path():
         jax.jit(mp.step(train_step))(states)
 
 
-def test_restart_continues_with_the_restored_scale():
-    def new():
-        return jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**15, increment_period=1))
-
-    mp = new()
-    params, state, _ = train(mp.loss(loss_fn), mp.optimizer, steps=30)
-    leaves, structure = jax.tree.flatten((params, state))
-    saved = [np.asarray(leaf) for leaf in leaves]
-
-    mp = new()  # A new process constructs everything again.
-    mp.optimizer.init(PARAMS)
-    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    params, restored = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in saved])
-    scale = float(restored.loss_scale())
-    assert scale > 2.0**30
-    params, restored, _ = step(params, restored, DATA)
-    assert int(restored.skipped_steps) == int(state.skipped_steps)
-    assert float(restored.loss_scale()) == scale  # The first step uses the initial scale.
-    params, restored, _ = step(params, restored, DATA)
-    assert float(restored.loss_scale()) == 2 * scale
-    for _ in range(STEPS - 32):
-        params, restored, loss = step(params, restored, DATA)
-    assert is_near_float32(loss)
-
-
 LARGE = 3e12  # The gradients of this multiple of the loss overflow at the initial scales.
 
 
-@pytest.mark.parametrize("loss_scale", ["dynamic", "auto", jls.AutoLossScale(2.0**30)], ids=str)
-def test_a_restart_does_not_change_a_scale_below_the_initial_scale(loss_scale):
+@pytest.mark.parametrize(
+    ("loss_scale", "factor", "growth"),
+    [
+        *(("dynamic", LARGE, 1), ("auto", LARGE, 1), (jls.AutoLossScale(2.0**30), LARGE, 1)),
+        (jls.DynamicLossScale(8.0, increment_period=1), 1.0, 4),  # grows in the second and third step after a restart
+    ],
+    ids=str,
+)
+def test_a_restart_does_not_change_the_scale(loss_scale, factor, growth):
+    """The first step after a restart uses the initial scale, which is either too high or below the restored scale."""
+
     def run(saved, steps):
         mp = jls.MixedPrecision(optax.sgd(0.0), loss_scale, record_bad_steps=True)
-        step = jax.jit(train_step_of(mp.loss(lambda params, data: LARGE * loss_fn(params, data)), mp.optimizer))
+        step = jax.jit(train_step_of(mp.loss(lambda params, data: factor * loss_fn(params, data)), mp.optimizer))
         state = mp.optimizer.init(PARAMS)
         initial = state.loss_scale()
         state = state if saved is None else jax.tree.map(lambda _, leaf: jnp.asarray(leaf), state, saved)
@@ -698,14 +647,16 @@ def test_a_restart_does_not_change_a_scale_below_the_initial_scale(loss_scale):
         return initial, jax.tree.map(np.asarray, state)
 
     initial, saved = run(None, 30)
-    scale = saved.loss_scale()
+    scale, is_too_high = saved.loss_scale(), factor == LARGE
     assert saved.applied_steps > 0
-    assert scale < initial
-    for restart in range(5):
+    assert scale < initial if is_too_high else scale > initial
+    for restart in range(2):
         _, restored = run(saved, 3)
+        scale *= growth
         assert restored.loss_scale() == scale
-        assert restored.skipped_steps == saved.skipped_steps + 1
-        assert restored.last_bad_step.loss_scale == initial, restart
+        assert restored.skipped_steps == saved.skipped_steps + is_too_high
+        if is_too_high:
+            assert restored.last_bad_step.loss_scale == initial, restart
         saved = restored
 
 
@@ -738,22 +689,6 @@ def test_a_replaced_scale_is_used(replace, loss_scale):
     # The next gradients are computed at the new scale, which is smaller than necessary, so some of them are zero.
     exact = jls.value_and_scaled_grad(jls.autocast(loss_fn), replaced)(PARAMS, DATA)[1]["weights"] / replaced
     np.testing.assert_allclose(jax.grad(mp.loss(loss_fn))(PARAMS, DATA)["weights"], exact, rtol=1e-5)
-
-
-def test_a_rollback_continues_with_the_scale_of_the_checkpoint():
-    """The steps after a rollback are the same as those after the checkpoint, apart from the first one."""
-    mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**30, increment_period=1000))
-    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    checkpoint = PARAMS, mp.optimizer.init(PARAMS)
-    *checkpoint, _ = step(*checkpoint, DATA)
-    params, state = checkpoint
-    for _ in range(5):
-        params, state, _ = step(params, state, (jnp.nan * X, Y))
-    assert state.loss_scale() == 2.0**25
-    params, state = checkpoint
-    for _ in range(5):
-        params, state, _ = step(params, state, DATA)
-        assert state.loss_scale() == 2.0**30
 
 
 @pytest.mark.parametrize(("loss_scale", "other"), [("auto", "dynamic"), ("dynamic", None)])
@@ -921,11 +856,3 @@ def test_functions_must_be_callable():
         mp.loss(3)
     with pytest.raises(ValueError, match=r"MixedPrecision\.step\(train_step=\.\.\.\)"):
         mp.step(3)
-
-
-def test_reports_read_the_state():
-    mp = jls.MixedPrecision(adam())
-    _, state, _ = train(mp.loss(loss_fn), mp.optimizer)
-    jls.raise_if_stuck(state)
-    assert "not scaled" not in str(jls.diagnostics.explain(state))
-    assert jls.get_loss_scale(state)() == state.loss_scale()

@@ -131,7 +131,10 @@ def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(ho
             chex.assert_trees_all_equal(after, params)
         params = after
     chex.assert_trees_all_close(params, expected, rtol=2e-5, atol=1e-6)
-    assert jls.metrics(state)["skipped_steps"] == 1
+    metrics = jls.metrics(state)
+    assert metrics.pop("skipped_steps") == 1
+    assert set(metrics) == {"loss_scale", "grads_finite", "applied_steps", "consecutive_skips"}
+    assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
 
 
 # --- Types that a step must not change, checked without compilation ---
@@ -180,13 +183,17 @@ def test_step_keeps_explicit_shardings(name):
         assert_a_step_changes_no_type(jls.loss_scaled(OPTIMIZERS[name](), jls.DynamicLossScale(SCALE)), params)
 
 
-@pytest.mark.parametrize("name", ["adam", "adafactor", "lbfgs", "masked"])
-def test_init_works_under_eval_shape_and_with_abstract_parameters(name):
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adam", "float16"), ("adafactor", "bfloat16"), ("lbfgs", "float32"), ("masked", "float32")]
+)
+def test_init_accepts_abstract_parameters(name, dtype):
     """`jax.eval_shape` is used to restore checkpoints."""
-    tx = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), SCALE)
-    expected = types(tx.init(PARAMS))
-    assert types(jax.eval_shape(tx.init, PARAMS)) == expected
-    assert types(tx.init(jax.eval_shape(lambda: PARAMS))) == expected
+    tx, params = jls.loss_scaled((OPTIMIZERS | WRAPPERS)[name](), SCALE), params_of(dtype)
+    expected, abstract = tx.init(params), jax.eval_shape(lambda: params)
+    assert types(jax.eval_shape(tx.init, params)) == types(expected)
+    for given in abstract, {**abstract, "bias": params["bias"]}:
+        chex.assert_trees_all_equal(tx.init(given), expected, strict=True)
 
 
 def test_tree_map_params_and_injected_hyperparameters_work():

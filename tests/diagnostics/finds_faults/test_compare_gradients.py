@@ -77,11 +77,24 @@ def test_gradients_are_accurate_at_the_recommended_scale(name):
             assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
 
 
+def test_range_of_working_scales_is_reported():
+    fun, *args = workloads.healthy()
+    report = compared("healthy")
+    low, high = report.working_scales[0], report.working_scales[-1]
+    assert low <= report.loss_scale < high
+    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
+    grad = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))
+    for scale in report.loss_scales:
+        assert bool(jls.all_finite(grad(jnp.float32(scale)))) == (scale <= high)
+    assert compare_gradients(polynomial, jnp.ones(3), jnp.ones(3), loss_scales=[2.0**100]).working_scales == ()
+
+
 def test_code_in_the_verdict_creates_a_scale_below_1():
     code = compared("sum_for_a_mean").verdict.split("use `")[1].split("`")[0]
     loss_scale = eval(code, {"jls": jls})
     assert loss_scale() == compared("sum_for_a_mean").loss_scale
     assert loss_scale.min_loss_scale < loss_scale()
+    assert "make the loss smaller by using means instead of sums." in compared("sum_for_a_mean").verdict
 
 
 def test_suggested_separate_scale_fixes_the_branch_that_underflows():
@@ -124,7 +137,7 @@ SCALES = [1.0, 2.0**4, 2.0**8]
 
 
 def test_errors_shares_and_magnitudes_equal_those_of_numpy():
-    report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES)
+    report = compare_gradients(polynomial, jnp.ones(6), jnp.asarray(VALUES), loss_scales=SCALES[::-1])
     (leaf,) = report
     assert report.loss_scales == tuple(SCALES)
     gradients = [in_numpy(VALUES, scale) for scale in SCALES]
@@ -173,48 +186,14 @@ def test_custom_reference_is_used():
     assert report.value == 2
 
 
-def test_options_and_keyword_arguments_are_passed_on():
-    def fun(x, w, *, power, name):
-        assert name == "a"
-        assert isinstance(power, int)
-        return jnp.sum((w["w"].astype(jnp.float16) ** power).astype(jnp.float32)), {"x": x, "name": name}
-
-    report = compare_gradients(
-        fun, jnp.float32(1), {"w": jnp.ones(3), "n": 3.0}, argnums=1, has_aux=True, loss_scales=[1.0], power=3, name="a"
-    )
-    assert {leaf.path: leaf.largest for leaf in report} == {"['w']": 3}  # Python numbers are not parameters.
-    assert report.value == 3
-
-
-def test_progress_iterates_over_the_scales():
-    seen = []
-
-    def progress(scales):
-        for scale in scales:
-            seen.append(scale)
-            yield scale
-
-    compare_gradients(polynomial, jnp.ones(2), jnp.ones(2), loss_scales=[4.0, 1.0], progress=progress)
-    assert seen == [1.0, 4.0]
-
-
 def test_function_is_compiled_once_for_all_scales(compilations):
-    few = compile_count(compilations, [1.0, 2.0])
-    many = compile_count(compilations, [2.0**k for k in range(8)])
-    assert many == few
-
-
-def compile_count(compilations, scales):
-    args = jnp.ones(3), jnp.ones(3)
-    compare_gradients(polynomial, *args, loss_scales=scales)  # Later calls reuse functions that this call compiles.
-    before = len(compilations)
-    compare_gradients(polynomial, *args, loss_scales=scales)
-    return len(compilations) - before
-
-
-def test_float16_parameters_are_supported():
-    report = compare_gradients(polynomial, jnp.ones(3, jnp.float16), jnp.ones(3), loss_scales=[1.0])
-    assert report.cause == "none"
+    numbers = []
+    for scales in [1.0, 2.0], [2.0**k for k in range(8)]:
+        for _ in range(2):  # The second call reuses functions that the first call compiles.
+            before = len(compilations)
+            compare_gradients(polynomial, jnp.ones(3), jnp.ones(3), loss_scales=scales)
+        numbers.append(len(compilations) - before)
+    assert numbers[0] == numbers[1]
 
 
 def test_bfloat16_is_supported():
@@ -272,18 +251,8 @@ def test_non_finite_reference_is_reported():
 def test_gradients_that_are_zero_in_float32_are_reported():
     report = compare_gradients(lambda w: polynomial(jax.lax.stop_gradient(w), jnp.ones(3)), jnp.ones(3))
     assert (report.cause, report.will_train, report.loss_scale) == ("no gradients", False, None)
-    assert report.verdict.startswith("All gradients are zero in float32 as well")
-
-
-def test_opaque_operations_are_listed():
-    def fun(w):
-        in_half = w.astype(jnp.float16)
-        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
-        return jnp.sum((in_half * factor).astype(jnp.float32))
-
-    report = compare_gradients(fun, jnp.ones(3), loss_scales=[1.0])
-    assert report.opaque_operations == ("pure_callback",)
-    assert "The float32 reference also computes these operations in half precision: pure_callback." in repr(report)
+    assert report.verdict.startswith("All gradients are zero in float32 as well, so float16 is not the cause. Look for")
+    assert "`jax.lax.stop_gradient`" in report.verdict
 
 
 # Printed reports.
@@ -311,9 +280,3 @@ def test_printed_table_is_truncated():
     report = compare_gradients(lambda ws: sum(polynomial(w, w) for w in ws), [jnp.ones(1)] * 15, loss_scales=[1.0])
     assert len(report) == 15
     assert repr(report).splitlines()[-1].startswith("... 3 more")
-
-
-def test_report_is_a_sequence_of_leaves():
-    report = compared("two_branches")
-    assert len(report) == len(list(report)) == 6
-    assert report[:2] == report.leaves[:2]

@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
-import math
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_healthy
 from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
+from reading import matmul_dtypes
 from workloads import draw
 
 import jax_lossscale as jls
@@ -32,18 +31,12 @@ ERROR = re.compile(r"([\d.]+)%")
 FOUND = {
     "squares": (0, 1, "its result reaches 6.7e+05"),
     "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
-    "large_logits": (1, 0, "an operand reaches 1.1e+05"),
-    "cosines_of_small_vectors": (1, 0, "an operand is at most 1.9e-05"),
-    "distances": (1, 0, "in half precision, the gradient of [0] is off by 3.4%"),
     "second_differences": (2, 0, "in half precision, the whole gradient is not finite"),
     "difference_of_squares": (1, 0, "its result reaches 1.2e+05"),
     "positions": (1, 0, "in half precision, the gradient of [0] is off by 55%"),
     "outer_product_of_positions": (0, 0, ""),  # The outer product has no sum, so it is not a matmul.
-    "counts": (1, 0, "its result reaches 1e+05"),
     "large_activations": (1, 0, "an operand reaches 1e+05"),
-    "large_vdot": (0, 1, "its result reaches 1e+06"),
     "small_unit": (0, 0, ""),  # The loss scale solves this problem.
-    "two_branches": (3, 0, "give this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**"),
     "two_branches_of_the_same_lines": (
         3,
         0,
@@ -54,26 +47,6 @@ FOUND = {
     "unscaled_attention": (3, 0, "in half precision, the gradient of ['qkv'] is off by"),
     "a_shard": (1, 0, "an operand reaches 1e+05"),
 }
-
-
-def matmuls_of(jaxpr):
-    """Return the primitive and the operand dtype of each matmul in a jaxpr and its sub-jaxprs."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "float32_result_matmul") and contracts(eqn):
-            found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name))
-        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            found += matmuls_of(inner) if hasattr(inner, "eqns") else []
-    return found
-
-
-def contracts(eqn):
-    """Return whether the sums in a matmul have more than one term. Otherwise, it is an elementwise multiplication."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in axes) > 1
 
 
 def error(loss, args, report, dtype=jnp.float16):
@@ -87,6 +60,13 @@ def error(loss, args, report, dtype=jnp.float16):
     return float(np.max(np.nan_to_num(errors, nan=np.inf), initial=0.0))
 
 
+def with_square_error(body):
+    return lambda params, x: test_healthy.LOSSES["square"](body(params, x))
+
+
+SOUND = HEALTHY | {
+    body.__name__: (with_square_error(body), (test_healthy.PARAMS, test_healthy.X)) for body in test_healthy.BODIES
+}
 # Two quick faults: one needs a matmul in float32, and one needs a loss scale. All others take longer.
 QUICK = ("small_epsilon", "small_unit")
 
@@ -107,31 +87,30 @@ def test_policy_fixes_each_fault(name):
     assert len(evaluations) <= 30
     assert error(loss, args, report) < 0.01
     policy = report.policy
-    found = matmuls_of(jax.make_jaxpr(jls.autocast(loss, policy=policy))(*args).jaxpr)
-    assert found.count(("dot_general", "float32")) == num_float32
-    assert found.count(("float32_result_matmul", "float16")) == num_float32_result
+    found = matmul_dtypes(jls.autocast(loss, policy=policy), *args)
+    assert found.count("float32") == num_float32
+    assert found.count("float16 float16 float32") == num_float32_result
     first = policy.rules[0].reason if policy.rules else ""
     assert ERROR.sub("", reason) in ERROR.sub("", first)
     if shown := ERROR.search(reason):
         assert float(ERROR.search(first)[1]) == pytest.approx(float(shown[1]), rel=0.1)
     assert bool(policy.rules) == bool(num_float32 or num_float32_result)
+    assert all(rule.source == "*" for rule in policy.rules)  # Other lines of the file may be changed.
     if policy.rules:  # The loss is inaccurate without these rules.
         assert not error(loss, args, dataclasses.replace(report, policy=jls.PrecisionPolicy())) < 0.01
 
 
+@UNUSED
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "a_perceptron" else pytest.mark.slow) for name in HEALTHY],
+    "name", [pytest.param(name, marks=() if name == "perceptron" else pytest.mark.slow) for name in SOUND]
 )
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys):
-    loss, args = HEALTHY[name]
+    loss, args = SOUND[name]
     report = find_precision(loss, *args, dtype=dtype)
     assert report.rules == ()
     assert error(loss, args, report, dtype) < (0.01 if dtype == jnp.float16 else 0.08)
-    assert {dtype for _, dtype in matmuls_of(jax.make_jaxpr(jls.autocast(loss, dtype))(*args).jaxpr)} == {
-        jnp.dtype(dtype).name
-    }
+    assert {*matmul_dtypes(jls.autocast(loss, dtype), *args)} == {jnp.dtype(dtype).name}
     assert capsys.readouterr().err == ""
 
 
@@ -177,65 +156,12 @@ def test_policy_remains_valid_for_other_batches_and_under_jit():
     assert error(jax.jit(energies), (weights, x), report) < 0.01
 
 
-MODEL = """
-import jax.numpy as jnp
-
-def loss_fn(weights, x):
-    y = x @ weights
-    energy = jnp.vdot(y, y)  # of all
-    return jnp.log(energy) + jnp.mean(jnp.tanh(x @ weights.T))
-"""
-EDITED = '"""A docstring."""' + MODEL.replace("def", "import jax\n\n\ndef").replace(
-    "y = x", "z = 2 * x\n    y = x"
-).replace("of all", "all")
-
-
-@pytest.mark.slow
-def test_policy_remains_valid_after_edits_elsewhere_in_the_file(tmp_path):
-    def loaded(text, name):
-        (tmp_path / f"{name}.py").write_text(text)
-        spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.loss_fn
-
-    args = (jnp.full((4, 4), 100.0) + jnp.eye(4), X[:, :4] + 10)
-    loss = loaded(MODEL, "model")
-    report = find_precision(loss, *args)
-    (rule,) = report.rules
-    assert (rule.precision, rule.parameter, rule.source) == ("float32_result", "", "*")
-    edited = loaded(EDITED, "edited")
-    assert error(edited, args, report) < 0.01  # A rule without a match would cause a warning.
-    without = loaded(MODEL.replace("jnp.vdot(y, y)", "jnp.sum(y * y)"), "without")
-    with pytest.warns(UserWarning, match="no operation matches PrecisionRule"):
-        jls.autocast(without, policy=report.policy)(*args)
-
-
-@pytest.mark.slow
-@FEW_IN_HALF
-def test_rules_distinguish_matmuls_by_parameter():
-    report = find_precision(FAULTS["second_differences"][0], *FAULTS["second_differences"][1])
-    # The first layer multiplies each time by a vector, which is an elementwise multiplication and not a matmul.
-    assert {rule.parameter for rule in report.rules} == {"[1]", "[2]"}
-
-
 @pytest.mark.slow
 def test_policy_covers_several_batches():
     report = find_precision(energies, WEIGHTS, X / 1000)
     assert report.rules == ()
     report = find_precision(energies, WEIGHTS, X / 1000, batches=[X, 2 * X])
     assert [rule.precision for rule in report.rules] == ["float32_result"]
-
-
-def test_find_precision_supports_aux_argnums_and_keywords():
-    def loss(weights, head, x, *, activation, shift):
-        y = activation(x @ weights + shift)
-        return jnp.log(jnp.vdot(300 * y, 300 * y @ head)), {"y": y, "name": "aux"}
-
-    report = find_precision(
-        loss, WEIGHTS[0], jnp.eye(16), X, argnums=(0, 1), has_aux=True, activation=jnp.cos, shift=1.0
-    )
-    assert "reaches" in report.rules[0].reason
 
 
 def test_function_without_matmuls_has_no_rules():
@@ -251,25 +177,19 @@ def test_keep_float32_in_the_function_is_respected():
     assert find_precision(loss, WEIGHTS, X).rules == ()
 
 
-def with_a_kernel(weights, x, large=1.0):
+def with_a_kernel(weights, x, large):
     y = jax.jit(jls.in_half(jnp.matmul))(x, weights[0])
     with jax.named_scope("energy"):
         energy = jls.in_half(jnp.matmul)(large * x * x, large * weights[0] ** 2)
     return jnp.mean(jnp.tanh(y) @ weights[1]) + jnp.mean(jnp.log(energy))
 
 
-@pytest.mark.slow
-def test_accurate_in_half_function_has_no_rule():
-    report = find_precision(with_a_kernel, WEIGHTS, X)
-    assert report.rules == ()
-    assert error(with_a_kernel, (WEIGHTS, X), report) < 0.01
-
-
-def test_inaccurate_in_half_function_has_a_rule():
-    loss = functools.partial(with_a_kernel, large=300.0)
+@pytest.mark.parametrize("large", [pytest.param(1.0, marks=pytest.mark.slow), 300.0])
+def test_inaccurate_in_half_function_has_a_rule(large):
+    loss = functools.partial(with_a_kernel, large=large)
     report = find_precision(loss, WEIGHTS, X)
-    assert [(rule.operation, rule.layer) for rule in report.rules] == [("in_half", "energy")]
-    assert "reaches" in report.rules[0].reason
+    assert [(rule.operation, rule.layer) for rule in report.rules] == [("in_half", "energy")] * (large > 1)
+    assert all("reaches" in rule.reason for rule in report.rules)
     assert error(loss, (WEIGHTS, X), report) < 0.01
 
 
@@ -320,36 +240,6 @@ def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
 
-@pytest.mark.slow
-def test_underflow_of_a_negligible_leaf_is_not_ignored():
-    """The gradient of the quiet branch is 1e-12 of the whole gradient, and zero at the scale of the loud branch."""
-    loss, args = FAULTS["two_branches"]
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        report = find_precision(loss, *args)
-    assert all("quiet" in rule.parameter or "quiet" in str(rule) for rule in report.rules)
-    assert report.errors[0] == 1.0
-    assert error(loss, args, report) < 0.01
-
-
-def test_warning_if_most_gradients_are_zero_in_float32():
-    def loss(params, x):
-        return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
-
-    params = {"body": draw(8, 16, seed=1), "head": jnp.zeros((16, 1))}
-    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
-        assert find_precision(loss, params, draw(16, 8, seed=3)).rules == ()
-
-
-def test_parts_of_a_split_have_separate_dtypes():
-    def parts(w, x):
-        summed, multiplied = jnp.split(jnp.sin(x), 2, axis=-1)
-        return summed, multiplied @ w
-
-    exact, found = (function(jnp.eye(4), X)[0] for function in (parts, jls.autocast(parts)))
-    np.testing.assert_array_equal(found, exact)
-
-
 def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         report = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
@@ -369,7 +259,6 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
     monkeypatch.setattr(Search, "verified", wrong)
     with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         report = find_precision(energies, WEIGHTS, X)
-    matmuls = matmuls_of(jax.make_jaxpr(jls.autocast(energies, policy=report.policy))(WEIGHTS, X).jaxpr)
-    assert {dtype for _, dtype in matmuls} == {"float32"}
+    assert {*matmul_dtypes(jls.autocast(energies, policy=report.policy), WEIGHTS, X)} == {"float32"}
     assert len(errors[0].rules) == 1
     assert len(errors) >= 2

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics import (
 pytestmark = pytest.mark.ci
 
 SCALE = 2.0**8
-HALF = ("bert", "vit", "mamba", "gnn", "nnx_classifier", "mutable")  # These are accurate in half precision.
+HALF = ("bert", "vit", "gnn", "nnx_classifier", "mutable")  # These are accurate in half precision.
 REPORTS = {
     "compare_gradients": lambda fun, *args: compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).verdict,
     "range_report": lambda fun, *args: repr(range_report(jls.autocast(fun), *args, loss_scale=SCALE)),
@@ -33,7 +33,7 @@ REPORTS = {
 
 
 # Each report on these programs takes seconds, so only the slow tests create it.
-SLOW = ("bert", "vit", "mamba", "s5", "nnx_classifier", "sinkhorn", "gaussian_process")
+SLOW = ("bert", "vit", "s5", "nnx_classifier", "gaussian_process")
 
 
 @pytest.mark.filterwarnings("ignore:.*matmuls stay in half precision")
@@ -67,33 +67,15 @@ def test_gram_matrix_has_the_reason_of_the_plan_in_every_report():
 
 
 def test_manual_cast_is_not_suggested_for_a_function_without_matmuls():
-    verdict = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE]).verdict
-    assert verdict == (
+    report = compare_gradients(jls.autocast(lambda x: jnp.mean(x * x)), jnp.ones(3), loss_scales=[SCALE])
+    assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", True, 1.0)
+    assert report.verdict == (
         "`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in float16. "
         "Therefore, the gradients are the same as in float32, and half precision has no benefit."
     )
 
 
-def test_summary_contains_the_share_of_work():
-    def fun(weights, x):
-        with jls.keep_float32():
-            y = x @ weights["large"]
-        return jnp.mean((y @ weights["small"]) ** 2)
-
-    args = {"large": draw(16, 16, seed=1), "small": draw(16, 2, seed=2)}, draw(8, 16, seed=3)
-    summary = compare_gradients(jls.autocast(fun), *args, loss_scales=[SCALE]).summary
-    report = autocast_report(fun, *args)
-    assert (summary.half_matmuls, summary.matmuls) == (3, 5)
-    assert summary.half_share == report.half_share
-    assert "3 of 5 in float16, with 16% of the floating-point operations. The first matmul that is not in" in str(
-        summary
-    )
-
-
-def test_matmuls_marked_with_a_precision_stay_float32_in_the_backward_pass():
-    def fun(weights, x):
-        return jnp.mean(jnp.matmul(x, weights, precision="highest") ** 2)
-
+def test_matmul_marked_with_a_precision_in_a_custom_rule_stays_float32():
     @jax.custom_vjp
     def square(x):
         return jnp.sum(x * x)
@@ -102,11 +84,10 @@ def test_matmuls_marked_with_a_precision_stay_float32_in_the_backward_pass():
         return (cotangent * jnp.matmul(x, jnp.eye(4), precision="highest"),)
 
     square.defvjp(lambda x: (square(x), x), backward)
-    args = draw(8, 4, seed=1), draw(4, 8, seed=2)
-    for each in (fun, lambda weights, x: fun(weights, x) + square(x @ weights)):
-        in_float32 = [operation for operation in autocast_report(each, *args).matmuls if operation.dtype == "float32"]
-        assert in_float32
-        assert all(operation.reason.startswith("marked") for operation in in_float32)
+    report = autocast_report(lambda weights, x: square(x @ weights), draw(8, 4, seed=1), draw(4, 8, seed=2))
+    (in_float32,) = [operation for operation in report.matmuls if operation.dtype == "float32"]
+    assert in_float32.is_backward
+    assert in_float32.reason.startswith("marked")
 
 
 def test_cast_by_autocast_has_the_location_of_its_matmul():
@@ -158,33 +139,14 @@ def test_one_layer_of_eight_is_identified_by_its_parameter():
     assert jls.PrecisionPolicy.from_config(policy.get_config()) == policy
 
 
-def test_parameter_rule_matches_code_without_a_source_file():
-    namespace = {"jnp": jnp}
-    exec(
-        "def layers(ws, x):\n    for w in ws:\n        x = jnp.log1p(jnp.square(x @ w))\n    return jnp.mean(x)",
-        namespace,
-    )
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", parameter="[7]")])
-    report = autocast_report(namespace["layers"], DEEP, draw(16, 8, seed=20), policy=policy)
-    (in_float32,) = [each for each in report.matmuls if each.dtype == "float32" and not each.is_backward]
-    assert in_float32.count == 1
-
-
-@pytest.mark.parametrize("inside", ["jit", "scan", "checkpoint"])
-def test_parameter_rule_matches_inside_calls_and_loops(inside):
-    def layer(x, kernel):
-        return jnp.tanh(x @ kernel), None
-
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
+def test_parameter_rule_matches_inside_calls(call):
     def fun(params, x):
-        if inside == "scan":
-            y, _ = jax.lax.scan(layer, x, params["stack"])
-        else:
-            call = {"jit": jax.jit, "checkpoint": jax.checkpoint}[inside]
-            y = call(lambda x: layer(x, params["stack"][0])[0])(x)
+        y = call(lambda x: jnp.tanh(x @ params["body"]))(x)
         return jnp.mean((y @ params["head"]) ** 2)
 
-    args = {"stack": draw(2, 8, 8, seed=1), "head": draw(8, 4, seed=2)}, draw(4, 8, seed=3)
-    for name, number in (("['stack']", 1), ("*head*", 1), ("*", 2)):
+    args = {"body": draw(8, 8, seed=1), "head": draw(8, 4, seed=2)}, draw(4, 8, seed=3)
+    for name, number in (("['body']", 1), ("*head*", 1), ("*", 2)):
         policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter=name)])
         report = autocast_report(fun, *args, policy=policy)
         assert sum(e.count for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number

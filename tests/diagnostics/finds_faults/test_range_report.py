@@ -59,12 +59,6 @@ def test_summary_if_all_operations_stay_in_range(name, loss_scale):
     assert summary.startswith(f"All {len(report)} float16 operations stay in range at a loss scale of 2^")
 
 
-def test_reported_line_is_the_line_of_the_operation():
-    line = int(reported("square_too_large")[0].source.removeprefix(SOURCE))
-    with open(workloads.__file__) as file:
-        assert "squares = (1000 *" in file.read().splitlines()[line - 1]
-
-
 def test_reported_line_in_a_notebook_is_the_line_in_the_cell(monkeypatch, tmp_path):
     shell_class = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
     from traitlets.config import Config
@@ -89,12 +83,6 @@ def test_only_operations_of_the_side_branch_underflow():
     underflowing = [operation for operation in reported("two_branches").bad if operation.operation == "dot_general"]
     # The only such operation computes the gradient of the transposed kernel of the side branch.
     assert [operation.shape for operation in underflowing] == [(4, 8)]
-
-
-@pytest.mark.slow
-def test_first_overflow_is_listed_first():
-    operations = [operation.operation for operation in reported("mask_of_minus_a_billion").bad]
-    assert operations == ["convert_element_type", "add", "sub"]
 
 
 # Measured values.
@@ -180,7 +168,14 @@ def grows(x, steps):
 
 
 def in_a_while_loop(x):
-    return lax.while_loop(lambda state: state[0] < 3, lambda state: (state[0] + 1, state[1] * state[1]), (0, x))[1]
+    """Multiply a number by 1, 30000 and 2, each in one iteration, so that the second iteration is the worst."""
+    factors = jnp.array([1, 30000, 2], jnp.float16)
+
+    def body(state):
+        n, carry, _ = state
+        return n + 1, carry, carry * factors[n]
+
+    return lax.while_loop(lambda state: state[0] < 3, body, (0, x, x * 0))[2]
 
 
 CONTROL_FLOW = {
@@ -216,28 +211,9 @@ def test_operations_in_control_flow_are_measured(flow):
     assert {operation.layer for operation in over} == {"inside"}
     sources = {operation.source.split(":")[0] for operation in over}
     assert sources == {"tests/diagnostics/finds_faults/test_range_report.py"}
-    squared = ("scan", "fori_loop", "while_loop", "scan of a checkpoint")
+    squared = ("scan", "fori_loop", "scan of a checkpoint")
     expected = 2.0**20 if "inputs" in flow else 2.0**16 if flow in squared else 120000
     assert over[0].largest == expected
-
-
-def in_a_scan(x, factors):
-    return lax.scan(lambda carry, factor: (carry, carry * factor), x, factors)[1][0]
-
-
-def in_a_while(x, factors):
-    def body(state):
-        n, carry, _ = state
-        return n + 1, carry, carry * factors[n]
-
-    return lax.stop_gradient(lax.while_loop(lambda state: state[0] < 3, body, (0, lax.stop_gradient(x), x * 0))[2])
-
-
-@pytest.mark.parametrize("loop", [in_a_scan, in_a_while])
-def test_worst_iteration_of_a_loop_is_reported(loop):
-    factors = jnp.array([1, 30000, 2], jnp.float16)
-    report = range_report(lambda x: loop(x.astype(jnp.float16), factors).astype(jnp.float32), jnp.float32(4.0))
-    assert report.forward_overflows()[0].largest == 120000
 
 
 def test_recomputed_forward_pass_is_not_backward():
@@ -270,29 +246,10 @@ def test_loss_scale_may_be_a_number_or_a_loss_scale(loss_scale):
     assert {operation.largest for operation in report if operation.is_backward} >= {8.0}
 
 
-def test_options_and_keyword_arguments_are_passed_on():
-    def fun(x, w, *, power, scale):
-        assert scale == "a"
-        return jnp.sum((w.astype(jnp.float16) ** power).astype(jnp.float32)), x
-
-    report = range_report(fun, jnp.float32(1), jnp.full(3, 300.0), argnums=1, has_aux=True, power=2, scale="a")
-    assert report[0].operation == "integer_pow"
-
-
 def test_function_without_half_precision_is_reported():
     report = range_report(lambda w: jnp.sum(w**2), jnp.ones(3))
     assert len(report) == 0
     assert repr(report).splitlines()[1].startswith("`fun` computes nothing in float16.")
-
-
-def test_opaque_operations_are_listed():
-    def fun(w):
-        factor = jax.pure_callback(lambda: np.float16(2), jax.ShapeDtypeStruct((), jnp.float16))
-        return jnp.sum((w.astype(jnp.float16) * factor).astype(jnp.float32))
-
-    report = range_report(fun, jnp.full(2, 60000.0))
-    assert report.opaque_operations == ("pure_callback",)
-    assert repr(report).endswith("Not evaluated in float32: pure_callback.")
 
 
 # Printed reports.

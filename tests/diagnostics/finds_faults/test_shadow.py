@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("in_the_checkout")]
 # The operation that is reported for each fault, and words of the suggestion.
 KNOWN = {
     "second_differences": ("add", "amplifies the rounding errors of its operands"),
-    "difference_of_squares": ("sub", "amplifies the rounding errors of its operands"),
     "positions": ("sin", "amplifies the rounding errors of its operands"),
     "counts": ("scatter-add", "Compute the sum in float32"),
     "cosines_of_small_vectors": ("mul", "make its operands larger"),
@@ -37,7 +36,7 @@ def test_every_fault_is_tested():
     assert set(KNOWN) == set(faults.FAULTS)
 
 
-SLOW = ("counts", "difference_of_squares", "positions", "second_differences")
+SLOW = ("counts", "positions", "second_differences")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
@@ -69,29 +68,17 @@ def test_harmless_underflow_is_measured_without_a_suggestion():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["second_differences", "counts", "cosines_of_small_vectors"])
-def test_verdict_contains_the_line_of_the_fault(name):
-    fun, *args = faults.FAULTS[name]
-    report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
-    assert not report.will_train
-    assert f"`{KNOWN[name][0]}` ({line(faults.FAULTS[name][0])})" in report.verdict
-
-
-@pytest.mark.slow
 def test_inaccurate_loss_with_accurate_gradients_is_reported():
     fun, *args = faults.FAULTS["loss_in_a_carry"]
     report = compare_gradients(fun, *args, loss_scales=[1.0, 2.0**8])
     assert report.will_train
-    assert (
-        f"However, the loss is {report.value:.4g} in float16 and {report.reference_value:.4g} in float32 (-"
-        in report.verdict
-    )
-    assert f"Over the iterations of a loop, the error grows to {range_of_loss(report):.0f}% at " in report.verdict
-    assert f"({line(faults.FAULTS['loss_in_a_carry'][0])})" in report.verdict
-
-
-def range_of_loss(report):
-    return 100 * abs(report.value / report.reference_value - 1)
+    error = 100 * abs(report.value / report.reference_value - 1)
+    for words in (
+        f"However, the loss is {report.value:.4g} in float16 and {report.reference_value:.4g} in float32 (-",
+        f"Over the iterations of a loop, the error grows to {error:.0f}% at `add` ({line(fun)}). ",
+        "Compute the sum in float32.",
+    ):
+        assert words in report.verdict
 
 
 # Numbers.
@@ -203,20 +190,12 @@ def places(report):
     return [(each.operation, each.source) for each in report.forward_error_sources()]
 
 
-@pytest.mark.parametrize("is_added", [False, True], ids=["where", "added"])
-@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=["causal", "window"])
+@pytest.mark.parametrize(("mask", "is_added"), [(CAUSAL, False), (WINDOW, True)], ids=["causal", "window, added"])
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 def test_fill_value_of_a_mask_does_not_change_the_reported_operations(fill, mask, is_added):
     report = range_report(attention(fill, mask, is_added), ATTENTION, faults.X, loss_scale=1.0)
     assert places(report)[0] in {("cos", line(rotated)), ("sin", line(rotated))}
     assert {operation for operation, _ in places(report)} == {"cos", "sin", "convert_element_type"}
-
-
-@pytest.mark.parametrize("fill", [-jnp.inf, -1e9, SINGLE])
-def test_verdict_names_the_operation_for_every_fill_value(fill):
-    verdict = compare_gradients(attention(fill), ATTENTION, faults.X, loss_scales=[1.0, 2.0**8]).verdict
-    assert f"({line(rotated)}" in verdict
-    assert "`exp`" not in verdict
 
 
 @pytest.mark.parametrize("sentinel", [0.0, 1e6])

@@ -84,7 +84,11 @@ def test_reason_of_the_first_float32_matmul_is_reported(fun, sentence):
     )
     assert repr(report).startswith(f"{counts}{report.summary.first_float32}.")
     assert (report.cause, report.will_train, report.loss_scale) == ("no half precision", False, None)
-    assert "will work" not in report.verdict
+    assert report.verdict == (
+        f"None of the {report.summary.matmuls} matrix multiplications and convolutions (matmuls) is computed in "
+        f"float16, so half precision has no benefit. The first one is at {report.summary.first_float32}. "
+        "`jls.autocast(fun)` computes them in float16."
+    )
     assert repr(range_report(fun, PARAMS, X)).startswith(f"{counts}{report.summary.first_float32}.")
 
 

@@ -35,15 +35,6 @@ def test_sum_is_named_reduce_sum(keepdims):
     assert "Compute the sum and the subsequent division in float32" in worst.suggestion
 
 
-@pytest.mark.slow
-def test_denominator_of_a_large_softmax_is_named_reduce_sum():
-    def fun(x):
-        return jnp.mean(jax.nn.softmax(x.astype(half), -1)[:, :2].astype(jnp.float32) * 1e5)
-
-    worst = range_report(fun, jnp.zeros((2, 70000)), loss_scale=1.0)[0]
-    assert (worst.operation, worst.largest) == ("reduce_sum", 70000)
-
-
 def log_times_zero(x):
     y = x.astype(half).astype(jnp.float32)
     y = jnp.log(y) * y  # here
@@ -56,20 +47,52 @@ def softmax_of_an_empty_row(x):
     return jnp.mean(y.astype(half).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("fun", [log_times_zero, softmax_of_an_empty_row])
-def test_operation_that_creates_a_nan_in_float32_is_reported(fun):
-    worst = next(o for o in range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0) if not o.is_backward and o.suggestion)
-    assert (worst.source, worst.dtype) == (line(fun), "float32")
-    assert "NaN in float32 as well" in worst.suggestion
+def norm_of_zero(x):
+    return jnp.linalg.norm(x.astype(half).astype(jnp.float32))  # here
+
+
+def mean_of_an_empty_selection(x):
+    y = x.astype(half).astype(jnp.float32)
+    return jnp.sum(jnp.where(y > 1, y, 0)) / jnp.sum(y > 1)  # here
+
+
+def mean_of_no_columns(x):
+    return jnp.mean(x.astype(half).astype(jnp.float32)[:, :0])  # here
+
+
+def zeros_divided_by_their_norm(x):
+    y = x.astype(half).astype(jnp.float32)
+    return jnp.mean(y / jnp.linalg.norm(y))  # here
 
 
 @pytest.mark.parametrize(
-    ("fun", "operation"), [(log_times_zero, "The derivative of `log`"), (softmax_of_an_empty_row, "`sub`")]
+    ("fun", "operation", "cause"),
+    [
+        (log_times_zero, "The derivative of `log`", "Look for a square root, norm or logarithm of zero"),
+        (softmax_of_an_empty_row, "`sub`", "Look for a square root, norm or logarithm of zero"),
+        (norm_of_zero, "`mul`", "Look for a square root, norm or logarithm of zero"),
+        (mean_of_an_empty_selection, "`div`", "Zero is divided by zero"),
+        (mean_of_no_columns, "`div`", "Zero is divided by zero"),
+        (zeros_divided_by_their_norm, "`div`", "Zero is divided by zero"),
+    ],
 )
-def test_verdict_names_the_line_of_a_nan(fun, operation):
+def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cause):
     report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
     assert report.cause == "reference not finite"
-    assert f" not finite in float32 either. {operation} ({line(fun)}) returns NaN." in report.verdict
+    suggestion = f"The result is NaN in float32 as well, so no loss scale helps. {cause}"
+    where = f" not finite in float32 either. {operation} ({line(fun)}) returns NaN. "
+    assert where + suggestion in report.verdict
+    worst = range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0).bad[0]
+    assert (worst.source, worst.dtype) == (line(fun), "float32")
+    assert worst.suggestion.startswith(suggestion)
+
+
+def test_index_out_of_range_is_a_possible_cause_of_a_nan():
+    report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
+    assert report.verdict.startswith(
+        "The loss is not finite in float32 either. No arithmetic operation is the cause. "
+        "Look for a constant that is NaN, and for an index that is out of range."
+    )
 
 
 def test_effect_handlers_are_not_layers():
@@ -88,26 +111,12 @@ def test_effect_handlers_are_not_layers():
     assert report[0].layer == "Head"
 
 
-def test_no_row_has_a_source_in_this_library():
-    def fun(x):
-        return jnp.mean(x.astype(half)) * half(1e-4) * half(1e-4)
-
-    report = range_report(fun, jnp.ones(3), loss_scale=1.0)
-    assert not any("jax_lossscale" in operation.source for operation in report)
-
-
 # Correct statements.
 
 
 @pytest.mark.slow
 def test_infinity_that_float32_also_has_is_not_an_overflow():
     assert range_report(*workloads.mask_of_minus_infinity(), loss_scale=2.0**4).bad == ()
-
-
-@pytest.mark.slow
-def test_suggestion_for_an_added_mask_leaves_room():
-    suggestion = range_report(*workloads.mask_of_minus_a_billion(), loss_scale=1.0)[0].suggestion
-    assert "If the mask is added to the scores" in suggestion
 
 
 def epsilon(w, x):
@@ -158,25 +167,20 @@ def test_lost_epsilon_is_reported_even_if_the_model_trains():
 
 
 @pytest.mark.parametrize(
-    ("fun", "x", "cause", "words"),
+    ("fun", "x", "cause", "constant", "value"),
     [
-        (epsilon, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
-        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add` ({}) rounds to 0 in half precision"),
-        (
-            epsilon_used_in_float32,
-            0.0,
-            "reference not finite",
-            "The epsilon in `add` ({}) rounds to 0 in half precision",
-        ),
-        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul` ({}) rounds to inf in half"),
-        (boltzmann, 1.0, "no gradients", "The constant in `mul` ({}) rounds to 0 in half precision"),
-        (added_mask, 1.0, "reference not finite", "The constant in `add` ({}) rounds to -inf in half precision"),
+        (epsilon, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (epsilon_in_a_branch, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add`", "0"),
+        (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul`", "inf"),
+        (boltzmann, 1.0, "no gradients", "The constant in `mul`", "0"),
+        (added_mask, 1.0, "reference not finite", "The constant in `add`", "-inf"),
     ],
 )
-def test_lost_constant_is_named_first(fun, x, cause, words):
+def test_lost_constant_is_named_first(fun, x, cause, constant, value):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
-    assert report.verdict.startswith(words.format(line(fun)))
+    assert report.verdict.startswith(f"{constant} ({line(fun)}) rounds to {value} in half precision")
     assert report.verdict.count("in half precision") == 1
 
 
@@ -240,6 +244,30 @@ def test_low_scale_is_reported_as_underflow():
     report = compare_gradients(*workloads.tiny_loss(), loss_scales=[2.0**8])
     assert (report.cause, report.will_train) == ("underflow", False)
     assert "Compare larger loss scales" in report.verdict
+
+
+def softmax_without_a_maximum(x):
+    weights = jnp.exp(x.astype(half))  # here
+    return jnp.mean((weights / weights.sum(-1, keepdims=True)).astype(jnp.float32)[:, 0])
+
+
+def softmax_with_an_added_mask(x):
+    mask = (jnp.arange(3)[None] * -1e9).astype(half)  # here
+    return jnp.mean(jax.nn.softmax(x.astype(half) + mask).astype(jnp.float32)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("fun", "operation", "suggestion"),
+    [
+        (softmax_without_a_maximum, "exp", "Subtract the maximum first"),
+        (softmax_with_an_added_mask, "convert_element_type", "If this is the fill value of a mask, use `jnp.where("),
+        (softmax_with_an_added_mask, "convert_element_type", "If the mask is added to the scores, use a smaller"),
+    ],
+)
+def test_suggestion_for_an_overflow_in_a_softmax(fun, operation, suggestion):
+    worst = range_report(fun, jnp.full((2, 3), 12.0), loss_scale=1.0)[0]
+    assert (worst.operation, worst.source) == (operation, line(fun))
+    assert suggestion in worst.suggestion
 
 
 def test_suggestions_for_a_matmul_that_overflows():

@@ -26,13 +26,10 @@ def normalized(params, _):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "width", [pytest.param(8, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("number", [1, None])
-def test_nan_gradient_is_reported_at_every_width(width, number):
+def test_nan_gradient_is_reported(number):
     """On a CPU, XLA ignores NaN in the maximum of 4096 or more floats."""
-    params = {"embedding": draw(64, width, seed=1).at[:number].set(0), "out": draw(width, 4, seed=2)}
+    params = {"embedding": draw(64, 64, seed=1).at[:number].set(0), "out": draw(64, 4, seed=2)}
     report = compare_gradients(jls.autocast(normalized), params, None, loss_scales=[1.0])
     assert report.cause == "reference not finite"
     assert "The gradients of ['embedding'] are not finite in float32 either." in report.verdict
@@ -62,7 +59,7 @@ def with_a_solver(weights, x):
     return jnp.mean(solved(x.astype(half) @ weights.astype(half)).astype(jnp.float32) ** 2)
 
 
-def test_run_time_error_counts_as_an_overflow_at_its_scale():
+def test_run_time_error_counts_as_an_overflow_and_may_be_the_cause():
     args = draw(8, 4, seed=1), draw(16, 8, seed=2)
     report = compare_gradients(with_a_solver, *args)
     assert report.will_train
@@ -70,17 +67,11 @@ def test_run_time_error_counts_as_an_overflow_at_its_scale():
     assert report.total.nonfinite[-1] == 1
     assert "At a loss scale of 2^21, the program raises an error, which counts as an overflow: The" in repr(report)
     assert "EQX_ON_ERROR=nan" in repr(report)
-
-
-def test_run_time_error_at_every_scale_is_the_cause():
-    args = draw(8, 4, seed=1), draw(16, 8, seed=2)
     report = compare_gradients(with_a_solver, *args, loss_scales=[2.0**24, 2.0**26])
     assert (report.cause, report.will_train) == ("run-time error", False)
-    assert report.verdict.startswith("`fun` raises an error at every loss scale that was compared, but not in float32.")
-    assert (
-        "The linear solver returned non-finite output. If a solver raises this error, keep the solver in float32"
-        in report.verdict
-    )
+    start = "`fun` raises an error at every loss scale that was compared, but not in float32."
+    assert report.verdict.startswith(start)
+    assert "returned non-finite output. If a solver raises this error, keep the solver in float32" in report.verdict
 
 
 def test_find_precision_supports_linear_transpose():
@@ -103,8 +94,8 @@ def with_a_head_of_zeros(params, x):
 
 @pytest.mark.ci
 def test_no_claim_about_gradients_that_are_zero_in_float32():
-    params = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}
-    report = compare_gradients(jls.autocast(with_a_head_of_zeros), params, draw(16, 8, seed=3))
+    args = {"body": draw(8, 60, seed=1), "head": jnp.zeros((60, 1))}, draw(16, 8, seed=3)
+    report = compare_gradients(jls.autocast(with_a_head_of_zeros), *args)
     assert report.verdict.startswith("Training in float16 will work. Start with a loss scale of ")
     assert report.verdict.endswith(
         "The gradients of 1 of 2 leaves (88.9% of all elements) are zero even in float32, so they cannot be compared. "
@@ -112,6 +103,8 @@ def test_no_claim_about_gradients_that_are_zero_in_float32():
     )
     assert repr(report).splitlines()[-1] == "1 leaf with zero gradients in float32"
     assert "['body']" not in repr(report)
+    with pytest.warns(UserWarning, match=r"1 of 2 leaves \(88.9% of all elements\) are zero even in float32"):
+        assert find_precision(with_a_head_of_zeros, *args).rules == ()
 
 
 # Nothing in half precision.
@@ -121,11 +114,8 @@ def square_error(weights, x):
     return jnp.mean((x @ weights - 1) ** 2)
 
 
-@pytest.mark.parametrize("loss", [jls.keep_float32, None], ids=["keep_float32", "without matmuls"])
-def test_function_that_autocast_leaves_in_float32_gains_nothing(loss):
+def test_function_that_autocast_leaves_in_float32_gains_nothing():
     def fun(weights, x):
-        if loss is None:
-            return jnp.mean(weights**2)
         with jls.keep_float32():
             return square_error(weights, x)
 
@@ -168,16 +158,7 @@ def test_float32_sum_of_inaccurate_terms_is_not_said_to_cancel():
     assert "about 1 times smaller" not in repr(report)
 
 
-# A single suggestion, and the columns of the table.
-
-
-def test_only_the_learning_rate_is_mentioned_if_float32_diverges_too():
-    weights = 1e5 * jnp.ones((8, 4))
-    verdict = compare_gradients(jls.autocast(square_error), weights, draw(16, 8, seed=2)).verdict
-    assert "Check the learning rate" in verdict
-    assert not [
-        words for words in ("Keep the matmul", "Make the operands", "Multiply in", "Compute `") if words in verdict
-    ]
+# The parameters, and the columns of the table.
 
 
 @pytest.mark.parametrize(("dtype", "fraction"), [(half, "1/4096"), (jnp.bfloat16, "1/512")], ids=str)
@@ -227,28 +208,6 @@ def test_error_above_1000_percent_is_described_in_words():
     assert "to more than 1000% at `sub`" in compare_gradients(loss, jnp.ones(4), loss_scales=[1.0]).verdict
 
 
-def mean_of_an_empty_selection(weights, x):
-    y = x @ weights
-    return jnp.sum(jnp.where(y > 1e4, y, 0)) / jnp.sum(y > 1e4)  # here
-
-
-def mean_of_no_columns(weights, x):
-    return jnp.mean((x @ weights)[:, :0])  # here
-
-
-def zeros_divided_by_their_norm(weights, x):
-    y = 0.0 * (x @ weights)
-    return jnp.mean(y / jnp.linalg.norm(y))  # here
-
-
-@pytest.mark.parametrize("fun", [mean_of_an_empty_selection, mean_of_no_columns, zeros_divided_by_their_norm])
-def test_zero_divided_by_zero_is_reported(fun):
-    verdict = compare_gradients(jls.autocast(fun), draw(8, 4, seed=1), draw(16, 8, seed=2), loss_scales=[1.0]).verdict
-    assert f"`div` ({line(fun)}) returns NaN." in verdict
-    assert "Zero is divided by zero" in verdict
-    assert "logarithm" not in verdict
-
-
 def test_table_shows_the_scales_at_which_a_digit_changes():
     report = compare_gradients(jls.autocast(square_error), draw(8, 4, seed=1), draw(16, 8, seed=2))
     *_, headings, total, _, _ = repr(report).splitlines()
@@ -281,16 +240,6 @@ def test_only_used_backward_matmuls_of_an_int8_matmul_are_counted():
     (operation,) = autocast_report(loss, *args).matmuls
     assert (operation.is_backward, operation.dtype, operation.count, operation.reason) == (True, "float16", 1, "")
     assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
-
-
-def test_matmuls_on_one_line_have_separate_reasons():
-    def loss(weights, x):
-        for kernel, is_exact in zip(weights, (True, False), strict=True):
-            x = jnp.tanh(jnp.matmul(x, kernel, precision="highest" if is_exact else None))
-        return jnp.mean(x)
-
-    report = autocast_report(loss, [draw(8, 8, seed=1), draw(8, 8, seed=2)], draw(4, 8, seed=3))
-    assert {(each.dtype, each.reason[:6]) for each in report.matmuls} == {("float32", "marked"), ("float16", "")}
 
 
 def test_opaque_operation_is_listed_with_its_library():
