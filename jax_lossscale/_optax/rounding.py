@@ -124,7 +124,7 @@ def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
     The update of an unchanged parameter is -0.0, because adding -0.0 does not change any number.
     """
     is_equal = jax.lax.bitcast_convert_type(old, jnp.uint16) == jax.lax.bitcast_convert_type(new, jnp.uint16)
-    return jnp.where(is_equal, np.float32(-0.0), as_float32(new) - as_float32(old))
+    return jnp.where(is_equal, np.float32(-0.0), new.astype(jnp.float32) - old.astype(jnp.float32))
 
 
 def _float_bits(array: jax.Array) -> jax.Array:
@@ -149,12 +149,9 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
 
     For an infinite or NaN weight, the result is infinite or NaN instead.
     """
-    bits = _float_bits(weights)
-    infinity = _HALF_INFINITY[dtype.name]
-    nan = infinity | (np.uint32(1) << np.uint32(22 - _MISSING_BITS[dtype.name]))
-    magnitude = bits & _MAGNITUDE
-    upper = jnp.where(magnitude < _INFINITY, upper, jnp.where(magnitude == _INFINITY, infinity, nan))
-    return jax.lax.bitcast_convert_type(((bits >> 31 << 15) | upper).astype(jnp.uint16), dtype)
+    sign = _float_bits(weights) >> 31
+    finite = jax.lax.bitcast_convert_type(((sign << 15) | upper).astype(jnp.uint16), dtype)
+    return jnp.where(jnp.isfinite(weights), finite, weights.astype(dtype))
 
 
 def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Array:
