@@ -23,7 +23,15 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._optax.partition import combine, is_none, only_with_gradients, updates_of_untrained
-from jax_lossscale._optax.rounding import as_float32, is_half, join, round_stochastically, split, update_between
+from jax_lossscale._optax.rounding import (
+    as_float32,
+    is_half,
+    join,
+    leaf_key,
+    round_stochastically,
+    split,
+    update_between,
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -225,7 +233,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
         _check_state(name, state, StochasticRoundingState)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-            return round_stochastically(weights, dtype, bits_seed, state.counter, index), None
+            return round_stochastically(weights, dtype, leaf_key(bits_seed, index), state.counter), None
 
         updates, _, inner_state = _step(name, inner, rounded, updates, None, state.inner_state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
@@ -310,7 +318,8 @@ def half_precision_state(
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_in_half and leaf.dtype != jnp.bfloat16:
                 weights = leaf.astype(jnp.float32)  # with `jax_enable_x64`, the inner optimizer can return float64
-                leaves[index] = round_stochastically(weights, jnp.dtype(jnp.bfloat16), bits_seed, counter, index)
+                key = leaf_key(bits_seed, index)
+                leaves[index] = round_stochastically(weights, jnp.dtype(jnp.bfloat16), key, counter)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:

@@ -3,6 +3,7 @@
 The tests use the default options of XLA, which removes casts to 16 bits and back.
 """
 
+import re
 import warnings
 
 import chex
@@ -133,6 +134,21 @@ def test_random_bits_change_with_every_step_seed_and_leaf():
         assert 0.4 < np.mean(array == 1) < 0.6
         for other in arrays[:index]:
             assert 0.4 < np.mean(array == other) < 0.6
+
+
+def test_leaves_with_the_same_shape_have_the_same_kernels():
+    """XLA compiles identical kernels only once, so the compile time does not grow with the number of these leaves."""
+    tx = jls.stochastic_rounding(jls.half_precision_state(optax.adam(1e-3)))
+
+    def kernels(num_leaves):
+        params = {f"{index}": jnp.ones((8, 16), BF16) for index in range(num_leaves)}
+        program = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
+        bodies = re.findall(r"^%fused_computation.*?^}", program, re.MULTILINE | re.DOTALL)
+        return len(bodies), {re.sub(r"metadata={.*?}|%?[\w-]+\.\d+", "", body.partition("(")[2]) for body in bodies}
+
+    (few, of_few), (many, of_many) = kernels(2), kernels(4)
+    assert many > few
+    assert of_many == of_few
 
 
 @ci
