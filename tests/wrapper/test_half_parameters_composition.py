@@ -296,6 +296,7 @@ def test_training_under_autocast_reaches_the_loss_of_float32(gradients, dtype):
         assert final_loss(rounded, model_params(dtype), gradients(dtype)) > 1.5 * exact
 
 
+@pytest.mark.filterwarnings("ignore:.* float16 parameters")
 @pytest.mark.parametrize(("dtype", "loss_scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
 def test_mixed_precision_reaches_the_loss_of_float32(dtype, loss_scale):
     """A trainer that computes the gradients itself, as in tunix, with a model whose parameters have 16 bits."""
