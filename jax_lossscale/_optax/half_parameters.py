@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
@@ -32,6 +31,7 @@ from jax_lossscale._optax.rounding import (
     split,
     update_between,
 )
+from jax_lossscale._optax.state import with_dtypes_of
 
 
 class MasterWeightsState(NamedTuple):
@@ -249,14 +249,16 @@ def half_precision_state(
     All float32 arrays in the state of the inner optimizer, such as the moments of Adam, are stored in bfloat16. They
     are cast to float32 before each step, and rounded stochastically to bfloat16 after each step. Rounding to the
     nearest number would lose the small changes of slow moving averages, such as the second moment of Adam. Scalars and
-    arrays with other dtypes, such as integers and random keys, do not change.
+    arrays with other dtypes, such as integers and random keys, do not change. This wrapper alone does not round
+    parameters, so 16-bit parameters also need one of the other wrappers.
 
     Args:
       inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`.
       seed: a nonnegative integer that determines the random bits.
-      exclude: a function ``exclude(path) -> bool`` that is called for each float32 array in the state of the inner
-        optimizer. ``path`` is the string that `jax.tree_util.keystr` returns for the path of the array in this state,
-        such as ``"[0].nu['kernel']"``. The arrays for which ``exclude`` returns True remain in float32.
+      exclude: a function ``exclude(path) -> bool`` that is called for each float32 or bfloat16 array in the state of
+        the inner optimizer, in ``init`` and ``update``. ``path`` is the string that `jax.tree_util.keystr` returns for
+        the path of the array in this state, such as ``"[0].nu['kernel']"``. The dtypes of the arrays for which
+        ``exclude`` returns True do not change.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
@@ -271,8 +273,7 @@ def half_precision_state(
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
         int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
         ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradient of a floating-point
-        parameter is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these
-        parameters.
+        parameter is missing or is not floating-point, or if ``state`` is not the state of this wrapper.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -289,10 +290,10 @@ def half_precision_state(
     zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in
     `stochastic_rounding`, but with a different hash, so the same seed can be used for both wrappers.
 
-    Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to
-    the inner optimizer without a cast. To distinguish them from arrays that this wrapper has rounded, ``update`` traces
-    ``inner.init`` with the parameters (or, if ``params`` is ``None``, with the gradients). No step changes the dtype of
-    an array in the state.
+    Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are also cast
+    to float32 before each step, unless they are excluded. An old float32 state of the inner optimizer, inserted with
+    ``state._replace(inner_state=old_state)``, is rounded in the first step. No other step changes the dtype of an array
+    in the state.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -304,52 +305,47 @@ def half_precision_state(
     if exclude is not None:
         check_function(exclude, f"{name}(exclude=...)")
 
-    def is_stored_in_half(path: Any, leaf: Any) -> bool:
-        if not _has_dtype(leaf, jnp.float32) or len(leaf.shape) == 0:
+    def are_in_half(inner_state: optax.OptState) -> list[bool]:
+        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
+        return [is_in_half(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths]
+
+    def is_in_half(path: str, leaf: Any) -> bool:
+        if not _tree.is_array(leaf) or leaf.dtype not in (jnp.float32, jnp.bfloat16) or len(leaf.shape) == 0:
             return False
-        is_excluded = exclude is not None and exclude(jax.tree_util.keystr(path))
+        is_excluded = exclude is not None and exclude(path)
         check_flag(is_excluded, f"{name}(exclude=...)(path)")
         return not is_excluded
 
-    def rounded(inner_state: optax.OptState, are_in_half: list[bool], counter: jax.Array) -> optax.OptState:
+    def rounded(inner_state: optax.OptState, counter: jax.Array) -> optax.OptState:
         leaves, structure = jax.tree.flatten(inner_state, is_leaf=_is_empty)
-        for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
-            if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
+        for index, is_rounded in enumerate(are_in_half(inner_state)):
+            leaf = leaves[index]
+            if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
-            elif is_in_half and leaf.dtype != jnp.bfloat16:
-                weights = leaf.astype(jnp.float32)  # with `jax_enable_x64`, the inner optimizer can return float64
+            elif is_rounded and leaf.dtype == jnp.float32:
                 key = leaf_key(bits_seed, index)
-                leaves[index] = round_stochastically(weights, jnp.dtype(jnp.bfloat16), key, counter)
+                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), key, counter)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
         inner_state = inner.init(_tree.inexact_only(params))
         _check_no_loss_scale(name, inner_state)
-        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
         counter = jnp.zeros([], jnp.int32)
-        are_in_half = [is_stored_in_half(path, leaf) for path, leaf in with_paths]
-        return HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+        return HalfPrecisionState(counter, rounded(inner_state, counter))
 
     def update(
         updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HalfPrecisionState]:
         _check_state(name, state, HalfPrecisionState)
         grads, trained = _trained(name, updates, params)
-        # The state alone does not show whether the inner optimizer stores a bfloat16 array in float32 or in bfloat16.
-        expected = jax.eval_shape(inner.init, _tree.widen(grads) if params is None else trained)
-        expected_leaves = jax.tree.leaves(expected, is_leaf=_is_empty)
         leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
-        if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
-            raise _is_of_other_parameters(name)
-        are_in_half = [_has_dtype(leaf, jnp.bfloat16) for leaf in leaves]
-        leaves = [
-            jnp.asarray(leaf).astype(jnp.float32) if is_in_half and _has_dtype(like, jnp.float32) else leaf
-            for leaf, is_in_half, like in zip(leaves, are_in_half, expected_leaves, strict=True)
-        ]
-        new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, leaves), trained, **extra_args)
+        for index, is_rounded in enumerate(are_in_half(state.inner_state)):
+            leaves[index] = jnp.asarray(leaves[index]).astype(jnp.float32) if is_rounded else leaves[index]
+        old_inner = jax.tree.unflatten(structure, leaves)
+        new_updates, inner_state = inner.update(grads, old_inner, trained, **extra_args)
         new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
         counter = jnp.asarray(state.counter) + 1
-        return new_updates, HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+        return new_updates, HalfPrecisionState(counter, rounded(with_dtypes_of(old_inner, inner_state), counter))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -445,10 +441,6 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names
-
-
-def _has_dtype(leaf: Any, dtype: DTypeLike) -> bool:
-    return _tree.is_array(leaf) and leaf.dtype == dtype
 
 
 def _is_empty(node: Any) -> bool:
