@@ -105,13 +105,16 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         parameter.)
 
       For float32 parameters, the updates of the inner optimizer are returned unchanged. The updates of integer arrays
-      are zero.
+      are zero. If the gradient of a parameter is ``None``, its update is ``None``. Most optimizers with a state require
+      that this parameter is also ``None`` in ``init``.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
         of the wrappers listed above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
-        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a floating-point parameter
-        is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these parameters.
+        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradients do not have the structure of
+        the parameters, if the gradient of a floating-point parameter is neither ``None`` nor floating-point, if
+        ``state`` is not the state of this wrapper, or if its remainders do not have the structure and the shapes of the
+        parameters. The dtypes are not compared: do not use a state of bfloat16 parameters for float16 parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -206,7 +209,8 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
 
     - Inside `jax.pmap` and `jax.shard_map`, all devices use the same random bits, because the index of an element is
       its index in the local array. Replicas of a parameter therefore stay equal.
-    - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits.
+    - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits, unless the field ``counter`` of
+      their states differs.
     - Optimizers with the same seed use the same random bits. Use different seeds if their parameters are compared or
       averaged.
 
@@ -272,8 +276,9 @@ def half_precision_state(
     Raises:
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
         int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
-        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradient of a floating-point
-        parameter is missing or is not floating-point, or if ``state`` is not the state of this wrapper.
+        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradients do not have the
+        structure of the parameters, if the gradient of a floating-point parameter is neither ``None`` nor
+        floating-point, or if ``state`` is not the state of this wrapper.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -533,17 +538,17 @@ def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: che
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:
-        raise _is_of_other_parameters(name) from error
+        raise _error_of_other_parameters(name) from error
     for leaf, rest in zip(leaves, rests, strict=True):
         expected = np.shape(leaf) if is_half(leaf) else None
         if not _is_empty(leaf) and expected != (None if rest is None else np.shape(rest)):
-            raise _is_of_other_parameters(name)
+            raise _error_of_other_parameters(name)
     return rests
 
 
-def _is_of_other_parameters(name: str) -> ValueError:
+def _error_of_other_parameters(name: str) -> ValueError:
     return ValueError(
-        f"`{name}(...).update(state=...)` belongs to parameters with a different structure, shapes or dtypes. Pass "
+        f"`{name}(...).update(state=...)` belongs to parameters with a different structure or different shapes. Pass "
         "the state that `init` returned for these parameters, or the state after the last step."
     )
 
@@ -558,10 +563,8 @@ def _check_state(name: str, state: Any, kind: type) -> None:
 
 
 def _check_params(name: str, params: optax.Params) -> None:
-    """Raise a `ValueError` unless there are floating-point parameters, all in bfloat16, float16 or float32."""
+    """Raise a `ValueError` unless all floating-point parameters are in bfloat16, float16 or float32."""
     _tree.check_tree(params, name)
-    if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
-        raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if _tree.is_floating(leaf) and not is_half(leaf) and leaf.dtype != jnp.float32:
             raise ValueError(

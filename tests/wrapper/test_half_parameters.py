@@ -582,10 +582,16 @@ def test_parameters_must_be_passed_and_have_16_or_32_bits(wrapper):
             tx.init(bad)
         with pytest.raises(ValueError, match=r"update\(params=...\)`.*at \"\['bias'\]\".*jls.cast_floating"):
             tx.update(grads_at(0, params), tx.init(params), bad)
-    with pytest.raises(ValueError, match=r"init\(params=...\)` must contain floating-point parameters"):
-        tx.init({"w": jnp.arange(3)})
     with pytest.raises(ValueError, match=r"init\(params=...\)` must be a pytree of arrays"):
         tx.init("params")
+
+
+@of_parameters
+def test_a_group_of_a_partition_can_contain_only_integers(wrapper):
+    params = {"a": jnp.ones(3, BF16), "b": jnp.arange(3)}
+    tx = optax.transforms.partition(dict.fromkeys("ab", wrapper(optax.sgd(1.0))), {"a": "a", "b": "b"})
+    updates, _ = tx.update(params | {"b": np.zeros(3, jax.dtypes.float0)}, tx.init(params), params)
+    np.testing.assert_array_equal(updates["b"], 0)
 
 
 @all_wrappers
