@@ -22,15 +22,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._optax.partition import combine, is_none, only_with_gradients, updates_of_untrained
-from jax_lossscale._optax.rounding import (
-    as_float32,
-    is_half,
-    join,
-    leaf_key,
-    round_stochastically,
-    split,
-    update_between,
-)
+from jax_lossscale._optax.rounding import as_float32, is_half, join, key_of, round_stochastically, split, update_between
 from jax_lossscale._optax.state import with_dtypes_of
 
 
@@ -237,7 +229,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
         _check_state(name, state, StochasticRoundingState)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-            return round_stochastically(weights, dtype, leaf_key(bits_seed, index), state.counter), None
+            return round_stochastically(weights, dtype, key_of(bits_seed, index), state.counter), None
 
         updates, _, inner_state = _step(name, inner, rounded, updates, None, state.inner_state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
@@ -328,7 +320,7 @@ def half_precision_state(
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_rounded and leaf.dtype == jnp.float32:
-                key = leaf_key(bits_seed, index)
+                key = key_of(bits_seed, index)
                 leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), key, counter)
         return jax.tree.unflatten(structure, leaves)
 
