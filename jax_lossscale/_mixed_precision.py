@@ -457,16 +457,17 @@ class _UnscaledWrapper(Wrapper):
         self.shared.place_like(params)
         return super().init(params)
 
-    def _warn(self, params: optax.Params) -> None:
+    def _warn(self, params: optax.Params, rounds_params: bool) -> None:
         """Warn about float16 parameters, and about models with only bfloat16 parameters.
 
         `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
-        as the frozen base of float32 adapters.
+        as the frozen base of float32 adapters, or if the optimizer contains a wrapper that trains 16-bit parameters.
         """
-        super()._warn(params)
+        super()._warn(params, rounds_params)
         with_paths = jax.tree_util.tree_leaves_with_path(params)
         arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
-        if self.dtype == jnp.float16 and arrays and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays):
+        in_bfloat16 = bool(arrays) and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays)
+        if self.dtype == jnp.float16 and in_bfloat16 and not rounds_params:
             warn_user(
                 f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
                 f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "

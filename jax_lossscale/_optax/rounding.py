@@ -88,7 +88,7 @@ def as_float32(params: jax.Array) -> jax.Array:
     return join(params, jnp.zeros_like(params, jnp.uint16))
 
 
-def leaf_key(seed: np.uint32, leaf: int) -> np.ndarray:
+def key_of(seed: np.uint32, leaf: int) -> np.ndarray:
     """Return the key of a leaf, a ``uint32[2]``, that determines its random bits in all steps.
 
     Args:
@@ -168,7 +168,7 @@ def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Ar
 
     Args:
       like: an array with the shape and the sharding of the result.
-      key: the key of the leaf, from `leaf_key`.
+      key: the key of the leaf, from `key_of`.
       counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
     """
     counter = jnp.asarray(counter).astype(jnp.uint32)
