@@ -140,9 +140,11 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, there is no peak, and the target is 40, or ``ceiling`` if this is
-      less. Each step in which all gradients are zero decreases the margin by 1/64, until it returns to its initial
-      value.
+    - Before the first gradient that is not zero, there is no peak, and the margin alone determines the target. The
+      initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all gradients of the first
+      step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8 bits below the target
+      sets the target to 24 bits below the scale (see the row "no peak"). Each step in which all gradients are zero
+      decreases the margin by 1/64, until it returns to its initial value.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
