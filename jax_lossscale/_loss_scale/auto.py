@@ -140,7 +140,7 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, there is no peak, and the margin alone determines the target. The
+    - Before the first gradient that is not zero, the state has no peak, and the margin alone sets the target. The
       initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all gradients of the first
       step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8 bits below the target
       sets the target to 24 bits below the scale (see the row "no peak"). Each step in which all gradients are zero

@@ -317,9 +317,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         ago = _steps(_num_steps(state) - 1 - int(record.step))
         add(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
         _conclude(record, loss_scale, add)
-    nan_is_from_batch = (
-        cause == "nan" and loss_scale.skip_nonfinite and record is not None and bool(record.was_exceeded)
-    )
+    nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
     is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
     was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(monitoring.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
