@@ -236,6 +236,7 @@ class Planner:
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+        # The residual streams are added to `half` first, because the attributes of the segments depend on `half`.
         half = {*half}
         if self.policy.half_residual_stream:
             stream = {value for segment in groups for value in uses.residual_stream(graph, node_plans, segment)}

@@ -250,7 +250,8 @@ class AutoLossScale(BoundedLossScale):
         margin_of_search = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         margin_below_scale = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
-        # The rows of the table in the class docstring: a condition, the new margin and the new allowance.
+        # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
+        # uses the first row whose condition is true.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_of_search, allowance),

@@ -118,6 +118,7 @@ class Search:
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
         raised = trial.levels.copy()
         np.maximum.at(raised, sites[left], levels[left])
+        # The last evaluations are needed to verify the policy and to determine the reasons for its rules.
         is_last = self.gradients.spent >= MOST_GRADIENTS - _RESERVED_GRADIENTS // 2 or len(left) == 0
         return self._trial(np.full_like(raised, probes.FLOAT32) if is_last else raised)
 
