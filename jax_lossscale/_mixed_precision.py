@@ -146,8 +146,8 @@ class MixedPrecision:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
-          arguments: not supported. If `loss` is called with the arguments of a loss function, the error message shows
-            the fix.
+          arguments: not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``, it calls `loss` with
+            the arguments of a loss function. The error message then shows the fix.
           keywords: not supported, like ``arguments``.
 
         Returns:
@@ -411,10 +411,10 @@ class _SharedLossScale:
         with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
             scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()
-            return _Reference(scale if is_context else jax.device_put(scale, self._sharding(mesh)))
+            return _Reference(scale if is_context else jax.device_put(scale, self._device_or_sharding(mesh)))
 
-    def _sharding(self, mesh: Any) -> Any:
-        """Return the sharding or the device of the reference, or ``None`` for the default device.
+    def _device_or_sharding(self, mesh: Any) -> Any:
+        """Return the device or the sharding of the reference, or ``None`` for the default device.
 
         If the arguments are traced, they determine only the number of devices. The devices are then those of the
         argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.

@@ -157,6 +157,7 @@ class MinCut(NamedTuple):
             for value_id in node.outputs
         }
 
+        # For each computed value, the values in memory that XLA reads to recompute it in one fused kernel.
         read_from: dict[ValueId, set[ValueId]] = {}
         for node, _ in nodes:
             found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
@@ -170,7 +171,8 @@ class MinCut(NamedTuple):
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # The result of a softmax is always saved. If the forward pass writes a value to memory, such as a residual
+            # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
+            # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value to memory, such as a residual
             # sum, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
             # because XLA fuses the arithmetic with the operations that use the value.
             if by_result.get(value) is NodeKind.OTHER:

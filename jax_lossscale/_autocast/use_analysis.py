@@ -93,7 +93,7 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
 
 
 def takes_half(node_plan: NodePlan) -> bool:
-    """Return whether a node always takes its operands in half precision."""
+    """Return whether a node rounds its float32 operands to half precision if they are stored in float32."""
     return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
@@ -258,11 +258,12 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     for result, operand in carried:
         if result in sizes and sizes[result] == max(sizes.values()) > 1:
             additions = _Additions()
-            is_sum = additions.outputs(body.closed, [_ITSELF if n == operand else None for n in body.operands])[result]
-            found |= {operand} if is_sum and additions.is_used else set()
+            end = additions.outputs(body.closed, [_ITSELF if n == operand else None for n in body.operands])[result]
+            found |= {operand} if end is _SUM and additions.is_used else set()
     return found
 
 
+# `any` returns `_SUM` for several values if at least one of them is `_SUM`.
 _ITSELF, _SUM = False, True
 
 
@@ -289,7 +290,7 @@ class _Additions(Propagation[bool | None]):
         return None if None in values else any(values)
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        if any(is_sum is not None for is_sum in operands):
+        if any(operand is not None for operand in operands):
             if eqn.primitive.name == "add":
                 return [_SUM]
             moved = primitives.moved_operands(eqn)
@@ -303,8 +304,11 @@ class _Additions(Propagation[bool | None]):
 class _Terms(_Additions):
     """Determine whether the result of an equation is a term of a sum, possibly after data movement and scaling.
 
-    In contrast to `_Additions`, this class follows the result of an equation instead of an argument, and the result may
-    be multiplied by other values before the addition.
+    In contrast to `_Additions`, `_ITSELF` stands for the result of an equation instead of an argument, and the result
+    may be multiplied by other values before the addition.
+
+    Attributes:
+      are_added: whether the result is a term of a sum.
     """
 
     are_added = False

@@ -95,7 +95,7 @@ class Dataflow(Propagation[frozenset[int]]):
                 self.sites[node] = Site(name, location, variable.aval, derivative_of)
                 results.append(frozenset({node}))
             else:
-                results.append(nodes)
+                results.append(nodes)  # a result that is not measured has the nodes of the operands
         return results
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
