@@ -146,8 +146,8 @@ class MixedPrecision:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
-          arguments: not supported. If `loss` is called with the arguments of a loss function, the error message shows
-            the fix.
+          arguments: not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``, it calls `loss` with
+            the arguments of a loss function. The error message then shows the fix.
           keywords: not supported, like ``arguments``.
 
         Returns:
@@ -411,10 +411,10 @@ class _SharedLossScale:
         with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
             scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()
-            return _Reference(scale if is_context else jax.device_put(scale, self._sharding(mesh)))
+            return _Reference(scale if is_context else jax.device_put(scale, self._device_or_sharding(mesh)))
 
-    def _sharding(self, mesh: Any) -> Any:
-        """Return the sharding or the device of the reference, or ``None`` for the default device.
+    def _device_or_sharding(self, mesh: Any) -> Any:
+        """Return the device or the sharding of the reference, or ``None`` for the default device.
 
         If the arguments are traced, they determine only the number of devices. The devices are then those of the
         argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.
@@ -457,16 +457,17 @@ class _UnscaledWrapper(Wrapper):
         self.shared.place_like(params)
         return super().init(params)
 
-    def _warn(self, params: optax.Params) -> None:
+    def _warn(self, params: optax.Params, rounds_params: bool) -> None:
         """Warn about float16 parameters, and about models with only bfloat16 parameters.
 
         `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
-        as the frozen base of float32 adapters.
+        as the frozen base of float32 adapters, or if the optimizer contains a wrapper that trains 16-bit parameters.
         """
-        super()._warn(params)
+        super()._warn(params, rounds_params)
         with_paths = jax.tree_util.tree_leaves_with_path(params)
         arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
-        if self.dtype == jnp.float16 and arrays and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays):
+        in_bfloat16 = bool(arrays) and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays)
+        if self.dtype == jnp.float16 and in_bfloat16 and not rounds_params:
             warn_user(
                 f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
                 f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "

@@ -159,11 +159,11 @@ BREAKS = {
         (ROUNDING, "lower.astype(jnp.uint16)", "jnp.zeros_like(lower, jnp.uint16)")
     ],
     "Stochastic rounding is unbiased": [
-        (ROUNDING, "+ _random_bits(weights, seed, counter, leaf)", "+ np.uint32(0x8000)"),
-        (ROUNDING, "_mixed(key + jnp.asarray(counter).astype(jnp.uint32))", "_mixed(key)"),
+        (ROUNDING, "+ _random_bits(weights, key, counter)", "+ np.uint32(0x8000)"),
+        (ROUNDING, "step = _mixed(counter)", "step = np.uint32(0)"),
     ],
     "Random bits do not depend on the devices": [
-        (ROUNDING, "_indices(like) ^ keys[0]", "_indices(like) ^ (keys[0] + jax.sharding.get_abstract_mesh().size)")
+        (ROUNDING, "step = _mixed(counter)", "step = _mixed(counter + jax.sharding.get_abstract_mesh().size)")
     ],
     "All devices skip together": [
         (

@@ -1,5 +1,7 @@
 """Compile time of the optimizer step, for several numbers of leaves, and of a whole training step.
 
+One table contains optimizer steps with 16-bit parameters and optimizer states.
+
 The times are processor times, which depend less on other processes on the machine than elapsed times.
 """
 
@@ -11,12 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+import jax_lossscale as jls
 from benchmarks.harness.isolation import Progress, call_apart
 from benchmarks.harness.report import Cell, Mark, Table, columns
 from benchmarks.harness.timing import Timings
 from benchmarks.optimizer import models, trees
 from benchmarks.optimizer.peers import (
+    ADAM,
     APPLY_IF_FINITE,
     BARE,
     FLAX,
@@ -26,6 +31,7 @@ from benchmarks.optimizer.peers import (
     OTHER_KINDS,
     OURS,
     OURS_IN_TWO_CALLS,
+    Bare,
     Contender,
 )
 
@@ -40,19 +46,30 @@ _TRAINING_PATIENCE = 300.0  # seconds
 _TRAINING_GOAL = 1.25  # relative to the step without loss scaling
 _MARKED_LAYERS = 12
 _MARKED_LEAVES = 1_000
+_HALF_STATE = jls.half_precision_state(ADAM)
+# Optimizer steps without loss scaling, and the dtypes of their parameters.
+_SIXTEEN_BIT: dict[Contender, DTypeLike] = {
+    Bare("master_weights", jls.master_weights(ADAM)): jnp.bfloat16,
+    Bare("stochastic_rounding", jls.stochastic_rounding(ADAM)): jnp.bfloat16,
+    Bare("half_precision_state", _HALF_STATE): jnp.float32,
+    Bare("master_weights, half_precision_state", jls.master_weights(_HALF_STATE)): jnp.bfloat16,
+    Bare("stochastic_rounding, half_precision_state", jls.stochastic_rounding(_HALF_STATE)): jnp.bfloat16,
+}
+_SIXTEEN_BIT_GOAL = 3.0  # relative to `OURS_IN_TWO_CALLS`
 _COLUMNS = "step | trace, lower and compile {:.2f} s | over bare {:.2f}"
 _SHAPES = {"small": (64, 64), "large": (256, 512)}
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return three tables: for small leaves, for large leaves, and for a training step.
+    """Return four tables: for small leaves, for large leaves, with 16-bit parameters, and for a training step.
 
     Small leaves are checked together.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     kinds = list(_SHAPES)[:1] if quick else list(_SHAPES)
-    tables = [_measure(kind, quick, progress.part(n, 3, f"{kind} leaves")) for n, kind in enumerate(kinds)]
-    return [*tables, _measure_training(quick, progress.part(2, 3, "training step"))]
+    tables = [_measure(kind, quick, progress.part(n, 4, f"{kind} leaves")) for n, kind in enumerate(kinds)]
+    sixteen_bit = _measure_sixteen_bit(quick, progress.part(2, 4, "16-bit parameters"))
+    return [*tables, sixteen_bit, _measure_training(quick, progress.part(3, 4, "training step"))]
 
 
 def _measure(kind: str, quick: bool, progress: Progress) -> Table:
@@ -78,6 +95,28 @@ def _measure(kind: str, quick: bool, progress: Progress) -> Table:
     title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
     notes = [f"The step {OURS_IN_TWO_CALLS.name!r} is compared with the handwritten step in two calls."]
     return Table(title, columns(f"leaves | {_COLUMNS} | over handwritten {{:.2f}}"), rows, marks, notes, quick)
+
+
+def _measure_sixteen_bit(quick: bool, progress: Progress) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    marks: list[Mark] = []
+    dtypes = {BARE: jnp.float32, OURS_IN_TWO_CALLS: jnp.float32, **_SIXTEEN_BIT}
+    counts, shape = (50, 200), _SHAPES["small"]
+    _compile(BARE, 2, shape)  # The first compilation in a process has an additional cost.
+    for n, leaves in enumerate(counts):
+        part = progress.part(n, len(counts), f"{leaves} leaves")
+
+        def compile_one(contender: Contender, leaves: int = leaves) -> float:
+            return _compile(contender, leaves, shape, dtypes[contender])
+
+        timings = _interleave(compile_one, tuple(dtypes), 1 if quick else 3, part)
+        over_bare, over = _over(BARE, timings), _over(OURS_IN_TWO_CALLS, timings)
+        rows += [(leaves, name, timings.minimum(name), over_bare[name], over[name]) for name in timings.seconds]
+        if leaves == counts[0]:
+            name = "compile time over loss_scaled, {} small leaves, {}"
+            marks = [Mark(name.format(leaves, it.name), over[it.name], _SIXTEEN_BIT_GOAL) for it in _SIXTEEN_BIT]
+    title = f"Compile time with 16-bit parameters and states, leaves of {shape[0]} x {shape[1]}"
+    return Table(title, columns(f"leaves | {_COLUMNS} | over loss_scaled {{:.2f}}"), rows, marks, quick=quick)
 
 
 def _measure_training(quick: bool, progress: Progress) -> Table:
@@ -131,9 +170,9 @@ def _interleave(
     return Timings(seconds)
 
 
-def _compile(contender: Contender, leaves: int, shape: tuple[int, ...]) -> float:
+def _compile(contender: Contender, leaves: int, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> float:
     """Return the processor time in seconds to trace, lower and compile an optimizer step, without any cache."""
-    params = trees.abstract([shape] * leaves, jnp.float32)
+    params = trees.abstract([shape] * leaves, dtype)
     state = jax.eval_shape(contender.init, params)
     jax.clear_caches()
     start = time.process_time()

@@ -134,10 +134,15 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
                 mask &= index == jnp.expand_dims(positions, [k for k in range(x.ndim) if k != n])
         result = gather(x, indices)
         tangent = jnp.where(mask, tangents[0], 0).sum(selected, keepdims=True)
+        # `tangent` has the dimensions of the operand `x`. Each dimension of the result is either one of `offset_dims`,
+        # which is a dimension of `x`, or a dimension of the indices. A dimension of the indices corresponds to a
+        # dimension of `x` if it is in `batch`; otherwise, its size is 1. Transpose `tangent` accordingly.
         hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        read, points = (iter(dims) for dims in ([n for n in range(x.ndim) if n not in hidden], range(indices.ndim - 1)))
-        order = [next(read) if n in numbers.offset_dims else batch.get(next(points)) for n in range(result.ndim)]
+        offsets, points = iter([n for n in range(x.ndim) if n not in hidden]), iter(range(indices.ndim - 1))
+        order = [next(offsets) if n in numbers.offset_dims else batch.get(next(points)) for n in range(result.ndim)]
         order = [n for n in order if n is not None]
+        # The remaining dimensions of `x` are collapsed dimensions that do not belong to the batch. Their size is 1, so
+        # the final reshape only adds and removes dimensions of size 1.
         order += [n for n in range(x.ndim) if n not in order]
         return result, tangent.transpose(order).reshape(result.shape)
 

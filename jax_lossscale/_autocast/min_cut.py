@@ -157,10 +157,11 @@ class MinCut(NamedTuple):
             for value_id in node.outputs
         }
 
-        sources: dict[ValueId, set[ValueId]] = {}
+        # For each computed value, the values in memory that XLA reads to recompute it in one fused kernel.
+        read_from: dict[ValueId, set[ValueId]] = {}
         for node, _ in nodes:
-            found = [{n} if Value(n) in in_memory else sources[n] for n in value_ids(node.inputs)]
-            sources.update(dict.fromkeys(node.outputs, set().union(*found)))
+            found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
+            read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
 
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
@@ -170,7 +171,8 @@ class MinCut(NamedTuple):
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
-            # The result of a softmax is always saved. If the forward pass writes a value to memory, such as a residual
+            # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
+            # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value to memory, such as a residual
             # sum, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
             # because XLA fuses the arithmetic with the operations that use the value.
             if by_result.get(value) is NodeKind.OTHER:
@@ -178,7 +180,7 @@ class MinCut(NamedTuple):
             if value not in in_memory:
                 return 0
             is_cast = value.is_rounding and Value(value.id) in in_memory
-            read = map(Value, [value.id] if is_cast else sources[value.id])
+            read = map(Value, [value.id] if is_cast else read_from[value.id])
             return self._bytes(value) * _PRICE_REWRITTEN + max(map(self._bytes, read), default=0) * _PRICE_REREAD
 
         graph = CutGraph()

@@ -36,7 +36,8 @@ class NodePlan(NamedTuple):
     Attributes:
       kind: the kind of computation that the node performs.
       is_alone: whether the node must form a segment of its own, so that it is never recomputed.
-      is_half: whether the node takes its float32 operands in half precision. `is_half` is False for data movement and
+      is_half: whether the float32 operands of the node are rounded to half precision, before the node is evaluated or,
+        for a lookup in a table that is stored in float32, as part of the node. `is_half` is False for data movement and
         selections, whose dtype depends on the stored values (see `operands_in_half`).
       has_float32_result: whether the result of a matmul in half precision is float32.
       reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;

@@ -83,12 +83,11 @@ class Planner:
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
         graph = inlined(closed)
+        makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
         unrounded = self._feeding.values(graph, context.unrounded)
         constants = Constants(graph, context.known)
-        node_plans = [self.rule.decide(node, context.within, unrounded, constants) for node in graph.nodes]
-        makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
-        with_plans = zip(graph.nodes, node_plans, strict=True)
-        node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in with_plans]
+        decided = [(node, self.rule.decide(node, context.within, unrounded, constants)) for node in graph.nodes]
+        node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
         half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
@@ -127,6 +126,8 @@ class Planner:
         half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
         into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
+        # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
+        # a node, so they are added here, by the same rule as results. They are cast once, before all nodes.
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}
@@ -181,9 +182,10 @@ class Planner:
         results_of_stream = _results_of_stream(node, stream, values)
         # If a constant is the initial value of a carry, the carry can have other values after the first iteration.
         carries = {operand for _, operand in subjaxprs(eqn).carried}
-        known = [None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs)]
-        unrounded = of_values(values.unrounded, node.outputs)
-        call = CallPlan((), tuple(operands), tuple(results_of_stream), tuple(known), tuple(unrounded))
+        known = tuple(None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs))
+        unrounded = tuple(of_values(values.unrounded, node.outputs))
+        # The plans, and the results in half precision outside of residual streams, are added below.
+        call = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
         plans = self._plan_subjaxprs(node, within, call)
         of_any_dtype = _results_of_any_dtype(eqn)
         results = [
@@ -234,6 +236,7 @@ class Planner:
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+        # The residual streams are added to `half` first, because the attributes of the segments depend on `half`.
         half = {*half}
         if self.policy.half_residual_stream:
             stream = {value for segment in groups for value in uses.residual_stream(graph, node_plans, segment)}
@@ -277,7 +280,7 @@ class Planner:
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
 
-def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> list[bool]:
+def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> tuple[bool, ...]:
     """Return, for each operand of a node that contains jaxprs, whether it is passed in half precision.
 
     An operand is passed in half precision if it is stored in half precision and the primitive accepts it. A loop
@@ -291,13 +294,13 @@ def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> list[boo
     """
     accepts_all = node.eqn.primitive.name in (*OF_ANY_DTYPE, *WITH_A_RULE)
     sliced = subjaxprs(node.eqn).sliced
-    return [
+    return tuple(
         operand in stream or ((accepts_all or operand in sliced) and _is_half(atom, values.half))
         for operand, atom in enumerate(node.inputs)
-    ]
+    )
 
 
-def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> list[bool]:
+def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> tuple[bool, ...]:
     """Return, for each result of a node that contains jaxprs, whether it is part of a half-precision residual stream.
 
     ``stream`` contains the operands that are part of the residual stream.
@@ -306,7 +309,7 @@ def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> list[bo
     found = [is_of_any_dtype and result in values.half_outputs for result in node.outputs]
     for result, operand in subjaxprs(node.eqn).carried:
         found[result] = operand in stream
-    return found
+    return tuple(found)
 
 
 def _results_of_any_dtype(eqn: Any) -> range:

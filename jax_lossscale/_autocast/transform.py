@@ -42,9 +42,9 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
     Matrix multiplications and convolutions (matmuls) are computed in ``dtype``, both in the forward pass and in the
     backward pass. The results of data movement and selections (transpose, relu, max, clip, sort) have the dtype of the
     operands, but lookups in a tied embedding table read the table in ``dtype``. All other arithmetic, such as norms,
-    softmax and losses, is computed in float32, so only matmuls can overflow or lose digits. Integers, random keys,
-    complex numbers, float64 and the results of manual casts do not change. A matmul with one operand in float32 and
-    one in ``dtype``, such as a 16-bit parameter, is computed in ``dtype``.
+    softmax and losses, is computed in float32, so only matmuls and these lookups can overflow or lose digits. Integers,
+    random keys, complex numbers, float64 and the results of manual casts do not change. A matmul with one operand in
+    float32 and one in ``dtype``, such as a 16-bit parameter, is computed in ``dtype``.
 
     Some matmuls stay in float32: those with ``precision="highest"``, those in `keep_float32`, those that a rule of
     ``policy`` matches, and a few in which half precision would destroy the result, such as the Gram matrix of a

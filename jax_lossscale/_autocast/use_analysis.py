@@ -93,7 +93,7 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
 
 
 def takes_half(node_plan: NodePlan) -> bool:
-    """Return whether a node always takes its operands in half precision."""
+    """Return whether a node rounds its float32 operands to half precision if they are stored in float32."""
     return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
@@ -258,9 +258,13 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     for result, operand in carried:
         if result in sizes and sizes[result] == max(sizes.values()) > 1:
             additions = _Additions()
-            is_sum = additions.outputs(body.closed, [False if n == operand else None for n in body.operands])[result]
-            found |= {operand} if is_sum and additions.is_used else set()
+            end = additions.outputs(body.closed, [_ITSELF if n == operand else None for n in body.operands])[result]
+            found |= {operand} if end is _SUM and additions.is_used else set()
     return found
+
+
+# `any` returns `_SUM` for several values if at least one of them is `_SUM`.
+_ITSELF, _SUM = False, True
 
 
 class _Additions(Propagation[bool | None]):
@@ -268,8 +272,8 @@ class _Additions(Propagation[bool | None]):
 
     Each value is represented by one of three constants:
 
-    - False: the value is the argument itself, possibly after data movement such as a transpose.
-    - True: the value is a sum of the argument and other values, possibly after data movement.
+    - `_ITSELF`: the value is the argument itself, possibly after data movement such as a transpose.
+    - `_SUM`: the value is a sum of the argument and other values, possibly after data movement.
     - None: all other values.
 
     Attributes:
@@ -286,9 +290,9 @@ class _Additions(Propagation[bool | None]):
         return None if None in values else any(values)
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        if any(is_sum is not None for is_sum in operands):
+        if any(operand is not None for operand in operands):
             if eqn.primitive.name == "add":
-                return [True]
+                return [_SUM]
             moved = primitives.moved_operands(eqn)
             if moved is not None:
                 known = [{operands[n] for n in of_result} - {None} for of_result in moved]
@@ -300,8 +304,11 @@ class _Additions(Propagation[bool | None]):
 class _Terms(_Additions):
     """Determine whether the result of an equation is a term of a sum, possibly after data movement and scaling.
 
-    In contrast to `_Additions`, this class follows the result of an equation instead of an argument, and the result may
-    be multiplied by other values before the addition.
+    In contrast to `_Additions`, `_ITSELF` stands for the result of an equation instead of an argument, and the result
+    may be multiplied by other values before the addition.
+
+    Attributes:
+      are_added: whether the result is a term of a sum.
     """
 
     are_added = False
@@ -310,6 +317,6 @@ class _Terms(_Additions):
         self._eqn = eqn
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        self.are_added |= eqn.primitive.name == "add" and False in operands
-        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and False in operands)
-        return [False] if is_term else super().operation(eqn, location, operands)
+        self.are_added |= eqn.primitive.name == "add" and _ITSELF in operands
+        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and _ITSELF in operands)
+        return [_ITSELF] if is_term else super().operation(eqn, location, operands)

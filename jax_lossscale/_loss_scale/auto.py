@@ -140,10 +140,11 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, there is no peak, and the margin is chosen so that the target is 40, or
-      ``ceiling`` if this is less. A step in which all gradients are zero then sets the scale to 39, at which the
-      gradients of the next step probably do not underflow. If the next step overflows, the target becomes 15. Each step
-      in which all gradients are zero decreases the margin by 1/64, until it returns to its initial value.
+    - Before the first gradient that is not zero, the state has no peak, and the margin alone sets the target. The
+      initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all gradients of the first
+      step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8 bits below the target
+      sets the target to 24 bits below the scale (see the row "no peak"). Each step in which all gradients are zero
+      decreases the margin by 1/64, until it returns to its initial value.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
@@ -249,7 +250,8 @@ class AutoLossScale(BoundedLossScale):
         margin_of_search = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         margin_below_scale = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
-        # Each line is a row of the table in the class docstring: condition, new margin, new allowance.
+        # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
+        # uses the first row whose condition is true.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_of_search, allowance),

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._optax.partition import combine, is_none, only_with_gradients, updates_of_untrained
-from jax_lossscale._optax.rounding import as_float32, is_half, join, round_stochastically, split, update_between
+from jax_lossscale._optax.rounding import as_float32, is_half, join, key_of, round_stochastically, split, update_between
+from jax_lossscale._optax.state import with_dtypes_of
 
 
 class MasterWeightsState(NamedTuple):
@@ -97,13 +97,16 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         parameter.)
 
       For float32 parameters, the updates of the inner optimizer are returned unchanged. The updates of integer arrays
-      are zero.
+      are zero. If the gradient of a parameter is ``None``, its update is ``None``. Most optimizers with a state require
+      that this parameter is also ``None`` in ``init``.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
         of the wrappers listed above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
-        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradient of a floating-point parameter
-        is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these parameters.
+        ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradients do not have the structure of
+        the parameters, if the gradient of a floating-point parameter is neither ``None`` nor floating-point, if
+        ``state`` is not the state of this wrapper, or if its remainders do not have the structure and the shapes of the
+        parameters. The dtypes are not compared: do not use a state of bfloat16 parameters for float16 parameters.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -198,7 +201,8 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
 
     - Inside `jax.pmap` and `jax.shard_map`, all devices use the same random bits, because the index of an element is
       its index in the local array. Replicas of a parameter therefore stay equal.
-    - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits.
+    - Inside `jax.vmap`, all parameters along the mapped axis use the same random bits, unless the field ``counter`` of
+      their states differs.
     - Optimizers with the same seed use the same random bits. Use different seeds if their parameters are compared or
       averaged.
 
@@ -225,7 +229,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, seed: int = 0) -> o
         _check_state(name, state, StochasticRoundingState)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-            return round_stochastically(weights, dtype, bits_seed, state.counter, index), None
+            return round_stochastically(weights, dtype, key_of(bits_seed, index), state.counter), None
 
         updates, _, inner_state = _step(name, inner, rounded, updates, None, state.inner_state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
@@ -241,14 +245,16 @@ def half_precision_state(
     All float32 arrays in the state of the inner optimizer, such as the moments of Adam, are stored in bfloat16. They
     are cast to float32 before each step, and rounded stochastically to bfloat16 after each step. Rounding to the
     nearest number would lose the small changes of slow moving averages, such as the second moment of Adam. Scalars and
-    arrays with other dtypes, such as integers and random keys, do not change.
+    arrays with other dtypes, such as integers and random keys, do not change. This wrapper alone does not round
+    parameters, so 16-bit parameters also need one of the other wrappers.
 
     Args:
       inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`.
       seed: a nonnegative integer that determines the random bits.
-      exclude: a function ``exclude(path) -> bool`` that is called for each float32 array in the state of the inner
-        optimizer. ``path`` is the string that `jax.tree_util.keystr` returns for the path of the array in this state,
-        such as ``"[0].nu['kernel']"``. The arrays for which ``exclude`` returns True remain in float32.
+      exclude: a function ``exclude(path) -> bool`` that is called for each float32 or bfloat16 array in the state of
+        the inner optimizer, in ``init`` and ``update``. ``path`` is the string that `jax.tree_util.keystr` returns for
+        the path of the array in this state, such as ``"[0].nu['kernel']"``. The dtypes of the arrays for which
+        ``exclude`` returns True do not change.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
@@ -262,9 +268,9 @@ def half_precision_state(
     Raises:
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
         int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
-        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradient of a floating-point
-        parameter is missing or is not floating-point, or if ``state`` is not the state of this wrapper for these
-        parameters.
+        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradients do not have the
+        structure of the parameters, if the gradient of a floating-point parameter is neither ``None`` nor
+        floating-point, or if ``state`` is not the state of this wrapper.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -281,10 +287,10 @@ def half_precision_state(
     zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in
     `stochastic_rounding`, but with a different hash, so the same seed can be used for both wrappers.
 
-    Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are passed to
-    the inner optimizer without a cast. To distinguish them from arrays that this wrapper has rounded, ``update`` traces
-    ``inner.init`` with the parameters (or, if ``params`` is ``None``, with the gradients). No step changes the dtype of
-    an array in the state.
+    Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are also cast
+    to float32 before each step, unless they are excluded. An old float32 state of the inner optimizer, inserted with
+    ``state._replace(inner_state=old_state)``, is rounded in the first step. No other step changes the dtype of an array
+    in the state.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -296,51 +302,47 @@ def half_precision_state(
     if exclude is not None:
         check_function(exclude, f"{name}(exclude=...)")
 
-    def is_stored_in_half(path: Any, leaf: Any) -> bool:
-        if not _has_dtype(leaf, jnp.float32) or len(leaf.shape) == 0:
+    def are_in_half(inner_state: optax.OptState) -> list[bool]:
+        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
+        return [is_in_half(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths]
+
+    def is_in_half(path: str, leaf: Any) -> bool:
+        if not _tree.is_array(leaf) or leaf.dtype not in (jnp.float32, jnp.bfloat16) or len(leaf.shape) == 0:
             return False
-        is_excluded = exclude is not None and exclude(jax.tree_util.keystr(path))
+        is_excluded = exclude is not None and exclude(path)
         check_flag(is_excluded, f"{name}(exclude=...)(path)")
         return not is_excluded
 
-    def rounded(inner_state: optax.OptState, are_in_half: list[bool], counter: jax.Array) -> optax.OptState:
+    def rounded(inner_state: optax.OptState, counter: jax.Array) -> optax.OptState:
         leaves, structure = jax.tree.flatten(inner_state, is_leaf=_is_empty)
-        for index, (leaf, is_in_half) in enumerate(zip(leaves, are_in_half, strict=True)):
-            if is_in_half and isinstance(leaf, jax.ShapeDtypeStruct):
+        for index, is_rounded in enumerate(are_in_half(inner_state)):
+            leaf = leaves[index]
+            if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
-            elif is_in_half and leaf.dtype != jnp.bfloat16:
-                weights = leaf.astype(jnp.float32)  # with `jax_enable_x64`, the inner optimizer can return float64
-                leaves[index] = round_stochastically(weights, jnp.dtype(jnp.bfloat16), bits_seed, counter, index)
+            elif is_rounded and leaf.dtype == jnp.float32:
+                key = key_of(bits_seed, index)
+                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), key, counter)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
         inner_state = inner.init(_tree.inexact_only(params))
         _check_no_loss_scale(name, inner_state)
-        with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=_is_empty)
         counter = jnp.zeros([], jnp.int32)
-        are_in_half = [is_stored_in_half(path, leaf) for path, leaf in with_paths]
-        return HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+        return HalfPrecisionState(counter, rounded(inner_state, counter))
 
     def update(
         updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HalfPrecisionState]:
         _check_state(name, state, HalfPrecisionState)
         grads, trained = _trained(name, updates, params)
-        # The state alone does not show whether the inner optimizer stores a bfloat16 array in float32 or in bfloat16.
-        expected = jax.eval_shape(inner.init, _tree.widen(grads) if params is None else trained)
-        expected_leaves = jax.tree.leaves(expected, is_leaf=_is_empty)
         leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=_is_empty)
-        if list(map(np.shape, leaves)) != list(map(np.shape, expected_leaves)):
-            raise _is_of_other_parameters(name)
-        are_in_half = [_has_dtype(leaf, jnp.bfloat16) for leaf in leaves]
-        leaves = [
-            jnp.asarray(leaf).astype(jnp.float32) if is_in_half and _has_dtype(like, jnp.float32) else leaf
-            for leaf, is_in_half, like in zip(leaves, are_in_half, expected_leaves, strict=True)
-        ]
-        new_updates, inner_state = inner.update(grads, jax.tree.unflatten(structure, leaves), trained, **extra_args)
+        for index, is_rounded in enumerate(are_in_half(state.inner_state)):
+            leaves[index] = jnp.asarray(leaves[index]).astype(jnp.float32) if is_rounded else leaves[index]
+        old_inner = jax.tree.unflatten(structure, leaves)
+        new_updates, inner_state = inner.update(grads, old_inner, trained, **extra_args)
         new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
         counter = jnp.asarray(state.counter) + 1
-        return new_updates, HalfPrecisionState(counter, rounded(inner_state, are_in_half, counter))
+        return new_updates, HalfPrecisionState(counter, rounded(with_dtypes_of(old_inner, inner_state), counter))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -438,10 +440,6 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return names[:-1] if names[-1:] == ("value",) else names
 
 
-def _has_dtype(leaf: Any, dtype: DTypeLike) -> bool:
-    return _tree.is_array(leaf) and leaf.dtype == dtype
-
-
 def _is_empty(node: Any) -> bool:
     """Return whether a node is ``None`` or an `optax.MaskedNode`.
 
@@ -532,17 +530,17 @@ def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: che
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:
-        raise _is_of_other_parameters(name) from error
+        raise _error_of_other_parameters(name) from error
     for leaf, rest in zip(leaves, rests, strict=True):
         expected = np.shape(leaf) if is_half(leaf) else None
         if not _is_empty(leaf) and expected != (None if rest is None else np.shape(rest)):
-            raise _is_of_other_parameters(name)
+            raise _error_of_other_parameters(name)
     return rests
 
 
-def _is_of_other_parameters(name: str) -> ValueError:
+def _error_of_other_parameters(name: str) -> ValueError:
     return ValueError(
-        f"`{name}(...).update(state=...)` belongs to parameters with a different structure, shapes or dtypes. Pass "
+        f"`{name}(...).update(state=...)` belongs to parameters with a different structure or different shapes. Pass "
         "the state that `init` returned for these parameters, or the state after the last step."
     )
 
@@ -557,10 +555,8 @@ def _check_state(name: str, state: Any, kind: type) -> None:
 
 
 def _check_params(name: str, params: optax.Params) -> None:
-    """Raise a `ValueError` unless there are floating-point parameters, all in bfloat16, float16 or float32."""
+    """Raise a `ValueError` unless all floating-point parameters are in bfloat16, float16 or float32."""
     _tree.check_tree(params, name)
-    if jax.tree.leaves(params) and not _tree.inexact_leaves(params):
-        raise ValueError(f"`{name}` must contain floating-point parameters, got {shown(params)}.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if _tree.is_floating(leaf) and not is_half(leaf) and leaf.dtype != jnp.float32:
             raise ValueError(

@@ -88,10 +88,18 @@ def as_float32(params: jax.Array) -> jax.Array:
     return join(params, jnp.zeros_like(params, jnp.uint16))
 
 
+def key_of(seed: np.uint32, leaf: int) -> np.ndarray:
+    """Return the key of a leaf, a ``uint32[2]``, that determines its random bits in all steps.
+
+    Args:
+      seed: a number that identifies the random bits of an optimizer.
+      leaf: the index of the leaf.
+    """
+    return _mixed(_mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed) + np.uint32(leaf))
+
+
 @partial(_compiled, static_argnums=1)
-def round_stochastically(
-    weights: jax.Array, dtype: jnp.dtype, seed: np.uint32, counter: jax.Array, leaf: int
-) -> jax.Array:
+def round_stochastically(weights: jax.Array, dtype: jnp.dtype, key: np.ndarray, counter: jax.Array) -> jax.Array:
     """Return float32 weights rounded to one of the two nearest 16-bit numbers at random.
 
     The probability of each of the two numbers is proportional to the distance of the weight from the other number, so
@@ -102,11 +110,10 @@ def round_stochastically(
     Args:
       weights: float32 weights.
       dtype: the dtype of the result, bfloat16 or float16.
-      seed: as in `_random_bits`.
+      key: as in `_random_bits`.
       counter: as in `_random_bits`.
-      leaf: as in `_random_bits`.
     """
-    upper = (_fixed_point(weights, dtype) + _random_bits(weights, seed, counter, leaf)) >> 16
+    upper = (_fixed_point(weights, dtype) + _random_bits(weights, key, counter)) >> 16
     return _half_number(weights, jnp.minimum(upper, _HALF_INFINITY[dtype.name] - np.uint32(1)), dtype)
 
 
@@ -117,7 +124,7 @@ def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
     The update of an unchanged parameter is -0.0, because adding -0.0 does not change any number.
     """
     is_equal = jax.lax.bitcast_convert_type(old, jnp.uint16) == jax.lax.bitcast_convert_type(new, jnp.uint16)
-    return jnp.where(is_equal, np.float32(-0.0), as_float32(new) - as_float32(old))
+    return jnp.where(is_equal, np.float32(-0.0), new.astype(jnp.float32) - old.astype(jnp.float32))
 
 
 def _float_bits(array: jax.Array) -> jax.Array:
@@ -142,41 +149,37 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
 
     For an infinite or NaN weight, the result is infinite or NaN instead.
     """
-    bits = _float_bits(weights)
-    infinity = _HALF_INFINITY[dtype.name]
-    nan = infinity | (np.uint32(1) << np.uint32(22 - _MISSING_BITS[dtype.name]))
-    magnitude = bits & _MAGNITUDE
-    upper = jnp.where(magnitude < _INFINITY, upper, jnp.where(magnitude == _INFINITY, infinity, nan))
-    return jax.lax.bitcast_convert_type(((bits >> 31 << 15) | upper).astype(jnp.uint16), dtype)
+    sign = _float_bits(weights) >> 31
+    finite = jax.lax.bitcast_convert_type(((sign << 15) | upper).astype(jnp.uint16), dtype)
+    return jnp.where(jnp.isfinite(weights), finite, weights.astype(dtype))
 
 
-def _random_bits(like: jax.Array, seed: np.uint32, counter: jax.Array, leaf: int) -> jax.Array:
+def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Array:
     """Return random 16-bit integers in a uint32 array with the shape of ``like``.
 
-    The integers are a hash of the seed, the counter, the leaf and the index of the element. The hash consists of a few
-    integer operations, which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated
-    time of `jax.random.bits` is longer than that of the rest of the step. On a mesh, the index of an element is its
-    index in the complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and
-    `jax.pmap`, the index of an element is its index in the local array.
+    The integers are a hash of the key, the counter and the index of the element. The hash consists of a few integer
+    operations, which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated time of
+    `jax.random.bits` is longer than that of the rest of the step. On a mesh, the index of an element is its index in
+    the complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and `jax.pmap`,
+    the index of an element is its index in the local array.
 
     The hash function is ``lowbias32`` by Christopher Wellons (https://nullprogram.com/blog/2018/07/31/), with a second
     key that is added after the first multiplication.
 
     Args:
       like: an array with the shape and the sharding of the result.
-      seed: a number that identifies the random bits of an optimizer.
+      key: the key of the leaf, from `key_of`.
       counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
-      leaf: the index of the leaf.
     """
-    keys = []
-    for constant in (0x9E3779B9, 0x85EBCA6B):
-        key = _mixed(jnp.uint32(constant) ^ seed)
-        key = _mixed(key + jnp.asarray(counter).astype(jnp.uint32))
-        keys.append(_mixed(key + jnp.asarray(leaf).astype(jnp.uint32)))
-    return _mixed(_indices(like) ^ keys[0], keys[1]) >> 16
+    counter = jnp.asarray(counter).astype(jnp.uint32)
+    step = _mixed(counter)
+    # XLA inserts the constant `key[0]` into the code of the kernel, so each leaf would need its own kernel. With an
+    # index that depends on the counter, leaves with the same shape use the same kernel, which XLA compiles only once.
+    first, second = (jax.lax.dynamic_slice(key, [index & 1], [1])[0] for index in (counter, ~counter))
+    return _mixed(_indices(like) ^ first ^ step, second + step) >> 16
 
 
-def _mixed(number: jax.Array, key: jax.Array | int = 0) -> jax.Array:
+def _mixed(number: Any, key: jax.Array | int = 0) -> Any:
     """Return a hash of uint32 numbers, whose upper 16 bits are well distributed."""
     number = ((number ^ (number >> 16)) * np.uint32(0x7FEB352D)) + key
     return (number ^ (number >> 15)) * np.uint32(0x846CA68B)

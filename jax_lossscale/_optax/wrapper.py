@@ -75,8 +75,7 @@ class Wrapper:
                 f"`{argument}` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
                 "Wrap the complete optimizer once."
             )
-        if not uses_half_parameters(inner_state):
-            self._warn(params)
+        self._warn(params, uses_half_parameters(inner_state))
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
     def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
@@ -87,25 +86,35 @@ class Wrapper:
         """
         return params if uses_half_parameters(inner_state) else _widened(params, loss_scale)
 
-    def _warn(self, params: optax.Params) -> None:
-        """Warn about float16 parameters whose updates would be lost.
+    def _warn(self, params: optax.Params, rounds_params: bool) -> None:
+        """Warn about float16 parameters whose updates or gradients would be lost.
 
         Float16 parameters may be unintentional, because some layers create their parameters in the dtype of their first
         input.
+
+        Args:
+          params: the parameters.
+          rounds_params: whether the inner optimizer contains a wrapper that trains 16-bit parameters.
         """
         with_paths = jax.tree_util.tree_leaves_with_path(params)
         paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
-        if paths and self.initial_loss_scale.checks_gradients:
-            is_lost = "" if self.takes_scaled_gradients else ", and unscaled gradients below 3e-8 are rounded to zero"
-            warn_user(
-                f"`init(params)` got {len(paths)} float16 parameters, the first at "
-                f"{jax.tree_util.keystr(paths[0])!r}. Updates that are smaller than 1/4096 of a float16 parameter are "
-                f"lost{is_lost}. To train float16 parameters without losing updates, wrap the optimizer in "
-                "`jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the parameters to float32 with "
-                "`params = jls.cast_floating(params, jnp.float32)`. If the parameters are in float16 by mistake, "
-                "initialize the layers with a float32 input, because some layers create parameters in the dtype of "
-                "their input."
+        is_safe = rounds_params and self.takes_scaled_gradients
+        if not paths or is_safe or not self.initial_loss_scale.checks_gradients:
+            return
+        problem, fix = "unscaled gradients below 3e-8 are rounded to zero", "Use bfloat16 or float32 parameters"
+        if not rounds_params:
+            lost = "updates that are smaller than 1/4096 of a float16 parameter are lost"
+            problem = lost if self.takes_scaled_gradients else f"{lost}, and {problem}"
+            fix = (
+                f"To train {'float16' if self.takes_scaled_gradients else 'bfloat16'} parameters without losing "
+                "updates, wrap the optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the "
+                "parameters to float32 with `params = jls.cast_floating(params, jnp.float32)`"
             )
+        warn_user(
+            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}, so "
+            f"{problem}. {fix}. If the parameters are in float16 by mistake, initialize the layers with a float32 "
+            "input, because some layers create parameters in the dtype of their input."
+        )
 
     def update(
         self,

@@ -140,7 +140,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       - ``"zero_gradients"``: all gradients of the last step were exactly zero.
       - ``"unscaled"``: most likely, the gradients are not scaled.
       - ``"loss"``, ``"nan"``, ``"infinity"``, ``"grads_finite"`` or ``"skip_if"``: the reason for the last recorded
-        step that was skipped or not finite.
+        step that was skipped or not finite. If the loss scale does not check the gradients, the name is ``"skip_if"``
+        if any earlier step was skipped.
       - ``"lower_bound"``: earlier steps, which were not recorded, lowered the loss scale to its lower bound.
       - ``"many_skips"``: many earlier steps were skipped, and they were not recorded.
 
@@ -194,8 +195,8 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     """Add all sentences of the report, and return the attribute ``cause`` of the report.
 
     ``add`` appends one or more sentences. Each function below adds the sentences about one part of the run.
-    `_about_earlier_steps`, `_about_gradients` and `_about_lost_params` also return the cause that they describe, or
-    ``None`` if they describe no cause.
+    `_about_earlier_steps`, `_about_gradients` and `_about_lost_params` also return the name of the cause that they
+    describe, or ``None`` if they describe no cause.
     """
     scale, kind = float(state.loss_scale()), type(state.loss_scale).__name__
     if state.loss_scale.checks_gradients:
@@ -306,17 +307,17 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, add: _Add) -> No
 def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add sentences about the earlier steps of a run whose last step was neither skipped nor non-finite.
 
-    Return the last recorded cause. If no step was recorded, return "skip_if" if gradients are not checked and steps
-    were skipped; otherwise, return "lower_bound", "many_skips" or ``None``.
+    Return the last recorded cause, or "skip_if" if the gradients are not checked and any step was skipped. If there is
+    no such cause, return "lower_bound", "many_skips" or ``None``.
     """
     loss_scale, record, skipped = state.loss_scale, state.last_bad_step, int(state.skipped_steps)
     cause = None if loss_scale.checks_gradients or not skipped else "skip_if"
-    nan_is_from_batch = False
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(_num_steps(state) - 1 - int(record.step))
         add(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
-        nan_is_from_batch = _conclude(record, loss_scale, add)
+        _conclude(record, loss_scale, add)
+    nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
     is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
     was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(monitoring.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
@@ -363,12 +364,8 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     return are_many or may_be_of_one_kind
 
 
-def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> bool:
-    """Add a conclusion from the recorded step and all later steps.
-
-    Return whether the recorded NaN was probably caused by the batch, because a later step at the same or a higher loss
-    scale was finite.
-    """
+def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> None:
+    """Add a conclusion that is based on all steps since the recorded step."""
     if record.cause == "loss":
         add(f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}")
         add(_IF_AGAIN)
@@ -391,8 +388,6 @@ def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> bool:
         else:
             add("A later step at the same or a higher loss scale was finite, so the batch is a possible cause.")
         add(_IF_AGAIN)
-        return bool(record.was_exceeded)
-    return False
 
 
 def _advise_on_many_skips(cause: str | None, loss_scale: LossScale, add: _Add) -> None:

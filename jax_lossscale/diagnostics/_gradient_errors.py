@@ -330,6 +330,8 @@ def errors_by_scale(
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     program = gradients.program
+    # `exact` contains the float32 gradients. `rounding` contains one measurement per leaf: the difference between the
+    # float32 gradients at slightly changed parameters and those in `exact`.
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
     scales = scales or _default_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
@@ -354,14 +356,18 @@ def errors_by_scale(
         except (RuntimeError, ValueError) as error:
             raise_unless_in_callback(error)
             run_time_errors[scale] = first_sentence(error)
+            # Without gradients at this scale, every element counts as not finite. The other fields of a measurement
+            # describe the float32 gradients, which do not depend on the scale.
             measurements = [
                 each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
                 for each, leaf in zip(rounding, exact.values(), strict=True)
             ]
         measured.append(measurements)
     leaves, total = reports_of(exact, measured, rounding)
-    losses = value, program.jaxpr.out_avals[0].dtype, float(reference_value)
-    return GradientErrors(gradients.dtype, leaves, total, scales, *losses, opaque_operations, run_time_errors)
+    loss_dtype, reference_value = program.jaxpr.out_avals[0].dtype, float(reference_value)
+    return GradientErrors(
+        gradients.dtype, leaves, total, scales, value, loss_dtype, reference_value, opaque_operations, run_time_errors
+    )
 
 
 def initial_scale(gradients: TracedGradients) -> float:

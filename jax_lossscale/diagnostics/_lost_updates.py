@@ -127,7 +127,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
                 f"{jax.tree_util.keystr(path)!r}."
             )
         nonzero, lost = map(int, _counts(param, update))
-        leaves.append(LeafLostUpdates(jax.tree_util.keystr(path), param.dtype.name, nonzero, lost))
+        leaves.append(LeafLostUpdates(jax.tree_util.keystr(path), jnp.result_type(param).name, nonzero, lost))
     return LostUpdates(tuple(sorted(leaves, key=lambda leaf: -leaf.fraction)))
 
 

@@ -95,6 +95,8 @@ class Search:
         if not trial.is_accurate:
             levels = _levels_without(self._too_small(self.gradients.measured(trial.scale)))
             trial = self._trial(np.maximum(trial.levels, levels))
+        # Each round raises up to twice as many levels as the previous one, so that few rounds are needed. `_lowered`
+        # corrects levels that were raised unnecessarily.
         most = 1
         while not trial.is_accurate and most < self._damages.size and self._can_continue():
             trial = self.raise_levels(trial, most)
@@ -108,11 +110,15 @@ class Search:
 
         If only a few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
         """
+        # A step raises the level of one site. It is an index of the flattened array `_damages`, whose columns 0 and 1
+        # contain the damage to the result and to the operands. A float32 result avoids the damage to the result, and
+        # float32 operands avoid both.
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
         raised = trial.levels.copy()
         np.maximum.at(raised, sites[left], levels[left])
+        # The last evaluations are needed to verify the policy and to determine the reasons for its rules.
         is_last = self.gradients.spent >= MOST_GRADIENTS - _RESERVED_GRADIENTS // 2 or len(left) == 0
         return self._trial(np.full_like(raised, probes.FLOAT32) if is_last else raised)
 
@@ -125,6 +131,8 @@ class Search:
             before = best
             for level in (probes.HALF, probes.FLOAT32_RESULT):
                 higher = order[best.levels[order] > level]
+                # The level is lowered for all sites of a part at once. If the result is not accurate, each half of the
+                # part is tried on its own.
                 parts = [higher] if len(higher) else []
                 while parts and self._can_continue():
                     part = parts.pop(0)

@@ -82,12 +82,12 @@ class Dataflow(Propagation[frozenset[int]]):
         self._locate_casts(nodes, location, is_matmul(eqn))
         if name == "div":
             self._divisions.add(location.column)
-        sources = [self.sites[node] for node in sorted(nodes) if node in self.sites]
-        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, sources)
+        operand_sites = [self.sites[node] for node in sorted(nodes) if node in self.sites]
+        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
         if derivative_of == "div" and name == "integer_pow":
             name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
-        elif name == "convert_element_type" and sources and sources[-1].operation in SUMS_OF_MANY | MATMULS:
-            name = sources[-1].operation  # the cast of a sum or matmul is reported as the sum or matmul
+        elif name == "convert_element_type" and operand_sites and operand_sites[-1].operation in SUMS_OF_MANY | MATMULS:
+            name = operand_sites[-1].operation  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
@@ -95,7 +95,7 @@ class Dataflow(Propagation[frozenset[int]]):
                 self.sites[node] = Site(name, location, variable.aval, derivative_of)
                 results.append(frozenset({node}))
             else:
-                results.append(nodes)
+                results.append(nodes)  # a result that is not measured has the nodes of the operands
         return results
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
@@ -116,7 +116,7 @@ class Dataflow(Propagation[frozenset[int]]):
         self.sources.append(sources)
         return len(self.sources) - 1
 
-    def _derivative_of(self, eqn: Any, location: Location, sources: Sequence[Site]) -> str:
+    def _derivative_of(self, eqn: Any, location: Location, operand_sites: Sequence[Site]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
 
         The operation and its derivative must come from the same expression in the source code.
@@ -124,16 +124,16 @@ class Dataflow(Propagation[frozenset[int]]):
         Args:
           eqn: the equation.
           location: the location of the equation.
-          sources: the measured results from which the operands of the equation are computed.
+          operand_sites: the measured results from which the operands of the equation are computed.
         """
         name = eqn.primitive.name
         if name not in _DERIVATIVE_PRIMITIVES or "jvp(" not in location.stack:
             return ""
         if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
-        for source in sources:
-            if source.location.column == location.column and (source.derivative_of or source.operation in _STEEP):
-                return source.derivative_of or source.operation
+        for site in operand_sites:
+            if site.location.column == location.column and (site.derivative_of or site.operation in _STEEP):
+                return site.derivative_of or site.operation
         return ""
 
 

@@ -44,6 +44,11 @@ def test_special_numbers():
     assert (report.nonzero, report.lost) == (7, 4)
 
 
+def test_the_dtype_is_that_of_the_comparison():
+    (leaf,) = lost_updates(np.ones(2, np.float64), np.full(2, 1e-9))
+    assert (leaf.dtype, leaf.lost) == ("float32", 2)
+
+
 def test_leaves_without_updates_are_ignored():
     params = {"frozen": jnp.ones(2), "none": None, "key": jax.random.key(0), "name": "relu", "empty": jnp.zeros(0)}
     updates = {"frozen": None, "none": None, "key": None, "name": None, "empty": jnp.zeros(0)}

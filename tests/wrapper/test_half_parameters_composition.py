@@ -27,6 +27,7 @@ from test_half_parameters import (
     step_of,
     trained,
 )
+from test_half_parameters import WRAPPERS as HALF_WRAPPERS
 from test_optimizers import OPTIMIZERS
 from test_optimizers import WRAPPERS as OPTAX_WRAPPERS
 
@@ -94,9 +95,13 @@ def test_strict_promotion_and_64_bits_do_not_change_the_result(wrapper):
         assert_same_bits(trained(wrapper(EXACT), start), expected)
 
 
-@all_wrappers
+def excluding_everything(inner):
+    return jls.half_precision_state(inner, exclude=lambda path: True)
+
+
+@pytest.mark.parametrize("wrapper", [*HALF_WRAPPERS.values(), excluding_everything])
 def test_float64_gradients_do_not_change_the_dtypes_of_the_state(wrapper):
-    params = params_in(F32 if wrapper is jls.half_precision_state else BF16)
+    params = params_in(F32 if wrapper in (jls.half_precision_state, excluding_everything) else BF16)
     tx = wrapper(optax.sgd(0.1, 0.9))
     state = tx.init(params)
     with enable_x64():
@@ -296,6 +301,7 @@ def test_training_under_autocast_reaches_the_loss_of_float32(gradients, dtype):
         assert final_loss(rounded, model_params(dtype), gradients(dtype)) > 1.5 * exact
 
 
+@pytest.mark.filterwarnings("ignore:.* float16 parameters")
 @pytest.mark.parametrize(("dtype", "loss_scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
 def test_mixed_precision_reaches_the_loss_of_float32(dtype, loss_scale):
     """A trainer that computes the gradients itself, as in tunix, with a model whose parameters have 16 bits."""

@@ -785,9 +785,10 @@ def test_a_copied_optimizer_shares_the_scale():
         pickle.dumps(mp.optimizer.update.__self__.shared)
 
 
-def test_float16_parameters_warn_about_small_gradients():
+@pytest.mark.parametrize("wrapper", [lambda tx: tx, jls.master_weights, jls.stochastic_rounding])
+def test_float16_parameters_warn_about_small_gradients(wrapper):
     with pytest.warns(UserWarning, match="unscaled gradients below 3e-8 are rounded to zero"):
-        jls.MixedPrecision(adam()).optimizer.init({"weights": jnp.zeros(8, jnp.float16)})
+        jls.MixedPrecision(wrapper(adam())).optimizer.init({"weights": jnp.zeros(8, jnp.float16)})
 
 
 def test_bfloat16_parameters_warn_that_they_are_not_used_in_float16():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_lossscale._optax.rounding import as_float32, join, round_stochastically, split, update_between
+from jax_lossscale._optax.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
 pytestmark = pytest.mark.as_for_users
 
@@ -19,6 +19,7 @@ NUMBERS = {
     for name, infinity in {"bfloat16": 0x7F80, "float16": 0x7C00}.items()
 }
 LARGEST = {name: numbers[-1] for name, numbers in NUMBERS.items()}
+KEY = key_of(np.uint32(1), 3)
 MODES = {"eager": lambda function: function, "jit": jax.jit}
 
 both_dtypes = pytest.mark.parametrize("name", DTYPES)
@@ -101,9 +102,7 @@ def test_every_nan_remains_nan():
         params, remainders = split(bits.view(np.float32), dtype)
         assert np.isnan(np.asarray(params, np.float32)).all()
         assert np.isnan(join(params, remainders)).all()
-        assert np.isnan(
-            np.asarray(round_stochastically(bits.view(np.float32), dtype, np.uint32(0), 0, 0), np.float32)
-        ).all()
+        assert np.isnan(np.asarray(round_stochastically(bits.view(np.float32), dtype, KEY, 0), np.float32)).all()
 
 
 @both_modes
@@ -116,7 +115,7 @@ def test_every_16_bit_number_is_its_own_weight(name, mode):
     again, remainders = mode(lambda weights: split(weights, DTYPES[name]))(exact)
     np.testing.assert_array_equal(bits_of(again), bits_of(params[is_number]))
     assert not remainders.any()
-    again = mode(lambda weights: round_stochastically(weights, DTYPES[name], np.uint32(1), 2, 3))(exact)
+    again = mode(lambda weights: round_stochastically(weights, DTYPES[name], KEY, 2))(exact)
     np.testing.assert_array_equal(bits_of(again), bits_of(params[is_number]))
 
 
@@ -151,7 +150,8 @@ def test_updates_lead_exactly_to_the_new_parameters(name, mode):
 
 def rounded_at(weights, name, counters, seed=0, leaf=0):
     """Return the bits of the weights, rounded at each of the counters."""
-    at = jax.jit(jax.vmap(lambda counter: round_stochastically(weights, DTYPES[name], np.uint32(seed), counter, leaf)))
+    key = key_of(np.uint32(seed), leaf)
+    at = jax.jit(jax.vmap(lambda counter: round_stochastically(weights, DTYPES[name], key, counter)))
     return bits_of(at(jnp.asarray(counters, jnp.int32)))
 
 
@@ -205,14 +205,14 @@ def test_roundings_of_neighbors_leaves_and_steps_are_uncorrelated(name):
 
 def test_random_bits_are_the_same_eagerly_and_for_every_shape_of_the_same_elements():
     weights = np.random.default_rng(0).normal(size=24).astype(np.float32)
-    flat = round_stochastically(weights, DTYPES["bfloat16"], np.uint32(5), jnp.int32(7), 2)
+    flat = round_stochastically(weights, DTYPES["bfloat16"], key_of(np.uint32(5), 2), jnp.int32(7))
     for shape in (24, 1), (4, 6), (2, 3, 4):
-        array = round_stochastically(weights.reshape(shape), DTYPES["bfloat16"], np.uint32(5), jnp.int32(7), 2)
+        array = round_stochastically(weights.reshape(shape), DTYPES["bfloat16"], key_of(np.uint32(5), 2), jnp.int32(7))
         np.testing.assert_array_equal(bits_of(array), bits_of(flat).reshape(shape))
     with jax.disable_jit():
-        again = round_stochastically(weights, DTYPES["bfloat16"], np.uint32(5), jnp.int32(7), 2)
+        again = round_stochastically(weights, DTYPES["bfloat16"], key_of(np.uint32(5), 2), jnp.int32(7))
     np.testing.assert_array_equal(bits_of(again), bits_of(flat))
-    scalar = round_stochastically(weights[0], DTYPES["bfloat16"], np.uint32(5), jnp.int32(7), 2)
+    scalar = round_stochastically(weights[0], DTYPES["bfloat16"], key_of(np.uint32(5), 2), jnp.int32(7))
     np.testing.assert_array_equal(bits_of(scalar), bits_of(flat)[0])
 
 
