@@ -288,7 +288,8 @@ def half_precision_state(
     `stochastic_rounding`, but with a different hash, so the same seed can be used for both wrappers.
 
     Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are also cast
-    to float32 before each step, unless they are excluded. An old float32 state of the inner optimizer, inserted with
+    to float32 before each step, unless they are excluded. Exclude them if the inner optimizer requires their dtype, as
+    `optax.apply_if_finite` does. An old float32 state of the inner optimizer, inserted with
     ``state._replace(inner_state=old_state)``, is rounded in the first step. No other step changes the dtype of an array
     in the state.
 
@@ -320,8 +321,8 @@ def half_precision_state(
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_rounded and leaf.dtype == jnp.float32:
-                key = key_of(bits_seed, index)
-                leaves[index] = round_stochastically(leaf, jnp.dtype(jnp.bfloat16), key, counter)
+                bfloat16 = jnp.dtype(jnp.bfloat16)
+                leaves[index] = round_stochastically(leaf, bfloat16, key_of(bits_seed, index), counter)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
