@@ -10,7 +10,7 @@ from types import FrameType
 
 import jax
 
-# Stack frames of files in the folders of JAX and of this library are not part of the user's code.
+# A stack frame whose file is in one of these folders is not part of the user's code.
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
 
 

@@ -123,7 +123,7 @@ def _of_array(value: Any) -> Interval:
 
 
 def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
-    """Return the interval between the smallest and largest numbers, after conversion to a dtype."""
+    """Return the interval from the smallest to the largest of the numbers, after they are converted to ``dtype``."""
     is_unknown = any(map(math.isnan, numbers))  # Arithmetic on infinite bounds can result in NaN.
     low, high = UNKNOWN if is_unknown else (float(min(numbers)), float(max(numbers)))
     if jnp.issubdtype(dtype, jnp.floating):

@@ -64,7 +64,7 @@ def batch_dimensions(node: Node, makers: Mapping[ValueId, Node]) -> tuple[tuple[
 
 
 def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
-    """Return the dimensions of the operand in which the indices of a gather select a position."""
+    """Return the dimensions of the operand from which a gather reads a single position, given by its indices."""
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     # A slice that has the full length of the operand and must be inside the operand starts at 0, so its index has no
@@ -150,7 +150,10 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
 
 
 def is_masked_pool(eqn: Any) -> bool:
-    """Return whether an equation is a max pool whose windows divide a float32 array into at most 256 elements each."""
+    """Return whether an equation is a max pool of a float32 array whose gradient can be computed with a mask.
+
+    The windows must divide the array evenly, without padding, and contain at most 256 elements each.
+    """
     if eqn.primitive.name != "reduce_window_max" or not is_float32(eqn.invars[0].aval):
         return False
     params = eqn.params

@@ -331,7 +331,7 @@ def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) ->
 def _with_reasons(
     graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
-    """Return a graph whose name stacks contain the reasons for float32 matmuls, and a dictionary of these reasons.
+    """Add the reason for each float32 matmul to its name stack. Return the new graph and a dictionary of the reasons.
 
     Args:
       graph: the graph.

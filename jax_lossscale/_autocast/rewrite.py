@@ -263,9 +263,9 @@ class Rewriting:
         ((function, *_),), (plan,) = subjaxprs(eqn).jaxprs, call.plans
         if closed.eqns is function.eqns:
             return self.declared(plan, closed, inputs, call.results)
-        # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals,
-        # which are not cast to their declared dtypes. The cotangents that a backward pass returns are cast by
-        # `custom_rules`.
+        # The forward pass of a `jax.custom_vjp` function returns the results of the function, followed by residuals.
+        # The results are cast to their declared dtypes, but the residuals are not. `custom_rules` casts the cotangents
+        # that a backward pass returns.
         is_custom_vjp = eqn.primitive.name == "custom_vjp_call"
         num_declared = len(eqn.outvars) if is_custom_vjp else len(closed.out_avals)
         # A residual that the forward pass computes from constants alone is a constant in the backward pass.

@@ -76,7 +76,7 @@ class Rule:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
-        # The jaxpr in the parameters of a scatter-add only adds two numbers, so a scatter-add is not opaque.
+        # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so it is treated like other arithmetic.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)

@@ -70,8 +70,8 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
-        # A node that forms a segment of its own may depend on the other nodes of its level, but the other nodes do not
-        # depend on this node.
+        # The nodes in `alone` come last, because they may depend on other nodes of the same level. No other node of
+        # this level depends on them.
         if level in together:
             groups.append(_with_makers(graph, together[level], makers))
         groups += [[position] for position in alone[level]]

@@ -80,7 +80,7 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that computes the same values as ``fun``, but whose backward pass starts with the loss scale.
+    """Return a function with the same values as ``fun``, whose gradients are multiplied by the loss scale.
 
     Args:
       fun: a scalar-valued function.

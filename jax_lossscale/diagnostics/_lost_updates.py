@@ -108,7 +108,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
         _tree.check_tree(tree, f"lost_updates({argument}=...)")
         if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves(tree)):
             raise ValueError(
-                f"`lost_updates({argument}=...)` got traced or abstract arrays, whose values are not known. Return the "
+                f"`lost_updates({argument}=...)` must be concrete arrays, got traced or abstract arrays. Return the "
                 "parameters and the updates from the jitted function, and call `lost_updates` outside of it."
             )
     structure: Any

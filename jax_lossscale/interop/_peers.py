@@ -18,7 +18,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def one_dynamic(library: str, loss_scale: Any) -> DynamicLossScale:
-    """Return ``loss_scale``, or raise a `ValueError` if it cannot be converted to a dynamic loss scale of a library."""
+    """Return ``loss_scale`` unchanged if it is a single `DynamicLossScale`; otherwise, raise a `ValueError`."""
     if not isinstance(loss_scale, DynamicLossScale) or np.ndim(loss_scale.current_loss_scale):
         raise ValueError(
             f"`to_{library}(loss_scale=...)` must be one `DynamicLossScale`, got {loss_scale!r}. Convert a batch of "
