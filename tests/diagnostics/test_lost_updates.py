@@ -66,11 +66,7 @@ def test_bad_input():
         lost_updates(params, {"v": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"must have the same shapes, got \(2,\) and \(3,\) at \"\['w'\]\""):
         lost_updates(params, {"w": jnp.ones(3)})
-    with pytest.raises(
-        ValueError, match=r"`lost_updates\(params=...\)` must be concrete arrays, got traced or"
-    ):
+    with pytest.raises(ValueError, match=r"`lost_updates\(params=...\)` must be concrete arrays, got traced or"):
         jax.jit(lambda params: lost_updates(params, {"w": jnp.ones(2)}).fraction)(params)
-    with pytest.raises(
-        ValueError, match=r"`lost_updates\(updates=...\)` must be concrete arrays, got traced or"
-    ):
+    with pytest.raises(ValueError, match=r"`lost_updates\(updates=...\)` must be concrete arrays, got traced or"):
         lost_updates(params, jax.eval_shape(lambda: params))
