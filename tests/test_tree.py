@@ -491,3 +491,16 @@ def test_leaves_stay_on_their_devices_with_one_dispatch_per_device(monkeypatch):
             calls.clear()
             cast(together)
             assert len(calls) == number
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths", "crc"),
+    [
+        ({"a": 1, "b": [None, 2]}, ["['a']", "['b'][0]", "['b'][1]"], 672161751),
+        ({"w0": [None, 1]}, ["['w0'][0]", "['w0'][1]"], 3160272883),
+    ],
+)
+def test_hash_of_paths_is_an_int32_number_that_never_changes(tree, paths, crc):
+    """Checkpoints contain the hash. Each ``None`` counts as a leaf."""
+    assert _tree.paths_of(tree) == paths
+    assert _tree.hash_of_paths(tree) == crc % 2**31
