@@ -140,7 +140,7 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 # more lines, increase the limit and name the capability here.
 # Last increase: `master_weights`, `stochastic_rounding`, `half_precision_state`, `float32_params`, `lost_updates`, and
 # gradients of max pools under `autocast`. Version 0.6.0 had 10,142 lines.
-MOST_LINES = 10_130
+MOST_LINES = 10_142
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

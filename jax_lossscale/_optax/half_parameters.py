@@ -321,8 +321,7 @@ def half_precision_state(
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_rounded and leaf.dtype == jnp.float32:
-                bfloat16 = jnp.dtype(jnp.bfloat16)
-                leaves[index] = round_stochastically(leaf, bfloat16, key_of(bits_seed, index), counter)
+                leaves[index] = round_stochastically(leaf, jnp.dtype("bfloat16"), key_of(bits_seed, index), counter)
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:
