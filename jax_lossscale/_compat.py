@@ -13,8 +13,6 @@ from typing import Any
 
 import jax
 
-_JAX = jax.__version_info__
-
 
 def new_cache_context() -> Any:
     """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
@@ -35,7 +33,7 @@ def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def axes_varied_over(array_type: Any) -> frozenset[str]:
     """Return the mesh axes over which an array varies, given its `jax.typeof` or a `jax.ShapeDtypeStruct`."""
-    if _JAX >= (0, 10, 0):
+    if jax.__version_info__ >= (0, 10, 0):
         manual = array_type.manual_axis_type
         return frozenset() if manual is None else manual.varying
     return array_type.vma or frozenset()  # needed before jax 0.10.0
