@@ -70,7 +70,8 @@ def _leaky_relu(slope: float) -> ByResult:
         is_negative = jax.lax.bitcast_convert_type(y, jnp.int32) < 0
         return tangent * jnp.where(is_negative, slope, 1).astype(tangent.dtype)
 
-    return ByResult(lambda x: jnp.where(x >= 0, x, (slope * as_float32(x)).astype(x.dtype)), derivative)
+    # The absolute value changes only -0, whose derivative is 1 in JAX.
+    return ByResult(lambda x: jnp.where(x >= 0, jnp.abs(x), (slope * as_float32(x)).astype(x.dtype)), derivative)
 
 
 @functools.cache

@@ -459,3 +459,8 @@ def test_derivative_of_a_leaky_relu_of_tiny_numbers(dtype):
 
     found, expected = derivative(lambda f: jls.autocast(f, dtype)), derivative(lambda f: f)
     np.testing.assert_allclose(found, expected, rtol=1e-2)
+
+
+def test_derivative_of_a_leaky_relu_at_zero():
+    half = jax.grad(jls.autocast(lambda x: (jax.nn.leaky_relu(x) @ jnp.eye(2)).sum()))(jnp.array([-0.0, 0.0]))
+    np.testing.assert_array_equal(half, [1, 1])
