@@ -31,7 +31,7 @@ OLDEST = dict(re.findall(r"(\w+)>=([\d.]+)", "\n".join(DEPENDENCIES)))
 
 # The tests of the core need these packages in addition to the dependencies, in any version that works with an old JAX.
 QUICK_TOOLS = ["flatbuffers", "hypothesis", "pytest", "pytest-xdist"]
-TOOLS = [*QUICK_TOOLS, "cloudpickle", "equinox", "flax", "orbax-checkpoint"]
+TOOLS = [*QUICK_TOOLS, "cloudpickle", "equinox", "flax", "jmp", "orbax-checkpoint"]
 CORE = [
     *("tests/test_tree.py", "tests/test_golden.py", "tests/test_versions.py"),
     *("tests/loss_scales", "tests/measure", "tests/gradients", "tests/autocast", "tests/wrapper", "tests/diagnostics"),

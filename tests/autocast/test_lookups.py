@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import set_mesh
+from any_jax import set_mesh, skip_before
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reading import distance, equations, result_dtypes
@@ -66,6 +66,8 @@ def dtypes_of_lookups(function, dtype=jnp.float16):
 
 @pytest.mark.parametrize("function", IN_HALF.values(), ids=IN_HALF)
 def test_lookup_is_in_half_precision(function):
+    if function is IN_HALF["with positions"]:
+        skip_before("0.8.0", "the jaxpr of this sum contains another broadcast")
     assert dtypes_of_lookups(function) == {HALF}
     assert dtypes_of_lookups(function, jnp.bfloat16) == {"bfloat16"}
 

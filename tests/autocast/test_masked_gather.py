@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import set_mesh
+from any_jax import needs_jax, set_mesh, skip_before
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reading import distance, equations
@@ -80,6 +80,8 @@ def largest_scatter_add(function, *args):
 
 @pytest.mark.parametrize("name", [*MASKED, *NOT_MASKED])
 def test_only_the_gradient_of_a_gather_of_one_position_is_a_mask(name):
+    if name == "a lookup of columns":
+        skip_before("0.8.0", "the compiled float32 gradient on a CPU is wrong")
     loss = sum_of((MASKED | NOT_MASKED)[name])
     half = jls.autocast(loss)
     expected, found = (largest_scatter_add(jax.grad(f), W, X, INDEX) for f in (loss, half))
@@ -157,6 +159,8 @@ def test_masks_under_transformations(transformed):
 )
 def test_masks_on_a_mesh(axis_type, spec):
     """With explicit axes, JAX supports logits that are sharded over the batch, but not over the vocabulary."""
+    if axis_type is AxisType.Explicit:
+        skip_before("0.8.0", "the gradient of this matmul needs an `out_sharding`")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     over_batch = P("data") if axis_type is AxisType.Explicit else P()
 
@@ -173,6 +177,7 @@ def test_masks_on_a_mesh(axis_type, spec):
         assert distance(jax.jit(jax.grad(loss))(W, x, index), half(W, x, index)) < 1e-2
 
 
+@needs_jax("0.10.0", "`.at[...].get` does not support these indices")
 @pytest.mark.parametrize("mode", ["clip", "promise_in_bounds"])
 @pytest.mark.parametrize(("dtype", "length"), [("int8", 300), ("int16", 70_000)])
 def test_dtype_of_the_index_need_not_represent_all_positions(dtype, length, mode):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_jax import needs_jax, needs_optax
 from kinds import assert_same_bits
 
 import jax_lossscale as jls
@@ -136,6 +137,7 @@ def test_random_bits_change_with_every_step_seed_and_leaf():
             assert 0.4 < np.mean(array == other) < 0.6
 
 
+@needs_jax("0.10.0", "XLA writes different numbers into the code of each kernel")
 def test_leaves_with_the_same_shape_have_the_same_kernels():
     """XLA compiles identical kernels only once, so the compile time does not grow with the number of these leaves."""
     tx = jls.stochastic_rounding(jls.half_precision_state(optax.adam(1e-3)))
@@ -187,9 +189,7 @@ def test_parameters_and_state_use_different_random_bits_with_the_same_seed():
 
 def test_float32_arrays_of_the_state_are_stored_in_bfloat16():
     params = params_in(F32)
-    inner = optax.chain(
-        optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3), optax.trace(0.9, accumulator_dtype=F16)
-    )
+    inner = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-3), optax.trace(0.9, accumulator_dtype=F16))
     state = jls.half_precision_state(inner).init(params)
     expected = jax.tree.map(
         lambda leaf: leaf.astype(BF16) if leaf.dtype == F32 and leaf.ndim else leaf, inner.init(params)
@@ -484,6 +484,7 @@ def test_masked_trains_the_leaves_of_the_mask():
 
 @ci
 @pytest.mark.parametrize("scaled", [lambda tx: tx, lambda tx: jls.loss_scaled(tx, None)], ids=["plain", "scaled"])
+@needs_optax("0.2.5", "`MultiSteps` does not accept strings as extra arguments")
 @pytest.mark.parametrize("place", ["inside", "outside"])
 def test_multi_steps_change_parameters_only_in_the_last_step(place, scaled):
     def tx_of(wrapper):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import enable_x64, set_mesh
+from any_jax import enable_x64, needs_jax, set_mesh
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -302,6 +302,7 @@ def test_training_under_autocast_reaches_the_loss_of_float32(gradients, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.* float16 parameters")
+@needs_jax("0.7.2", "there is no `jax.new_ref`")
 @pytest.mark.parametrize(("dtype", "loss_scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
 def test_mixed_precision_reaches_the_loss_of_float32(dtype, loss_scale):
     """A trainer that computes the gradients itself, as in tunix, with a model whose parameters have 16 bits."""
@@ -331,6 +332,8 @@ class Model(nnx.Module):
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @all_wrappers
 def test_nnx_optimizer(wrapper, scaled):
+    if wrapper is jls.master_weights and flax.__version__ < "0.12":
+        pytest.skip("before flax 0.12, the state of `nnx.Optimizer` cannot contain None")
     model = Model(nnx.Rngs(0))
     tx = wrapper(optax.sgd(1e-3, 0.9))
     optimizer = nnx.Optimizer(model, jls.loss_scaled(tx, None) if scaled else tx, wrt=nnx.Param)
@@ -344,7 +347,7 @@ def test_nnx_optimizer(wrapper, scaled):
     for _ in range(3):
         step(model, optimizer)
     params = nnx.state(model, nnx.Param)
-    assert jax.tree.map(lambda leaf: leaf.dtype, params) == jax.tree.map(lambda leaf: leaf.dtype, before)
+    assert [leaf.dtype for leaf in jax.tree.leaves(params)] == [leaf.dtype for leaf in jax.tree.leaves(before)]
     assert not np.array_equal(params["norm"]["bias"][...], before["norm"]["bias"][...])
     if wrapper is jls.master_weights:
         weights = jls.float32_params(params, optimizer.opt_state)
