@@ -283,7 +283,7 @@ def test_final_losses_of_16_bit_parameters():
         assert largest(column, "pinn") <= 0.16
     for column in ("master weights", "master weights, half-precision state"):
         assert largest(column, "pinn") <= 0.05
-    assert "(up to 0.16%) are larger than those of master weights (up to 0.05%)" in page
+    assert "with stochastic rounding (up to 0.16%) than with master weights (up to 0.05%)" in page
     assert largest("float32, half-precision state") <= 0.05
     assert "**With float32 parameters and a half-precision state**, the difference is at most 0.05%" in page
     nearest = {name: cells["rounded to nearest"] for name, cells in of_name.items()}

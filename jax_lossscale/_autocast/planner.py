@@ -273,7 +273,7 @@ class Planner:
         return found
 
     def _recomputes(self, within: tuple[Any, ...]) -> bool:
-        """Return whether segments inside the equations ``within`` are recomputed.
+        """Return whether the backward pass recomputes segments that are inside the equations ``within``.
 
         A `while` loop has no backward pass, so the segments in it are never recomputed.
         """

@@ -80,8 +80,8 @@ class Rule:
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Rules of the policy do not apply to data movement, with three exceptions: gathers, which may read a rounded
-        # table; data movement between devices (such as an all-gather); and placements (such as `pvary`). The transposes
+        # Rules of the policy do not apply to data movement, with three exceptions: gathers, because the table may be
+        # rounded; data movement between devices, such as an all-gather; and placements, such as `pvary`. The transposes
         # of an all-gather and of `pvary` are sums.
         exceptions = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
         is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions

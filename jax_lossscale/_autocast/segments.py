@@ -111,7 +111,7 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
 
 
 def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node. For each node, ``is_counted`` specifies whether the node separates segments."""
+    """Return the level of each node, which is higher than the levels of counted nodes from which it is computed."""
     levels: list[int] = []
     of_value: dict[ValueId, int] = {}
     after_effects = 0  # ensures that effects remain in order

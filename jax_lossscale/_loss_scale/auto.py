@@ -27,8 +27,8 @@ LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and
 _LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
 _LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
 _LOG2_LEAST_MARGIN = 1
-# Upper limit, in bits, for the sum of the new margin and the previous magnitude of the allowance. The limit applies if
-# gradients overflow even though the scale is below its target. Normal float16 numbers span 30 powers of two.
+# If gradients overflow even though the scale is below its target, the new margin is at most this number of bits minus
+# the magnitude of the allowance. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # The base-2 logarithm of the target that is used until the first nonzero gradient. If all gradients of a step are zero,
 # the scale is set to 2**39, 1 bit below this target. At this scale, gradients above 2**-64 do not underflow in float16.

@@ -540,8 +540,8 @@ def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: che
 
 def _error_of_other_parameters(name: str) -> ValueError:
     return ValueError(
-        f"`{name}(...).update(state=...)` belongs to parameters with a different structure or different shapes. Pass "
-        "the state that `init` returned for these parameters, or the state after the last step."
+        f"`{name}(...).update(state=...)` must belong to these parameters, got the state of parameters with a "
+        "different structure or different shapes. Pass the state that `init` or the last `update` returned."
     )
 
 

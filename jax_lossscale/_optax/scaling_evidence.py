@@ -25,8 +25,8 @@ _FIRST_STEPS = 10  # number of steps in which evidence is collected
 _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
 # If the gradients are not scaled, `largest` must be at least this many bits smaller in every later step than in the
-# first step. The limit is below 5, because 6 of the first 10 steps can be evidence only if the scale of a new
-# `AutoLossScale` grows by at least 5 bits in the second step.
+# first step. With a new `AutoLossScale`, 6 of the first 10 steps can be evidence only if the scale grows by at least 5
+# bits in the second step. The limit is below these 5 bits.
 _LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report
@@ -61,7 +61,7 @@ def no_evidence() -> ScalingEvidence:
 
 
 def with_step(evidence: ScalingEvidence, scale: jax.Array, largest: jax.Array) -> ScalingEvidence:
-    """Return the `ScalingEvidence` after a step, which includes the measurements of this step.
+    """Return the `ScalingEvidence` from all steps up to and including this step.
 
     A step changes the `ScalingEvidence` only if its largest gradient is finite and positive. Only the first 10 of these
     steps are used.

@@ -282,9 +282,9 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves. Among scales with the same number of inaccurate leaves, the
-        best scale has the smallest relative error of the whole gradient, rounded to one digit. Among scales with the
-        same rounded error, the largest is returned, because the fewest gradients underflow at the largest scale.
+        The best scale has the fewest inaccurate leaves. If several scales have the same number, the relative errors of
+        the whole gradient are rounded to one digit, and the scale with the smallest error is the best. If several
+        rounded errors are equal, the largest scale is the best, because the fewest gradients underflow.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))

@@ -213,7 +213,7 @@ def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) 
 
 
 class _Origin(NamedTuple):
-    """The origin of a float32 value. If a value has several origins, the origin with the lowest rank is reported.
+    """The reason why a value is float32. If there are several reasons, the one with the lowest rank is reported.
 
     Attributes:
       rank: the kind of origin. The rank of an origin is 0 for an operation that promotes half precision to float32, 1
