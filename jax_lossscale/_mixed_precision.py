@@ -146,9 +146,9 @@ class MixedPrecision:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
-          arguments: not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``, it calls `loss` with
-            the arguments of a loss function. The error message then shows the fix.
-          keywords: not supported, like ``arguments``.
+          arguments: further arguments are not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``,
+            it calls `loss` with the arguments of a loss function. The error message then shows the fix.
+          keywords: keyword arguments are not supported either.
 
         Returns:
           A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
@@ -470,9 +470,9 @@ class _UnscaledWrapper(Wrapper):
         if self.dtype == jnp.float16 and in_bfloat16 and not rounds_params:
             warn_user(
                 f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
-                f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
-                "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 "
-                "values. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 "
+                f"{jax.tree_util.keystr(arrays[0][0])!r}). `MixedPrecision` converts only float32 values, so their "
+                "matrix multiplications are computed in float16 only if the model casts the parameters to float32. "
+                "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 "
                 "parameters without losing updates, use "
                 "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. Otherwise, load the "
                 "parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`."

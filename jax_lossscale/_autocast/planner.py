@@ -127,7 +127,7 @@ class Planner:
         into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
-        # a node, so they are added here, by the same rule as results. They are cast once, before all nodes.
+        # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}

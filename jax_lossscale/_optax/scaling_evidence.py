@@ -24,9 +24,9 @@ from jax.typing import ArrayLike
 _FIRST_STEPS = 10  # number of steps in which evidence is collected
 _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
-# If the gradients are not scaled, `largest` must be at least this many bits smaller in every later step than in the
-# first step. With a new `AutoLossScale`, 6 of the first 10 steps can be evidence only if the scale grows by at least 5
-# bits in the second step. The limit is below these 5 bits.
+# Minimum decrease of `largest` since the first step, in bits. A step with a smaller decrease contradicts the assumption
+# that the gradients are not scaled. With a new `AutoLossScale`, 6 of the first 10 steps can be evidence only if the
+# scale grows by at least 5 bits in the second step. The limit is below these 5 bits.
 _LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report

@@ -50,8 +50,8 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     if _steps_late():
         warn_user(
             f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
-            f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
-            f"`increment_period={interval}`."
+            f"`increment_period` becomes {interval + 1}. If the scale should grow after {interval} steps, "
+            f"set `increment_period={interval}`."
         )
     floor = theirs.minimum_scale or float(jnp.finfo(jnp.float32).tiny)
     return DynamicLossScale(
