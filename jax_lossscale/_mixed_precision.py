@@ -75,9 +75,9 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, and if
-        neither `jax.set_mesh` nor the parameters that are passed to ``mp.optimizer.init`` determine these devices. It
-        is not needed if the arguments of the step are on all devices, in the order of `jax.make_mesh`.
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices that are
+        determined neither by `jax.set_mesh` nor by the parameters passed to ``mp.optimizer.init``. It is not needed if
+        the arguments of the step are on all devices, in the order of `jax.make_mesh`.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -234,7 +234,7 @@ class MixedPrecision:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
+            """If the object is used as an optimizer, raise an `AttributeError` that suggests `mp.optimizer`."""
             hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
             raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -460,8 +460,8 @@ class _UnscaledWrapper(Wrapper):
     def _warn(self, params: optax.Params, rounds_params: bool) -> None:
         """Warn about float16 parameters, and about models with only bfloat16 parameters.
 
-        `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
-        as the frozen base of float32 adapters, or if the optimizer contains a wrapper that trains 16-bit parameters.
+        `autocast` converts only float32 values. There is no warning if only some of the parameters (such as a frozen
+        base with float32 adapters) are bfloat16, or if the optimizer contains a wrapper that trains 16-bit parameters.
         """
         super()._warn(params, rounds_params)
         with_paths = jax.tree_util.tree_leaves_with_path(params)

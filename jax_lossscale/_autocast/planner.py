@@ -232,7 +232,7 @@ class Planner:
 
         Returns:
           The segments, and the set of all values that are stored in half precision. This set contains the values in
-          ``half`` and, if the policy requires it, the values of the residual streams that are not constants.
+          ``half`` and, if the policy requires it, the non-constant values of the residual streams.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
@@ -301,7 +301,7 @@ def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> tuple[bo
 
 
 def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> tuple[bool, ...]:
-    """Return, for each result of a node that contains jaxprs, whether it is part of a half-precision residual stream.
+    """Return whether each result of a node that contains jaxprs is part of a half-precision residual stream.
 
     ``stream`` contains the operands that are part of the residual stream.
     """
@@ -315,7 +315,7 @@ def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> tuple[b
 def _results_of_any_dtype(eqn: Any) -> range:
     """Return the positions of the results that may be in half precision although the jaxpr declares float32.
 
-    These are all results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
+    These are the results of all primitives in `OF_ANY_DTYPE`, and the stacked results of a scan.
     """
     number = len(eqn.outvars)
     if eqn.primitive.name in OF_ANY_DTYPE:
@@ -352,7 +352,7 @@ def _with_reasons(
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph and node plans in which each function found by `by_result` is a single node."""
+    """Return a graph in which each function found by `by_result` is a single node, and the plans of its nodes."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half, constants):
         nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
@@ -365,7 +365,7 @@ def gives_half_result(plan: Plan, position: int) -> bool:
 
 
 def _is_half(atom: ValueId | Literal, half: Set[ValueId]) -> bool:
-    """Return whether an operand or a result is a value, not a literal, that is stored in half precision."""
+    """Return whether an operand or a result is a value in half precision. For a literal, the result is False."""
     return not isinstance(atom, Literal) and atom in half
 
 

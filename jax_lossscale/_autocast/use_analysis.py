@@ -93,7 +93,7 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
 
 
 def takes_half(node_plan: NodePlan) -> bool:
-    """Return whether a node rounds its float32 operands to half precision if they are stored in float32."""
+    """Return whether a node rounds those of its operands to half precision that are stored in float32."""
     return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
@@ -112,7 +112,7 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 
 
 def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: ClosedJaxpr) -> list[int]:
-    """Return the positions of the lookups (gathers) that read an argument of the graph in half precision.
+    """Return the positions of the lookups (gathers) that read a half-precision copy of an argument of the graph.
 
     A lookup only copies numbers, so rounding its operand gives the same numbers as rounding its result. If the argument
     is rounded before the lookup, XLA sends half as many bytes between the devices over which the argument is sharded.
@@ -177,9 +177,10 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    From this cotangent, two others are computed: that of the bias by a sum, and that of the half-precision value to
-    which the bias is added by rounding. If the cotangent of the result is already in half precision, it is not rounded,
-    because the optimization barrier of the rounding would prevent fusion.
+    Two other cotangents are computed from this cotangent: the sum of its elements is the cotangent of the bias, and
+    rounding it gives the cotangent of the half-precision value to which the bias is added. If the cotangent of the
+    result is already in half precision, it is not rounded, because the optimization barrier of the rounding would
+    prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)
@@ -218,8 +219,8 @@ def _with_float32_cotangents(
     """Return the values whose cotangents are computed in float32.
 
     A value is included if it is a float32 operand of any operation. A value that is not stored in half precision is
-    also included if the graph returns it, or if it is used several times. In the latter case, each use rounds the
-    value, and the rounded cotangents are added in float32.
+    also included if the graph returns it, or if it is used several times. In the latter case, the value is rounded
+    separately for each use, and the rounded cotangents of these uses are added in float32.
     """
     found = {*value_ids(graph.outputs)} - half
     uses: Counter[ValueId] = Counter()

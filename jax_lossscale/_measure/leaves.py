@@ -53,7 +53,7 @@ def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
 
 
 def _filled(vectors: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Yield lists of consecutive vectors with at most `_BLOCK` elements in total."""
+    """Yield lists of consecutive vectors, where the vectors in each list have at most `_BLOCK` elements in total."""
     block: list[jax.Array] = []
     size = 0
     for vector in vectors:

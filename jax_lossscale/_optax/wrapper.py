@@ -35,7 +35,7 @@ _Stepped = tuple[chex.ArrayTree, LossScaledState]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """An inner optimizer with the options of `loss_scaled`, and the methods of the wrapped transformation.
+    """An inner optimizer, the options of `loss_scaled` for it, and the methods of the resulting transformation.
 
     Attributes:
       takes_scaled_gradients: whether the gradients must be divided by the loss scale. Otherwise, they are unscaled.

@@ -66,7 +66,7 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Apply the changes in copies of nnx objects, as returned by `changes`, to the original objects."""
+    """Copy the changes that were made to copies of nnx objects, as returned by `changes`, to the original objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
