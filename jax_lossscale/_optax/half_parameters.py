@@ -587,6 +587,6 @@ def _check_no_loss_scale(name: str, inner_state: optax.OptState) -> None:
     """Raise a `ValueError` if the inner optimizer contains a loss scale."""
     if _tree.instances(inner_state, LossScale):
         raise ValueError(
-            f"`{name}(inner=...)` contains a `loss_scaled`. It must be the outer wrapper, because it unscales gradients. "
-            f"Use the opposite order: `loss_scaled({name}(adamw))`."
+            f"`{name}(inner=...)` contains a `loss_scaled`. It must be the outer wrapper, because it unscales the "
+            f"gradients. Use the opposite order: `loss_scaled({name}(adamw))`."
         )
