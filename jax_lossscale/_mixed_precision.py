@@ -383,7 +383,7 @@ class _SharedLossScale:
             self._value.reset(token)
 
     def place_like(self, params: Any) -> None:
-        """Select the devices of the parameters for the reference, if the parameters are committed to devices.
+        """If the parameters are committed to devices, select these devices for the reference.
 
         This has no effect after the reference has been created. A single CPU is ignored if there is an accelerator,
         because parameters that were created on the CPU are usually moved to the accelerator before the first step.

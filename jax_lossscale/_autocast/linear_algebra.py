@@ -52,9 +52,9 @@ class Feeding:
     - Results that are not floats do not propagate reasons. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
-    The reasons for the arguments of a jaxpr are cached for each combination of reasons for its results, because the
-    analysis of a loop visits its body several times. An equation that `subjaxprs` does not support, such as a kernel,
-    is treated as one operation.
+    The analysis of a loop visits its body several times. Therefore, the reasons for the arguments of a jaxpr are cached
+    for each combination of reasons for the results of the jaxpr. An equation that `subjaxprs` does not support, such as
+    a kernel, is treated as one operation.
     """
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ added at the same position. The gradient can then be computed with a mask, which
 
 The gradient of a gather is computed in this way if its indices select one position of each batch element, and the batch
 has at least two elements. In all other dimensions, the gather must read whole slices. A batch dimension is either a
-batching dimension of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n),
-index]``. An embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is
-still a scatter-add, because a mask would be as large as the whole table.
+batching dimension of the gather, or a dimension whose indices are an iota, as in ``x[jnp.arange(n), index]``. An
+embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is still a
+scatter-add, because a mask would be as large as the whole table.
 
 JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles into three kernels on GPUs.
 For each window, one of them writes the position of the maximum as one 32-bit index per dimension, and another kernel
@@ -102,7 +102,7 @@ def _counted_dimension(atom: Any, makers: Mapping[ValueId, Node]) -> int | None:
 
 
 def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -> list[Any]:
-    """Return the results of a gather that selects one position per batch element, with a masked derivative.
+    """Return the results of a gather that selects one position per batch element. The derivative uses a mask.
 
     Args:
       eqn: the gather.

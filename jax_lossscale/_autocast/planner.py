@@ -114,7 +114,7 @@ class Planner:
         unrounded: Mapping[ValueId, Reasons],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Choose the values of a graph that are stored in half precision and plan the jaxprs in its nodes.
+        """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
         If nothing in the jaxprs of a node is rewritten, the entry for the node in ``node_plans`` is changed in place
         from `NodeKind.CALL` to `NodeKind.OTHER`.

@@ -152,7 +152,7 @@ def _is_added(eqn: Any, closed: ClosedJaxpr) -> bool:
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
-    """Return each half-precision value of a segment if the cotangents of the value are added in float32.
+    """Return those half-precision values of a segment whose cotangents are added in float32.
 
     A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
     float32. If a value is returned, the results of all data movement and selections that use the value are returned as

@@ -243,10 +243,10 @@ def suggest_loss_scale(
     Here, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the gradients of the
     next batch may be larger.
 
-    The suggested loss scale becomes outdated as the gradients change. At the end of five of eight small training runs,
-    the suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
-    within the first hundred steps and whenever the loss has decreased considerably. Alternatively, start from a dynamic
-    loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
+    The suggested loss scale becomes outdated as the gradients change. In five of eight small training runs, the
+    suggestion from the first step was wrong by a factor of ``2**3`` to ``2**13`` at the end of the run. Therefore, call
+    this function again within the first hundred steps and whenever the loss has decreased considerably. Alternatively,
+    start from a dynamic loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
 
     Args:
       grads: a pytree of *unscaled* gradients, preferably computed in float32 at a loss scale of 1.

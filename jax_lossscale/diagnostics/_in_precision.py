@@ -1,4 +1,4 @@
-"""Evaluation of a function with all half-precision values in another dtype.
+"""Evaluation of a function in which all half-precision values are computed in another dtype.
 
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
 matter how a value was computed, and leaves all other dtypes unchanged. The new dtypes of an equation therefore depend

@@ -113,7 +113,7 @@ class Search:
         """
         # A step of the search raises the precision of one matmul site. A step is an index of the flattened array
         # `_damages`, whose columns 0 and 1 contain the damage to the result and to the operands. A float32 result
-        # avoids the damage to the result, and float32 operands avoid both.
+        # avoids only the damage to the result, whereas float32 operands avoid both kinds of damage.
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
@@ -192,7 +192,8 @@ class Search:
     def reasons(self, trial: Trial) -> list[str]:
         """Return, for each site, why its matmuls are not in half precision, or "" if they are in half precision.
 
-        If the limit on gradient evaluations is reached, a generic sentence replaces each reason that is still unknown.
+        If the limit on gradient evaluations is reached, a generic sentence is used for each reason that is still
+        unknown.
         """
         measured: dict[float, probes.Measured] = {}
         reasons = [""] * len(trial.levels)
