@@ -342,7 +342,7 @@ class _SharedLossScale:
         constant = None if jax.tree.leaves(initial) else _Value(initial)
         self._value: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("value", default=constant)
         self._reference: _Reference | None = None
-        self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
+        self._placement: Any = mesh  # the mesh or the device for a new reference, or `None` if it is not known
 
     def source(self, method: str, arguments: Any) -> _Value | _Reference:
         """Return the object that contains the current loss scale.
