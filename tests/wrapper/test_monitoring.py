@@ -106,7 +106,8 @@ def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_r
 def test_raise_if_stuck_detects_unscaled_gradients():
     runs = [unscaled.states(jnp.zeros((40, 1)), jnp.zeros((40, 1)), is_scaled) for is_scaled in (True, False)]
     correct, wrong = (jax.tree.map(lambda leaf: leaf[-1, 0], run) for run in runs)
-    jls.raise_if_stuck(correct)
+    for each in correct, wrong._replace(loss_scale=jls.DynamicLossScale()):
+        jls.raise_if_stuck(each)
     for each in wrong, ensemble(correct, wrong):
         with pytest.raises(RuntimeError, match="not scaled"):
             jls.raise_if_stuck(each)
