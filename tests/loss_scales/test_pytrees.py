@@ -90,9 +90,10 @@ def test_fresh_states_share_no_buffers_and_can_be_donated(make):
     donating = jax.jit(lambda loss_scale, grad: loss_scale.update(grad), donate_argnums=0)
     expected, _ = second.update(np.float32(np.nan))
     moved, _ = donating(first, np.float32(np.nan))
-    chex.assert_trees_all_equal(moved, expected)
     donating(moved, np.float32(1))
+    # The values are compared in another call, because jax 0.11 does not donate an array that NumPy has read.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
+    chex.assert_trees_all_equal(donating(make(), np.float32(np.nan))[0], expected)
 
 
 # --- JAX transformations of loss scales ---
