@@ -91,7 +91,7 @@ def test_fresh_states_share_no_buffers_and_can_be_donated(make):
     expected, _ = second.update(np.float32(np.nan))
     moved, _ = donating(first, np.float32(np.nan))
     donating(moved, np.float32(1))
-    # The values are compared in another call, because jax 0.11 does not donate an array that NumPy has read.
+    # The values are compared in another call, because chex keeps a view of the compared arrays with jax 0.11.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
     chex.assert_trees_all_equal(donating(make(), np.float32(np.nan))[0], expected)
 
