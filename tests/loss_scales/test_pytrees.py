@@ -2,13 +2,9 @@
 
 import copy
 import dataclasses
-import os
 import pickle
 import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -25,6 +21,7 @@ from kinds import (
     named,
     scales_over,
 )
+from programs.starting import run_python
 
 import jax_lossscale as jls
 
@@ -170,16 +167,7 @@ def test_constructors_do_not_initialize_a_backend():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    completed = subprocess.run(
-        [sys.executable, "-c", CONSTRUCTION % port],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(jls.__file__).parents[1],
-        env={**os.environ, "XLA_FLAGS": ""},
-        timeout=120,
-    )
-    assert completed.stdout == "32768.0\n", completed.stderr
+    assert run_python("-c", CONSTRUCTION % port, XLA_FLAGS="") == "32768.0\n"
 
 
 # --- Equality and hashes of loss scales ---
