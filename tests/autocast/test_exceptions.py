@@ -362,3 +362,13 @@ def test_backward_pass_of_an_int8_matmul_is_half_precision(around):
     np.testing.assert_allclose(found, exact, rtol=5e-3, atol=1e-3 * np.abs(exact).max())
     if "product" not in around:
         np.testing.assert_array_equal(jax.jit(loss)(W, X), jax.jit(jls.autocast(loss))(W, X))
+
+
+@pytest.mark.ci
+def test_only_used_backward_matmuls_of_an_int8_matmul_are_counted():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(quantized(x, w)))
+
+    (operation,) = jls.diagnostics.autocast_report(loss, W, X).matmuls
+    assert (operation.is_backward, operation.dtype, operation.count, operation.reason) == (True, "float16", 1, "")
+    assert jls.diagnostics.compare_gradients(jls.autocast(loss), W, X, loss_scales=[1.0]).summary.matmuls == 1
