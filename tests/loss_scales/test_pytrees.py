@@ -12,15 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kinds import (
-    ONE_OF_EACH,
-    Dynamic,
-    Fixed,
-    each_kind,
-    grads_of,
-    named,
-    scales_over,
-)
+from kinds import ONE_OF_EACH, Dynamic, Fixed, each_kind, grads_of, named, scales_over
 from programs.starting import run_python
 
 import jax_lossscale as jls
