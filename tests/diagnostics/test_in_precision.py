@@ -12,7 +12,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from workloads import KEY, draw
 
 from jax_lossscale import cast_floating
@@ -228,13 +227,13 @@ def test_shard_map_program_becomes_the_float32_program(axis_type):
             return lax.pmean(jnp.sum(jax.nn.relu(x.astype(dtype) @ w) ** 2), "data")
 
         def loss(w, x):
-            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
             return (total(w.astype(dtype), x) + jnp.sum(x.astype(dtype))).astype(jnp.float32)
 
         return loss
 
     with set_mesh(mesh):
-        w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, P("data")))
+        w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, jax.P("data")))
         expected = jax.jit(jax.value_and_grad(program(jnp.float32)))(w, x)
         assert_close(jax.jit(in_precision(jax.value_and_grad(program(jnp.float16))))(w, x), expected)
         assert_close(jax.jit(jax.value_and_grad(in_precision(program(jnp.float16))))(w, x), expected)
