@@ -136,6 +136,7 @@ def adamw(rate: float, steps: int) -> optax.GradientTransformation:
 def main(arguments: list[str] | None = None) -> None:
     """Train the base model, fine-tune it, and print the results."""
     parser = command_line.make_parser(__doc__, steps=200, figure="loss and loss scale during fine-tuning")
+    parser.set_defaults(dtype="bfloat16")  # `MixedPrecision` warns about float16 weights.
     parser.add_argument("--storage", choices=STORAGES, default="master", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     dtype, count = jnp.dtype(options.dtype), options.steps * BATCH_SIZE

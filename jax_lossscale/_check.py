@@ -33,7 +33,7 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
 
 
 def check_function(value: Any, name: str, fix: str = "") -> None:
-    """Raise a `ValueError` with the name of the argument and the fix, if any, unless ``value`` is callable."""
+    """Unless ``value`` is callable, raise a `ValueError` that names the argument and, if ``fix`` is given, the fix."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {shown(value)}. {fix}".rstrip())
 
@@ -176,7 +176,7 @@ def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a (possibly traced) real Python, NumPy or JAX scalar other than a bool."""
+    """Return whether ``value`` is a real number (a Python, NumPy or JAX scalar, possibly traced) and not a bool."""
     if isinstance(value, (bool, np.bool_)):
         return False
     if is_array_or_scalar(value):

@@ -75,9 +75,9 @@ class MixedPrecision:
       axis_name: as in `loss_scaled`.
       skip: as in `loss_scaled`.
       record_bad_steps: as in `loss_scaled`.
-      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices, and if
-        neither `jax.set_mesh` nor the parameters that are passed to ``mp.optimizer.init`` determine these devices. It
-        is not needed if the arguments of the step are on all devices, in the order of `jax.make_mesh`.
+      mesh: the devices of the training step. The mesh is needed only if the step runs on several devices that are
+        determined neither by `jax.set_mesh` nor by the parameters passed to ``mp.optimizer.init``. It is not needed if
+        the arguments of the step are on all devices, in the order of `jax.make_mesh`.
 
     Attributes:
       optimizer: the `LossScaledTransformation` that takes unscaled gradients. Its state is a `LossScaledState`, so
@@ -146,9 +146,9 @@ class MixedPrecision:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
-          arguments: not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``, it calls `loss` with
-            the arguments of a loss function. The error message then shows the fix.
-          keywords: not supported, like ``arguments``.
+          arguments: further arguments are not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``,
+            it calls `loss` with the arguments of a loss function. The error message then shows the fix.
+          keywords: keyword arguments are not supported either.
 
         Returns:
           A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its
@@ -234,7 +234,7 @@ class MixedPrecision:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an `AttributeError` that suggests `mp.optimizer` if the object is used as an optimizer."""
+            """If the object is used as an optimizer, raise an `AttributeError` that suggests `mp.optimizer`."""
             hint = ". Pass `mp.optimizer` instead of `mp` as the optimizer." if name in ("init", "update") else ""
             raise AttributeError(f"'MixedPrecision' object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -342,7 +342,7 @@ class _SharedLossScale:
         constant = None if jax.tree.leaves(initial) else _Value(initial)
         self._value: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("value", default=constant)
         self._reference: _Reference | None = None
-        self._placement: Any = mesh  # the mesh or the device of the reference, or `None` if it is not known
+        self._placement: Any = mesh  # the mesh or the device for a new reference, or `None` if it is not known
 
     def source(self, method: str, arguments: Any) -> _Value | _Reference:
         """Return the object that contains the current loss scale.
@@ -383,7 +383,7 @@ class _SharedLossScale:
             self._value.reset(token)
 
     def place_like(self, params: Any) -> None:
-        """Select the devices of the parameters for the reference, if the parameters are committed to devices.
+        """If the parameters are committed to devices, select these devices for the reference.
 
         This has no effect after the reference has been created. A single CPU is ignored if there is an accelerator,
         because parameters that were created on the CPU are usually moved to the accelerator before the first step.
@@ -460,8 +460,8 @@ class _UnscaledWrapper(Wrapper):
     def _warn(self, params: optax.Params, rounds_params: bool) -> None:
         """Warn about float16 parameters, and about models with only bfloat16 parameters.
 
-        `autocast` converts only float32 values. There is no warning if only some of the parameters are bfloat16, such
-        as the frozen base of float32 adapters, or if the optimizer contains a wrapper that trains 16-bit parameters.
+        `autocast` converts only float32 values. There is no warning if only some of the parameters (such as a frozen
+        base with float32 adapters) are bfloat16, or if the optimizer contains a wrapper that trains 16-bit parameters.
         """
         super()._warn(params, rounds_params)
         with_paths = jax.tree_util.tree_leaves_with_path(params)
@@ -470,9 +470,9 @@ class _UnscaledWrapper(Wrapper):
         if self.dtype == jnp.float16 and in_bfloat16 and not rounds_params:
             warn_user(
                 f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
-                f"{jax.tree_util.keystr(arrays[0][0])!r}). Their matrix multiplications are not computed in float16, "
-                "unless the model casts the parameters to float32, because `MixedPrecision` converts only float32 "
-                "values. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 "
+                f"{jax.tree_util.keystr(arrays[0][0])!r}). `MixedPrecision` converts only float32 values, so their "
+                "matrix multiplications are computed in float16 only if the model casts the parameters to float32. "
+                "Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To train bfloat16 "
                 "parameters without losing updates, use "
                 "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. Otherwise, load the "
                 "parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`."

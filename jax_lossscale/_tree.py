@@ -109,7 +109,7 @@ def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex
 def _replace(
     function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
 ) -> chex.ArrayTree:
-    """Return the pytree with the leaves that are marked in ``chosen`` replaced by ``function(chosen_leaves)``."""
+    """Return a copy of the pytree, with the result of ``function(chosen_leaves)`` in place of the chosen leaves."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     replacements = function([leaves[position] for position in positions])

@@ -36,8 +36,8 @@ class ByResult(NamedTuple):
     def of(self, x: Any, dtype: jnp.dtype, is_saved: bool) -> tuple[jax.Array, jax.Array]:
         """Return the result of the function for ``x``, and the same result rounded to half precision.
 
-        For both the unrounded and the rounded result, the derivative is computed from the rounded result, which is
-        marked as saved if ``is_saved`` is True.
+        The derivatives of the unrounded result and of the rounded result are both computed from the rounded result. It
+        is marked as saved if ``is_saved`` is True.
         """
 
         @jax.custom_jvp

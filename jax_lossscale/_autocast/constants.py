@@ -34,14 +34,15 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# Each function in `_MONOTONE` is monotone in each operand, separately for positive and for negative numbers. On an
-# interval, each function therefore takes its largest and smallest values at the bounds of the interval or at the number
-# in the interval that is closest to 0.
+# Each function in `_MONOTONE` is monotone in each operand among the positive numbers and among the negative numbers. On
+# an interval, each function therefore takes its largest and smallest values at the bounds of the interval or at the
+# number in the interval that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    # `Constants` excludes every `dot_general` that sums several terms, so the remaining ones only multiply numbers.
+    # `Constants` excludes every `dot_general` that sums several terms, so the remaining `dot_general` operations only
+    # multiply numbers.
     "dot_general": np.multiply,
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
     **{"mul": np.multiply, "neg": np.negative, "pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "sub": np.subtract},

@@ -115,7 +115,7 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
             )
         _check(traced, f"`in_half(function={function!r}, fallback={fallback!r})`")
         # The traceback of an error keeps arrays in memory. The error is stored in an equation, which can exist for a
-        # long time, so its traceback is removed.
+        # long time, so the traceback of the error is removed.
         programs = {
             dtype: each.jaxpr if isinstance(each, Traced) else each.with_traceback(None) for dtype, each in made.items()
         }
@@ -132,8 +132,8 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (see `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
-    # The call to `jax.jit` creates an equation with the source line of the user's call. Reports show this line for the
-    # operations of a library function, which have no source line in user code.
+    # Calling the jitted function creates an equation whose source line is that of the user's call. Reports show this
+    # line for the operations of a library function, which have no source line in user code.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)
     return [value if is_half else as_dtype(value, variable.aval.dtype) for value, variable, is_half in results]

@@ -5,7 +5,8 @@ There are three kinds of such matmuls:
 - The result is used by a factorization or a solver. For example, the Cholesky factor of ``A @ A.T + 1e-3 * I`` can be
   NaN if the matmul is computed in half precision.
 - The result is used in a product of several matrices that is factorized, such as ``C @ P`` in the Cholesky factor of
-  ``C @ P @ C.T + R``. If only the outer matmul is computed in float32, the product is as inaccurate as the inner one.
+  ``C @ P @ C.T + R``. If only the outer matmul is computed in float32, its result is as inaccurate as the result of the
+  inner matmul.
 - The result is converted to an integer. Half precision cannot represent every integer above 2048 (float16) or 256
   (bfloat16). For example, in a mixture of experts, ``(jnp.tril(jnp.ones((n, n))) @ one_hot).astype(int)`` numbers the
   tokens of each expert.
@@ -45,22 +46,22 @@ class Feeding:
     - If the result of a matmul is factorized or belongs to a product that is factorized, the operands of the matmul
       belong to such a product as well. Otherwise, the operands may be rounded.
     - The reason `_IN_PRODUCT` is propagated only through these operations: matmuls, data movement, additions,
-      subtractions, and multiplications or divisions by a scalar. For example, the result of a matmul before an
-      activation function may be rounded. A selection with a mask is data movement, unless the mask is the result of an
-      elementwise comparison of floats, as in the leaky ReLU.
+      subtractions, and multiplications or divisions by a scalar. For example, rounding is allowed for the result of a
+      matmul before an activation function. A selection with a mask is data movement, unless the mask is the result of
+      an elementwise comparison of floats, as in the leaky ReLU.
     - Results that are not floats do not propagate reasons. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
-    The reasons for the arguments of a jaxpr are cached for each combination of reasons for its results, because the
-    analysis of a loop visits its body several times. An equation that `subjaxprs` does not support, such as a kernel,
-    is treated as one operation.
+    The analysis of a loop visits its body several times. Therefore, the reasons for the arguments of a jaxpr are cached
+    for each combination of reasons for the results of the jaxpr. An equation that `subjaxprs` does not support, such as
+    a kernel, is treated as one operation.
     """
 
     def __init__(self) -> None:
         self._arguments: dict[tuple[Jaxpr, tuple[Reasons, ...]], list[Reasons]] = {}
 
     def values(self, graph: Graph, outputs: Sequence[Reasons]) -> dict[ValueId, Reasons]:
-        """Return the values of a graph that must not be rounded, each with the reasons.
+        """For a graph, return the values that must not be rounded and, for each of them, the reasons.
 
         Args:
           graph: the graph.
@@ -95,7 +96,7 @@ class Feeding:
     def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
         """Return the reasons for the operands and the results of an equation.
 
-        The reasons for the results are those in ``outputs`` and, if the equation is a loop, those that its carries add.
+        The reasons for the results are those in ``outputs``. For a loop, the reasons that its carries add are included.
         """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)

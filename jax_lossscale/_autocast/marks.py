@@ -1,4 +1,4 @@
-"""Three identity primitives of `autocast`: they mark a value as saved, preserve a rounding, and round a cotangent.
+"""Three identity primitives of `autocast`, which mark a value as saved, preserve a rounding, or round a cotangent.
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
 `jax.ad_checkpoint.checkpoint_name` cannot be transposed.
@@ -96,7 +96,7 @@ _saved = identity(SAVED, lambda cotangent, value: [cotangent])
 _rounded = identity(ROUNDED, lambda cotangent, value, dtype: [cotangent])
 _rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
 mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
-# Tangents are neither saved nor rounded again.
+# Tangents are not saved, and they are not rounded a second time.
 for _primitive in (_saved, _rounded):
     ad.primitive_jvps[_primitive] = functools.partial(_differentiate, _primitive)
 jet.deflinear(_rounded)

@@ -1,4 +1,4 @@
-"""Gradients that are computed with a mask: of gathers that select one position per batch element, and of max pools.
+"""Masked gradients of max pools, and of gathers that select one position per batch element.
 
 JAX computes the gradient of a gather, such as the lookup of the logit of each label in a cross entropy, with a
 scatter-add into an array of zeros. XLA compiles a scatter-add to separate kernels, which write and read a float32 array
@@ -9,15 +9,15 @@ added at the same position. The gradient can then be computed with a mask, which
 
 The gradient of a gather is computed in this way if its indices select one position of each batch element, and the batch
 has at least two elements. In all other dimensions, the gather must read whole slices. A batch dimension is either a
-batching dimension of the gather, or a dimension that the elements of an iota enumerate, as in ``x[jnp.arange(n),
-index]``. An embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is
-still a scatter-add, because a mask would be as large as the whole table.
+batching dimension of the gather, or a dimension whose indices are an iota, as in ``x[jnp.arange(n), index]``. An
+embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is still a
+scatter-add, because a mask would be as large as the whole table.
 
-JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles for GPUs to three kernels. One
-of them writes, for each window, the 32-bit index of the maximum along each dimension, and another kernel reads these
-indices. If the windows divide the array evenly, the gradient is computed with a mask, in which the index is the
-position of the maximum in its window. As with `select_and_scatter_add`, only the first of several equal maxima has a
-gradient. If a window contains NaNs, the first NaN is the maximum, whereas `select_and_scatter_add` selects an element
+JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles into three kernels on GPUs.
+For each window, one of them writes the position of the maximum as one 32-bit index per dimension, and another kernel
+reads these indices. If the windows divide the array evenly, the gradient is computed with a mask, which is built from
+the position of the maximum in each window. As with `select_and_scatter_add`, only the first of several equal maxima has
+a gradient. If a window contains NaNs, the first NaN is the maximum, whereas `select_and_scatter_add` selects an element
 after the last NaN.
 """
 
@@ -67,14 +67,14 @@ def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
     """Return the dimensions of the operand from which a gather reads a single position, given by its indices."""
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-    # A slice that has the full length of the operand and must be inside the operand starts at 0, so its index has no
-    # effect. This is not true if the gather fills slices outside of the operand.
+    # If a slice must lie inside the operand and is as long as the operand, it starts at 0, so its index has no effect.
+    # This is not true if the gather replaces slices outside of the operand by a fill value.
     selecting = [n for n in eqn.params["dimension_numbers"].start_index_map if is_filled or sizes[n] != shape[n]]
     return [int(n) for n in selecting if n not in batch.values()]
 
 
 def _maker(atom: Any, makers: Mapping[ValueId, Node], name: str) -> Node | None:
-    """Return the node that computes a value if the name of its primitive is ``name``, and None otherwise."""
+    """Return the node that computes a value, or None if the primitive of this node is not named ``name``."""
     node = None if isinstance(atom, Literal) else makers.get(atom)
     return node if node is not None and node.eqn.primitive.name == name else None
 
@@ -102,7 +102,7 @@ def _counted_dimension(atom: Any, makers: Mapping[ValueId, Node]) -> int | None:
 
 
 def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -> list[Any]:
-    """Return the results of a gather that selects one position per batch element, with a masked derivative.
+    """Return the results of a gather that selects one position per batch element. The derivative uses a mask.
 
     Args:
       eqn: the gather.
@@ -135,8 +135,8 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
         result = gather(x, indices)
         tangent = jnp.where(mask, tangents[0], 0).sum(selected, keepdims=True)
         # `tangent` has the dimensions of the operand `x`. Each dimension of the result is either one of `offset_dims`,
-        # which is a dimension of `x`, or a dimension of the indices. A dimension of the indices corresponds to a
-        # dimension of `x` if it is in `batch`; otherwise, its size is 1. Transpose `tangent` accordingly.
+        # which is a dimension of `x`, or a dimension of the indices. If a dimension of the indices is in `batch`, it
+        # corresponds to a dimension of `x`; otherwise, its size is 1. Transpose `tangent` accordingly.
         hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         offsets, points = iter([n for n in range(x.ndim) if n not in hidden]), iter(range(indices.ndim - 1))
         order = [next(offsets) if n in numbers.offset_dims else batch.get(next(points)) for n in range(result.ndim)]
@@ -150,7 +150,7 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
 
 
 def is_masked_pool(eqn: Any) -> bool:
-    """Return whether an equation is a max pool of a float32 array whose gradient can be computed with a mask.
+    """Return whether an equation is a max pool of float32 numbers, and its gradient can be computed with a mask.
 
     The windows must divide the array evenly, without padding, and contain at most 256 elements each.
     """

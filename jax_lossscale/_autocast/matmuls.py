@@ -24,7 +24,7 @@ class TracedWithReasons(NamedTuple):
     Attributes:
       traced: the program.
       used: the equations on which the results depend. Compilers remove all unused equations.
-      is_autocast: whether `autocast` is applied to the whole function or part of it.
+      is_autocast: whether `autocast` is applied to at least a part of the function.
     """
 
     traced: Traced

@@ -33,7 +33,7 @@ _PRICE_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
 # byte of the largest array from which the value is computed is read again. The two constants are the prices of a
 # written byte and of a read byte; a saved byte has the price 1. A written byte is cheaper, because XLA sometimes fuses
-# the recomputation into a matmul, so that the value is not written. A read byte is cheap, because the backward pass
+# the recomputation into a matmul, so that the value is not written. Reading a byte is cheap, because the backward pass
 # reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu of a matmul, is
 # recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both
 # reduced the estimated time of programs that were compiled for an H100.
@@ -166,14 +166,14 @@ class MinCut(NamedTuple):
         def price_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
             # backward pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a
-            # byte in the forward pass costs 1, or 0 if the value is written to memory anyway.
+            # byte of a value in the forward pass costs 1, or 0 if the value is written to memory anyway.
             price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
             return self._bytes(value) * price_per_byte
 
         def price_recomputed(value: Value) -> float:
             # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
-            # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value to memory, such as a residual
-            # sum, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
+            # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value, such as a residual sum, to
+            # memory, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
             # because XLA fuses the arithmetic with the operations that use the value.
             if by_result.get(value) is NodeKind.OTHER:
                 return math.inf

@@ -87,9 +87,9 @@ def operands_in_half(
 
 
 class Context(NamedTuple):
-    """Information for planning a jaxpr, which is provided by the equations that contain the jaxpr.
+    """Information that is needed to plan a jaxpr and is provided by the equations that contain the jaxpr.
 
-    If an attribute is an empty sequence, its default value applies to every argument or result.
+    If an attribute is an empty sequence, every argument or result has the default value of this attribute.
 
     Attributes:
       within: the equations that contain the jaxpr, starting with the outermost equation.

@@ -114,7 +114,7 @@ class Planner:
         unrounded: Mapping[ValueId, Reasons],
         constants: Constants,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
-        """Choose the values of a graph that are stored in half precision and plan the jaxprs in its nodes.
+        """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
         If nothing in the jaxprs of a node is rewritten, the entry for the node in ``node_plans`` is changed in place
         from `NodeKind.CALL` to `NodeKind.OTHER`.
@@ -127,7 +127,7 @@ class Planner:
         into_matmuls = uses.going_into_matmuls(graph, node_plans)
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
-        # a node, so they are added here, by the same rule as results. They are cast once, before all nodes.
+        # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
         half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}
@@ -177,22 +177,22 @@ class Planner:
         """
         eqn = node.eqn
         has_stream = eqn.primitive.name == "scan" and self.policy.half_residual_stream
-        stream = uses.carried_residual_stream(eqn) if has_stream else set()
-        operands = _operands_in_half(node, stream, values)
-        results_of_stream = _results_of_stream(node, stream, values)
+        stream_operands = uses.carried_residual_stream(eqn) if has_stream else set()
+        operands = _operands_in_half(node, stream_operands, values)
+        results_of_stream = _results_of_stream(node, stream_operands, values)
         # If a constant is the initial value of a carry, the carry can have other values after the first iteration.
         carries = {operand for _, operand in subjaxprs(eqn).carried}
         known = tuple(None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs))
         unrounded = tuple(of_values(values.unrounded, node.outputs))
-        # The plans, and the results in half precision outside of residual streams, are added below.
-        call = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
-        plans = self._plan_subjaxprs(node, within, call)
+        # The plans, and the half-precision results that do not belong to a residual stream, are added below.
+        unplanned = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
+        plans = self._plan_subjaxprs(node, within, unplanned)
         of_any_dtype = _results_of_any_dtype(eqn)
         results = [
             is_in_stream or (n in of_any_dtype and all(gives_half_result(plan, n) for plan in plans))
             for n, is_in_stream in enumerate(results_of_stream)
         ]
-        return call._replace(plans=tuple(plans), results=tuple(results))
+        return unplanned._replace(plans=tuple(plans), results=tuple(results))
 
     def _plan_subjaxprs(self, node: Node, within: tuple[Any, ...], call: CallPlan) -> list[Plan]:
         """Return the plan of each jaxpr in a node.
@@ -232,25 +232,25 @@ class Planner:
 
         Returns:
           The segments, and the set of all values that are stored in half precision. This set contains the values in
-          ``half`` and, if the policy requires it, the values of the residual streams that are not constants.
+          ``half`` and, if the policy requires it, the non-constant values of the residual streams.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
-        # The residual streams are added to `half` first, because the attributes of the segments depend on `half`.
-        half = {*half}
+        # The residual streams are added first, because the attributes of the segments depend on the stored values.
+        stored = {*half}
         if self.policy.half_residual_stream:
             stream = {value for segment in groups for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
-            half |= {value for value in stream if constants.of(value) is None}
+            stored |= {value for value in stream if constants.of(value) is None}
         groups = [
-            segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), half)))
+            segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), stored)))
             for segment in groups
         ]
-        with_bias = uses.sums_with_a_bias(graph, node_plans, groups, half)
-        groups = [segment._replace(rounds_cotangent=with_bias.intersection(segment.nodes)) for segment in groups]
+        bias_sums = uses.sums_with_a_bias(graph, node_plans, groups, stored)
+        groups = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in groups]
         if self._recomputes(within):
-            groups = self._with_saved_values(groups, graph, node_plans, half)
-        return groups, half
+            groups = self._with_saved_values(groups, graph, node_plans, stored)
+        return groups, stored
 
     def _with_saved_values(
         self, groups: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
@@ -280,7 +280,7 @@ class Planner:
         return bool(self.policy.recompute) and all(eqn.primitive.name != "while" for eqn in within)
 
 
-def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> tuple[bool, ...]:
+def _operands_in_half(node: Node, stream_operands: Set[int], values: _Values) -> tuple[bool, ...]:
     """Return, for each operand of a node that contains jaxprs, whether it is passed in half precision.
 
     An operand is passed in half precision if it is stored in half precision and the primitive accepts it. A loop
@@ -289,33 +289,33 @@ def _operands_in_half(node: Node, stream: Set[int], values: _Values) -> tuple[bo
 
     Args:
       node: the node.
-      stream: the operands that are part of a residual stream in half precision.
+      stream_operands: the positions of the operands that are part of a residual stream in half precision.
       values: the values of the graph.
     """
     accepts_all = node.eqn.primitive.name in (*OF_ANY_DTYPE, *WITH_A_RULE)
     sliced = subjaxprs(node.eqn).sliced
     return tuple(
-        operand in stream or ((accepts_all or operand in sliced) and _is_half(atom, values.half))
+        operand in stream_operands or ((accepts_all or operand in sliced) and _is_half(atom, values.half))
         for operand, atom in enumerate(node.inputs)
     )
 
 
-def _results_of_stream(node: Node, stream: Set[int], values: _Values) -> tuple[bool, ...]:
-    """Return, for each result of a node that contains jaxprs, whether it is part of a half-precision residual stream.
+def _results_of_stream(node: Node, stream_operands: Set[int], values: _Values) -> tuple[bool, ...]:
+    """Return whether each result of a node that contains jaxprs is part of a half-precision residual stream.
 
-    ``stream`` contains the operands that are part of the residual stream.
+    ``stream_operands`` contains the positions of the operands that are part of the residual stream.
     """
     is_of_any_dtype = node.eqn.primitive.name in OF_ANY_DTYPE
     found = [is_of_any_dtype and result in values.half_outputs for result in node.outputs]
     for result, operand in subjaxprs(node.eqn).carried:
-        found[result] = operand in stream
+        found[result] = operand in stream_operands
     return tuple(found)
 
 
 def _results_of_any_dtype(eqn: Any) -> range:
     """Return the positions of the results that may be in half precision although the jaxpr declares float32.
 
-    These are all results of a primitive in `OF_ANY_DTYPE`, and the stacked results of a scan.
+    These are the results of all primitives in `OF_ANY_DTYPE`, and the stacked results of a scan.
     """
     number = len(eqn.outvars)
     if eqn.primitive.name in OF_ANY_DTYPE:
@@ -352,7 +352,7 @@ def _with_reasons(
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph and node plans in which each function found by `by_result` is a single node."""
+    """Return a graph in which each function found by `by_result` is a single node, and the plans of its nodes."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half, constants):
         nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
@@ -365,7 +365,7 @@ def gives_half_result(plan: Plan, position: int) -> bool:
 
 
 def _is_half(atom: ValueId | Literal, half: Set[ValueId]) -> bool:
-    """Return whether an operand or a result is a value, not a literal, that is stored in half precision."""
+    """Return whether an operand or a result is a value in half precision. For a literal, the result is False."""
     return not isinstance(atom, Literal) and atom in half
 
 

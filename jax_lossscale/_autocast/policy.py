@@ -1,4 +1,4 @@
-"""Exceptions to the rule of `autocast`: `PrecisionPolicy`, its rules, and `keep_float32`."""
+"""Exceptions to what `autocast` does by default: `PrecisionPolicy`, the rules of a policy, and `keep_float32`."""
 
 from __future__ import annotations
 

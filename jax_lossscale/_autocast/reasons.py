@@ -61,7 +61,7 @@ def is_under_autocast(eqn: Any) -> bool:
 def reason_of(eqn: Any) -> str:
     """Return the reason why an equation is not in half precision, or "" if there is no reason.
 
-    If several nested `autocast`s have a reason for the same equation, the reasons are joined.
+    If several nested calls of `autocast` have a reason for the same equation, the reasons are joined.
     """
     names = [entry.name for entry in eqn.source_info.name_stack.stack]
     return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))

@@ -173,8 +173,8 @@ class Rewriting:
             evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
-            # A cast from float32 to float32 changes only the weak type. Its result has the planned dtype of its
-            # operand.
+            # A cast from float32 to float32 changes only the weak type. The result has the dtype that the plan
+            # specifies for the operand.
             dtype = getattr(operands[0], "dtype", _FLOAT32)
             return [jaxpr.as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
         if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
@@ -248,7 +248,7 @@ class Rewriting:
         forward: ClosedJaxpr | None = None,
         /,
     ) -> list[Any]:
-        """Return the results of a jaxpr that is evaluated for a function with a custom rule.
+        """Evaluate the jaxpr of a function with a custom rule, and return its results.
 
         The jaxpr is either the jaxpr of the function itself, which has already been planned, or a jaxpr that is traced
         from the custom rule, such as the forward or backward pass of a `jax.custom_vjp` function.
@@ -292,7 +292,7 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
     @gather.defjvp
     def derivative(operands: Any, tangents: Any) -> Any:
         # The transpose of the gather is a scatter-add into zeros. Without the barrier, XLA would scatter into the
-        # gradient that the matmuls compute for the operand. If this gradient is sharded, XLA would gather it first.
+        # gradient that the matmuls compute for the operand. If this gradient were sharded, XLA would gather it first.
         tangent = jax.lax.optimization_barrier(jaxpr.as_dtype(tangents[0], _FLOAT32))
         return gather(*operands), *jaxpr.bind_here(eqn, [tangent, *operands[1:]], eqn.params)
 

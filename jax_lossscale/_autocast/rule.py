@@ -23,9 +23,9 @@ from jax_lossscale._program.location import is_in_scope, location_within
 from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. For
-# other higher-order primitives, half precision is possible only for the sliced operands, the stacked results and the
-# residual stream of a scan.
+# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. Of the
+# other higher-order primitives, half precision is possible only for a scan, for its sliced operands, its stacked
+# results and its residual stream.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 # For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
@@ -50,8 +50,8 @@ class Rule:
         self._dtype = dtype
         self._policy = policy
         # If `jax_default_matmul_precision` is set when the function is called, it applies to all matmuls, so the user
-        # did not select a precision for a particular matmul. The function has already been traced, so a setting inside
-        # the function is no longer active and is treated like the argument `precision` of a matmul.
+        # did not select a precision for a particular matmul. The function has already been traced, so a precision
+        # setting inside the function is no longer active; it is treated like the `precision` argument of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(
@@ -76,7 +76,8 @@ class Rule:
             reason = self._reason_for_fallback(eqn, around)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
-        # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so it is treated like other arithmetic.
+        # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so the scatter-add is treated like other
+        # arithmetic.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
@@ -264,7 +265,7 @@ class Rule:
 
 
 def params_in_half(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an operation without its result dtype, so that the result has the operand dtype."""
+    """Return the parameters of an operation without the result dtype, so that the result has the operands' dtype."""
     params = dict(eqn.params)
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 

@@ -36,7 +36,7 @@ class Segment(NamedTuple):
         cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
       saved: the values that are saved for the backward pass. Each saved value is either computed in the segment, or is
         a rounded copy of an input or of a computed value. ``saved`` is None if the segment is evaluated without
-        `jax.checkpoint`, so that JAX selects the saved values.
+        `jax.checkpoint`. In this case, JAX selects the values to save.
     """
 
     nodes: tuple[int, ...]
@@ -111,7 +111,7 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
 
 
 def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node, which is higher than the levels of counted nodes from which it is computed."""
+    """Return the level of each node, which is higher than those of all counted nodes from which it is computed."""
     levels: list[int] = []
     of_value: dict[ValueId, int] = {}
     after_effects = 0  # ensures that effects remain in order

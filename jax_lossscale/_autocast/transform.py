@@ -73,7 +73,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that may match an operation in the backward pass of a `jax.custom_vjp` function, because the backward
         pass is traced later. A rule may match the backward pass if it matches the source line of the `jax.custom_vjp`
-        function, and also matches the layer of the function or a layer inside it.
+        function, and also matches the layer of the function or a layer inside this layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

@@ -6,10 +6,11 @@ value are added in float32, the value is converted to float32 once.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr
 
@@ -19,6 +20,7 @@ from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location
+from jax_lossscale._program.parameters import Path
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import subjaxprs
 
@@ -93,7 +95,7 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
 
 
 def takes_half(node_plan: NodePlan) -> bool:
-    """Return whether a node rounds its float32 operands to half precision if they are stored in float32."""
+    """Return whether a node rounds those of its operands to half precision that are stored in float32."""
     return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
@@ -112,7 +114,7 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
 
 
 def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: ClosedJaxpr) -> list[int]:
-    """Return the positions of the lookups (gathers) that read an argument of the graph in half precision.
+    """Return the positions of the lookups (gathers) that read a half-precision copy of an argument of the graph.
 
     A lookup only copies numbers, so rounding its operand gives the same numbers as rounding its result. If the argument
     is rounded before the lookup, XLA sends half as many bytes between the devices over which the argument is sharded.
@@ -137,22 +139,20 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
             elif len(node.inputs) == 1:
                 arguments.update(dict.fromkeys(node.outputs, operands[0]))
     into_matmuls = going_into_matmuls(graph, node_plans) if gathers else set()
-    return [
-        position
-        for position, argument in gathers.items()
-        if graph.nodes[position].outputs[0] in into_matmuls
-        or (argument in multiplied and _is_added(graph.nodes[position].eqn, closed))
-    ]
+    nodes = {position: graph.nodes[position] for position in gathers}
+    terms = _Terms([path_of(nodes[position]) for position, argument in gathers.items() if argument in multiplied])
+    if terms.paths:
+        terms.outputs(closed, [{}] * len(closed.in_avals))
+    return [n for n, node in nodes.items() if node.outputs[0] in into_matmuls or path_of(node) in terms.added]
 
 
-def _is_added(eqn: Any, closed: ClosedJaxpr) -> bool:
-    terms = _Terms(eqn)
-    terms.outputs(closed, [None] * len(closed.in_avals))
-    return terms.are_added
+def path_of(node: Node) -> Path:
+    """Return the path of the equation of a node."""
+    return (*node.within, node.eqn)
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
-    """Return each half-precision value of a segment if the cotangents of the value are added in float32.
+    """Return those half-precision values of a segment whose cotangents are added in float32.
 
     A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
     float32. If a value is returned, the results of all data movement and selections that use the value are returned as
@@ -177,9 +177,10 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    From this cotangent, two others are computed: that of the bias by a sum, and that of the half-precision value to
-    which the bias is added by rounding. If the cotangent of the result is already in half precision, it is not rounded,
-    because the optimization barrier of the rounding would prevent fusion.
+    Two other cotangents are computed from this cotangent: the sum of its elements is the cotangent of the bias, and
+    rounding it gives the cotangent of the half-precision value to which the bias is added. If the cotangent of the
+    result is already in half precision, it is not rounded, because the optimization barrier of the rounding would
+    prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)
@@ -218,8 +219,8 @@ def _with_float32_cotangents(
     """Return the values whose cotangents are computed in float32.
 
     A value is included if it is a float32 operand of any operation. A value that is not stored in half precision is
-    also included if the graph returns it, or if it is used several times. In the latter case, each use rounds the
-    value, and the rounded cotangents are added in float32.
+    also included if the graph returns it, or if it is used several times. In the latter case, the value is rounded
+    separately for each use, and the rounded cotangents of these uses are added in float32.
     """
     found = {*value_ids(graph.outputs)} - half
     uses: Counter[ValueId] = Counter()
@@ -251,72 +252,75 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     accumulated over the iterations is not part of the residual stream, because no other operation uses the sum.
     """
     (body,), carried, *_ = subjaxprs(eqn)
-    sizes = {
-        result: size_of(eqn.invars[operand].aval) for result, operand in carried if is_float32(eqn.invars[operand].aval)
-    }
-    found = set()
-    for result, operand in carried:
-        if result in sizes and sizes[result] == max(sizes.values()) > 1:
-            additions = _Additions()
-            end = additions.outputs(body.closed, [_ITSELF if n == operand else None for n in body.operands])[result]
-            found |= {operand} if end is _SUM and additions.is_used else set()
-    return found
+    types = {operand: eqn.invars[operand].aval for _, operand in carried}
+    sizes = {operand: size_of(aval) for operand, aval in types.items() if is_float32(aval)}
+    largest = max(sizes.values(), default=0)
+    additions = _Additions()
+    ends = additions.outputs(body.closed, [{n: False} if sizes.get(n) == largest > 1 else {} for n in body.operands])
+    return {operand for result, operand in carried if ends[result].get(operand) and operand in additions.used}
 
 
-# `any` returns `_SUM` for several values if at least one of them is `_SUM`.
-_ITSELF, _SUM = False, True
+# The information about a value: a dictionary from tracked values to booleans.
+_Tracked: TypeAlias = Mapping[Any, bool]
 
 
-class _Additions(Propagation[bool | None]):
-    """Determine which values are sums of an argument and other values.
+class _Additions(Propagation[_Tracked]):
+    """Determine which values are sums of a tracked value, such as a carry, and other values.
 
-    Each value is represented by one of three constants:
+    Each value is represented by a dictionary from tracked values to booleans:
 
-    - `_ITSELF`: the value is the argument itself, possibly after data movement such as a transpose.
-    - `_SUM`: the value is a sum of the argument and other values, possibly after data movement.
-    - None: all other values.
+    - False: the value is the tracked value itself, possibly after data movement such as a transpose.
+    - True: the value is a sum of the tracked value and other values, possibly after data movement.
+
+    A tracked value that reaches the value in another way, or not at all, is not in the dictionary.
 
     Attributes:
-      is_used: whether any other operation uses the argument.
+      used: the tracked values that any other operation uses.
     """
 
     follows = Propagation.follows | {"shard_map"}
-    is_used = False
 
-    def value_of(self, constant: Any, aval: Any) -> None:
-        return None
+    def __init__(self) -> None:
+        self.used: set[Any] = set()
 
-    def joined(self, values: Sequence[bool | None]) -> bool | None:
-        return None if None in values else any(values)
+    def value_of(self, constant: Any, aval: Any) -> _Tracked:
+        return {}
 
-    def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        if any(operand is not None for operand in operands):
-            if eqn.primitive.name == "add":
-                return [_SUM]
-            moved = primitives.moved_operands(eqn)
-            if moved is not None:
-                known = [{operands[n] for n in of_result} - {None} for of_result in moved]
-                return [any(each) if each else None for each in known]
-            self.is_used = True
-        return [None] * len(eqn.outvars)
+    def joined(self, values: Sequence[_Tracked]) -> _Tracked:
+        return {name: any(value[name] for value in values) for name in set.intersection(*map(set, values))}
+
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Tracked]) -> Sequence[_Tracked]:
+        if eqn.primitive.name == "add":
+            return [dict.fromkeys(itertools.chain(*operands), True)]
+        moved = primitives.moved_operands(eqn)
+        if moved is None:
+            self.used.update(*operands)
+            return [{}] * len(eqn.outvars)
+        items = [[item for n in of_result for item in operands[n].items()] for of_result in moved]
+        # A concatenation of a tracked value and of a sum counts as a sum, because `sorted` places True after False.
+        return [dict(sorted(of_result, key=operator.itemgetter(1))) for of_result in items]
 
 
 class _Terms(_Additions):
-    """Determine whether the result of an equation is a term of a sum, possibly after data movement and scaling.
+    """Determine which results of equations are terms of sums, possibly after data movement and scaling.
 
-    In contrast to `_Additions`, `_ITSELF` stands for the result of an equation instead of an argument, and the result
-    may be multiplied by other values before the addition.
+    In contrast to `_Additions`, the tracked values are the results of equations instead of carries, and they may be
+    multiplied by other values before the addition. Each of them is represented by the path of its equation.
 
     Attributes:
-      are_added: whether the result is a term of a sum.
+      paths: the paths of the equations.
+      added: the paths of the equations whose results are terms of sums.
     """
 
-    are_added = False
+    def __init__(self, paths: Iterable[Path]) -> None:
+        super().__init__()
+        self.paths, self.added = {*paths}, set[Path]()
 
-    def __init__(self, eqn: Any) -> None:
-        self._eqn = eqn
-
-    def operation(self, eqn: Any, location: Location, operands: Sequence[bool | None]) -> Sequence[bool | None]:
-        self.are_added |= eqn.primitive.name == "add" and _ITSELF in operands
-        is_term = eqn is self._eqn or (eqn.primitive.name == "mul" and _ITSELF in operands)
-        return [_ITSELF] if is_term else super().operation(eqn, location, operands)
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Tracked]) -> Sequence[_Tracked]:
+        terms = {path: is_sum for operand in operands for path, is_sum in operand.items() if not is_sum}
+        if eqn.primitive.name == "add":
+            self.added |= {*terms}
+        if (*self.within, eqn) in self.paths:
+            return [{(*self.within, eqn): False}]
+        is_scaled = eqn.primitive.name == "mul" and terms
+        return [terms] if is_scaled else super().operation(eqn, location, operands)

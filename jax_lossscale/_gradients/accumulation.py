@@ -181,7 +181,7 @@ def sum_over_microbatches(
 def _check_no_modules(tree: Any) -> None:
     """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
 
-    The nnx module can also be the object of a method, or an argument of a `functools.partial`.
+    The nnx module can also be the object to which a method is bound, or an argument of a `functools.partial`.
     """
     nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []

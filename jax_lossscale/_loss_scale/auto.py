@@ -247,16 +247,17 @@ class AutoLossScale(BoundedLossScale):
         """Return the state after an overflow, before the scale is clipped to its bounds."""
         s, peak, margin, allowance = now
         target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
-        margin_of_search = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
-        margin_below_scale = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
+        margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
+        # With this margin, the new target is 1 bit below the scale.
+        margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
         # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
         # uses the first row whose condition is true.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
-            (peak <= LOG2_NOTHING, margin_of_search, allowance),
+            (peak <= LOG2_NOTHING, margin_without_peak, allowance),
             (allowance_is_large & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
-            (s < target, margin_below_scale, increased),
+            (s < target, margin_for_lower_target, increased),
             (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),

@@ -72,7 +72,7 @@ class LossScale(abc.ABC):
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return the lowest scale to which overflows can lower the scale (a ``float32[]``), or ``None`` if unknown."""
+        """Return the lower limit of the scale after overflows (a ``float32[]``), or ``None`` if it is unknown."""
         return None
 
     @abc.abstractmethod

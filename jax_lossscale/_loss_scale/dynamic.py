@@ -23,8 +23,8 @@ HysteresisRefill = Literal["growth", "finite"]
 class DynamicLossScale(BoundedLossScale):
     """A loss scale that decreases when gradients overflow and increases after a series of finite steps.
 
-    The state consists of the scale and the number n of finite steps since the last increase or non-finite step. With
-    ``N = increment_period``, the state is updated by the following rule::
+    The state consists of the scale, and of the number n of finite steps since the scale was last increased or a step
+    was last non-finite. With ``N = increment_period``, the state is updated by the following rule::
 
         finite, n + 1 <  N:   scale' = scale                                             n' = n + 1
         finite, n + 1 >= N:   scale' = min(scale * multiplier, max_loss_scale)           n' = 0

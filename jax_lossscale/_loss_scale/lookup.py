@@ -70,7 +70,7 @@ def as_loss_scale(argument: Any, name: str) -> LossScale:
 
 
 def find_loss_scale(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
-    """Return the only loss scale in a pytree, after `unwrapped` has converted its leaves to arrays.
+    """Return the only loss scale in a pytree. `unwrapped` converts its leaves to arrays.
 
     The arguments are the same as in `find_one`.
     """

@@ -32,7 +32,7 @@ def large(leaves: Iterable[jax.Array]) -> list[jax.Array]:
 
 
 def grouped(leaves: Iterable[jax.Array], key: Callable[[jax.Array], Any]) -> Iterable[list[jax.Array]]:
-    """Return lists of the arrays with the same key, in the order of the first array of each list."""
+    """Group the arrays by key. Return the groups as lists, in the order of the first array of each group."""
     groups: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
         groups.setdefault(key(leaf), []).append(leaf)
@@ -53,7 +53,7 @@ def blocks(leaves: Iterable[jax.Array]) -> Iterator[jax.Array]:
 
 
 def _filled(vectors: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Yield lists of consecutive vectors with at most `_BLOCK` elements in total."""
+    """Yield lists of consecutive vectors, where the vectors in each list have at most `_BLOCK` elements in total."""
     block: list[jax.Array] = []
     size = 0
     for vector in vectors:

@@ -526,7 +526,7 @@ def _weights(leaf: Any, remainder: jax.Array | None) -> Any:
 
 
 def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:
-    """Return the remainder of each leaf of the parameters, or raise a `ValueError` if they do not match."""
+    """Return the remainder of each parameter. Raise a `ValueError` if the remainders do not match the parameters."""
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:
@@ -587,6 +587,6 @@ def _check_no_loss_scale(name: str, inner_state: optax.OptState) -> None:
     """Raise a `ValueError` if the inner optimizer contains a loss scale."""
     if _tree.instances(inner_state, LossScale):
         raise ValueError(
-            f"`{name}(inner=...)` contains a `loss_scaled`, which must be outside, because it unscales the gradients. "
-            f"Use the opposite order: `loss_scaled({name}(adamw))`."
+            f"`{name}(inner=...)` contains a `loss_scaled`. It must be the outer wrapper, because it unscales the "
+            f"gradients. Use the opposite order: `loss_scaled({name}(adamw))`."
         )

@@ -86,8 +86,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
     - The last ``patience`` steps were skipped, the last one because its loss was not finite. A non-finite loss does not
-      lower the scale, and no scale can repair it. The optimizer state shows this cause only if it was created with
-      ``loss_scaled(..., record_bad_steps=True)``.
+      lower the scale, and no scale can make the loss finite. The optimizer state shows this cause only if it was
+      created with ``loss_scaled(..., record_bad_steps=True)``.
     - The last 1,000 steps were skipped, at any scale and for any reason.
     - At least 100 steps were applied, no step was skipped, and all gradients have been exactly zero since the first
       step. An `AutoLossScale` is needed to detect this case.

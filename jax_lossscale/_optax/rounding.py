@@ -68,7 +68,7 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
 @_compiled
 def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
-    """Return the float32 weights from 16-bit parameters and their remainders (see `split`)."""
+    """Return the float32 weights, reconstructed from the 16-bit parameters and their remainders (see `split`)."""
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32)
     upper, lower = bits & np.uint32(0x7FFF), remainders.astype(jnp.uint32)
     rounded_up = lower >> 15
@@ -132,7 +132,7 @@ def _float_bits(array: jax.Array) -> jax.Array:
 
 
 def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the fixed-point magnitudes. Magnitudes that are out of range or not finite saturate."""
+    """Return the fixed-point magnitudes, limited to the largest number that ``dtype`` can represent."""
     magnitude = _float_bits(weights) & _MAGNITUDE
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:

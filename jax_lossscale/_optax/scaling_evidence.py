@@ -1,4 +1,4 @@
-"""Evidence of whether the gradients are scaled, collected in the first steps of a run.
+"""Measurements from the first steps of a run that indicate whether the gradients are scaled.
 
 `loss_scaled` measures ``largest = g / scale``, where g is the largest gradient that the user passes to ``update``. If
 the user has scaled the gradients, ``largest`` does not depend on the loss scale. If the user has not scaled the
@@ -24,9 +24,9 @@ from jax.typing import ArrayLike
 _FIRST_STEPS = 10  # number of steps in which evidence is collected
 _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, for a step to count as evidence
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
-# If the gradients are not scaled, `largest` must be at least this many bits smaller in every later step than in the
-# first step. With a new `AutoLossScale`, 6 of the first 10 steps can be evidence only if the scale grows by at least 5
-# bits in the second step. The limit is below these 5 bits.
+# Minimum decrease of `largest` since the first step, in bits. A step with a smaller decrease contradicts the assumption
+# that the gradients are not scaled. With a new `AutoLossScale`, 6 of the first 10 steps can count as evidence only if
+# the scale grows by at least 5 bits in the second step. The limit is below these 5 bits.
 _LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report

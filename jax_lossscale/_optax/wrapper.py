@@ -35,7 +35,7 @@ _Stepped = tuple[chex.ArrayTree, LossScaledState]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """An inner optimizer with the options of `loss_scaled`, and the methods of the wrapped transformation.
+    """An inner optimizer, the options of `loss_scaled` for it, and the methods of the resulting transformation.
 
     Attributes:
       takes_scaled_gradients: whether the gradients must be divided by the loss scale. Otherwise, they are unscaled.
@@ -130,7 +130,7 @@ class Wrapper:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
         check_state(state, "update", "updates, state, params")
-        _check_optional_arguments("update", inputs, extra_args)
+        _check_keyword_arguments("update", inputs, extra_args)
         self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
         return combine(new_updates, lambda: updates_of_untrained(updates, params)), state
@@ -150,7 +150,7 @@ class Wrapper:
                 "parameters, use `update`."
             )
         check_state(state, "update_and_apply", "scaled_grads, state, params")
-        _check_optional_arguments("update_and_apply", inputs, extra_args)
+        _check_keyword_arguments("update_and_apply", inputs, extra_args)
         self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
         trained = only_with_gradients(params, scaled_grads)
@@ -279,7 +279,7 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     return _tree.widen(tree, keep=keep)
 
 
-def _check_optional_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
+def _check_keyword_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
     """Raise a `ValueError` that names the method and the argument if an optional or extra argument is not valid."""
     if inputs.value is not None and not is_number(inputs.value):
         got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)

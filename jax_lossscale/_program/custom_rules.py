@@ -210,7 +210,7 @@ class _Linearized:
 def _with_zero_cotangents(*_: Any) -> Any:
     """Return 0. The backward pass returns symbolic zeros as the cotangents of all arguments.
 
-    If no cotangent is nonzero, this result is differentiated, because JAX applies the custom rule in this case as well.
+    If all cotangents are zero, this result is differentiated, because JAX applies the custom rule in this case as well.
     The cotangents that the rule returns may be nonzero.
     """
     return jnp.float32(0)

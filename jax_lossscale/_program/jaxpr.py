@@ -72,7 +72,7 @@ class Traced:
         return [leaves[position] for position in self.positions]
 
     def filled(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the result of the function, and the changed parts of nnx objects, from the outputs of the jaxpr."""
+        """Extract the result of the function, and the changed parts of nnx objects, from the outputs of the jaxpr."""
         arrays = iter(outputs)
         leaves = [next(arrays) if leaf is None else leaf for leaf in self._leaves]
         return jax.tree.unflatten(self._structure, leaves)
@@ -144,7 +144,7 @@ def jaxprs_of(parameter: Any) -> list[Jaxpr]:
 
 
 def half_dtypes(program: Any) -> list[jnp.dtype]:
-    """Return the floating dtypes of fewer than 32 bits in a jaxpr or an equation, including its sub-jaxprs."""
+    """Return the floating dtypes with fewer than 32 bits that occur in a jaxpr or an equation, including sub-jaxprs."""
     atoms: list[Any] = [*program.invars, *program.outvars, *getattr(program, "constvars", ())]
     found = [atom.aval.dtype for atom in atoms if is_half(atom.aval)]
     inner = program.eqns if isinstance(program, Jaxpr) else jaxprs_of(tuple(program.params.values()))

@@ -66,7 +66,7 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Apply the changes in copies of nnx objects, as returned by `changes`, to the original objects."""
+    """Copy the changes that were made to copies of nnx objects, as returned by `changes`, to the original objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
@@ -107,7 +107,7 @@ def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[
 def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
     """Return the contents of nnx objects as pairs of a path and a value.
 
-    The contents are every nnx variable, and every attribute or item that is neither an nnx module nor an nnx variable.
+    The contents are all nnx variables, and all attributes and items that are neither nnx modules nor nnx variables.
     """
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]

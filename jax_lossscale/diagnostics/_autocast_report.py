@@ -85,7 +85,7 @@ class AutocastReport(Report[OperationPrecision]):
 
     @property
     def half_share(self) -> float:
-        """The fraction of all floating-point operations in matmuls that is performed in half precision.
+        """The fraction of the floating-point operations in matmuls that are performed in half precision.
 
         The fraction is 1 if there are no matmuls.
         """

@@ -77,7 +77,7 @@ def as_float32_bits(largest: jax.Array) -> jax.Array:
 
 
 def rounded(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return an array that is rounded to ``dtype`` and cast back to its own dtype."""
+    """Round an array to ``dtype``, cast it back to its original dtype, and return it."""
     # Without the barrier, XLA may remove both casts.
     return lax.optimization_barrier(numbers.astype(dtype)).astype(numbers.dtype)
 

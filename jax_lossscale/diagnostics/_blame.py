@@ -162,8 +162,8 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    # A value underflows if it is harmful and most of its elements become zero. If errors begin in the value, a single
-    # element that becomes zero or subnormal is sufficient.
+    # A value counts as an underflow if most of its elements become zero and this is harmful. If errors begin in the
+    # value, it is reported even if only a single element becomes zero or subnormal.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = vanishes or (is_origin and measured.zero + measured.subnormal > 0)
     may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK

@@ -81,7 +81,7 @@ class GradientComparison(Report[LeafGradientError]):
         lines = [str(self.summary), self.verdict, losses]
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
-            lines.append(f"All gradients are accurate at all compared loss scales from {' to '.join(ends)}.")
+            lines.append(f"All gradients are accurate at every compared loss scale from {' to '.join(ends)}.")
         if self.run_time_errors and self.cause != "run-time error":
             (first, message), *_ = self.run_time_errors
             lines.append(

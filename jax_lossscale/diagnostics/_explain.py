@@ -106,7 +106,7 @@ class Explanation(Report[str]):
     _entries: ClassVar[str] = "sentences"
 
     def __contains__(self, text: object) -> bool:
-        """Return whether the printed report contains a text, which can be a part of a sentence."""
+        """Return whether the printed report contains a given string, which can be part of a sentence."""
         return isinstance(text, str) and text in str(self)
 
     def _header(self) -> str:
@@ -333,7 +333,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
 
 
 def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: LossScaledState, add: _Add) -> bool:
-    """If too many steps were skipped, add the fraction of skipped steps and advice. Return whether anything was added.
+    """If too many steps were skipped, add their fraction, and add advice. Return whether anything was added.
 
     Args:
       cause: the last recorded cause, or ``None``.

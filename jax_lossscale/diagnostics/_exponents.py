@@ -49,7 +49,7 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> np.ndarray:
-        """The exponent of each element of ``counts``: ``int[n]``."""
+        """The exponent to which each element of ``counts`` belongs: ``int[n]``."""
         return self.smallest_exponent + np.arange(self.counts.shape[-1])
 
 
@@ -233,7 +233,7 @@ def underflow_fraction(grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *,
 def suggest_loss_scale(
     grads: chex.ArrayTree, dtype: DTypeLike = jnp.float16, *, headroom: float = 8.0
 ) -> LossScaleSuggestion:
-    """Return the largest loss scale at which the gradients do not overflow, with some headroom.
+    """Return the largest loss scale at which the gradients do not overflow, reduced by some headroom.
 
     The loss scale is the largest power of two that satisfies both of the following conditions::
 
@@ -243,10 +243,10 @@ def suggest_loss_scale(
     Here, ``largest`` is the largest magnitude among the gradients. The headroom is needed because the gradients of the
     next batch may be larger.
 
-    The suggested loss scale becomes outdated as the gradients change. At the end of five of eight small training runs,
-    the suggestion from the first step was off by a factor of ``2**3`` to ``2**13``. Therefore, call this function again
-    within the first hundred steps and whenever the loss has decreased considerably. Alternatively, start from a dynamic
-    loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
+    The suggested loss scale becomes outdated as the gradients change. In five of eight small training runs, the
+    suggestion from the first step was wrong by a factor of ``2**3`` to ``2**13`` at the end of the run. Therefore, call
+    this function again within the first hundred steps and whenever the loss has decreased considerably. Alternatively,
+    start from a dynamic loss scale, which follows the gradients: ``DynamicLossScale(suggestion.loss_scale)``.
 
     Args:
       grads: a pytree of *unscaled* gradients, preferably computed in float32 at a loss scale of 1.
@@ -284,8 +284,8 @@ def suggest_loss_scale(
 def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
     """Return the bits of the largest finite magnitude as a float32, and four counts of elements, as ``uint32[]``.
 
-    The finite elements that are already zero, that become zero, that become subnormal, and all other finite elements
-    are counted separately, for ``dtype`` and a loss scale of ``2**log2_scale``.
+    Four groups of finite elements are counted separately, for ``dtype`` and a loss scale of ``2**log2_scale``: elements
+    that are already zero, elements that become zero, elements that become subnormal, and all others.
     """
     numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)
@@ -301,7 +301,7 @@ def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> li
 
 
 def _total(counted: list[list[jax.Array]]) -> list[jax.Array]:
-    """Return the largest magnitude of all leaves, and the sums of the four numbers, as ``float32[]``.
+    """Return the largest magnitude in all leaves, and the four counts summed over all leaves, as ``float32[]``.
 
     The sums are floats because they may exceed the range of ``uint32``.
     """

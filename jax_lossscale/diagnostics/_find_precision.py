@@ -270,7 +270,7 @@ def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
-    """Return sets of patterns that match a matmul, starting with patterns that stay valid after most code changes."""
+    """Return sets of patterns that match a matmul. The first sets are the most robust to changes of the code."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
     parameter = {"parameter": location.parameter}  # An empty string matches only matmuls without a parameter.

@@ -145,7 +145,7 @@ class Finder:
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
         index = (
-            "No arithmetic operation is the cause. Look for a constant that is NaN, and for an index that is out of "
+            "No arithmetic operation causes this. Look for a constant that is NaN, and for an index that is out of "
             "range. For such an index, `jnp.take` and similar functions return NaN."
         )
         sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]

@@ -40,7 +40,7 @@ LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# A loss scale is about as accurate as the best loss scale if its error is larger by at most this factor.
+# A loss scale counts as about as accurate as the best loss scale if its error is larger by at most this factor.
 _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
@@ -282,9 +282,10 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves. If several scales have the same number, the relative errors of
-        the whole gradient are rounded to one digit, and the scale with the smallest error is the best. If several
-        rounded errors are equal, the largest scale is the best, because the fewest gradients underflow.
+        The best scale has the fewest inaccurate leaves. If several scales have equally few inaccurate leaves, the
+        relative errors of the whole gradient are rounded to one digit, and the scale with the smallest rounded error is
+        the best. If the rounded errors at several scales are equal, the largest of these scales is the best, because
+        the fewest gradients underflow at it.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))
@@ -307,7 +308,7 @@ class GradientErrors(NamedTuple):
 
 
 def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> float:
-    """Return the largest of several loss scales with enough headroom below the largest scale with finite gradients.
+    """Return the largest loss scale that leaves enough headroom below the largest scale with finite gradients.
 
     If there is no such scale, return the first one.
     """
@@ -371,7 +372,7 @@ def errors_by_scale(
 
 
 def initial_scale(gradients: TracedGradients) -> float:
-    """Return the largest default loss scale with enough headroom below the loss scales at which the gradients overflow.
+    """Return the largest default loss scale that is far enough below the scales at which the gradients overflow.
 
     The largest loss scale with finite gradients is determined by bisection. If the gradients are not finite at any loss
     scale, the smallest default loss scale is returned. If there are no gradients, 1 is returned.
@@ -435,7 +436,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
 
 
 def raise_unless_in_callback(error: Exception) -> None:
-    """Raise an error again unless it came from a callback in the program.
+    """Raise an error again, unless it came from a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """
@@ -444,7 +445,7 @@ def raise_unless_in_callback(error: Exception) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error message, without the traceback of a callback that may precede it."""
+    """Return the first sentence of an error message. The traceback of a callback before the message is omitted."""
     found = _FIRST_SENTENCE.search(str(error))
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
@@ -476,7 +477,7 @@ def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]
     Args:
       call: the call.
       keep_dtypes: whether to cast the changed leaves back to their original dtypes. If ``keep_dtypes`` is False,
-        changed half-precision leaves become float32.
+        half-precision leaves that are changed are converted to float32.
       by: the relative size of the change.
     """
     chosen = [call.args[position] for position in call.positions]

@@ -1,4 +1,4 @@
-"""Evaluation of a function with all half-precision values in another dtype.
+"""Evaluation of a function in which all half-precision values are computed in another dtype.
 
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
 matter how a value was computed, and leaves all other dtypes unchanged. The new dtypes of an equation therefore depend
@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def in_precision(fun: _Function, dtype: DTypeLike = jnp.float32) -> _Function:
-    """Return a version of a function that computes all half-precision values in another dtype.
+    """Return a version of a function in which all half-precision values are computed in another dtype.
 
     Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. If ``dtype`` is float32, the new
     function is a reference without half precision.

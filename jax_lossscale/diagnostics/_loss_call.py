@@ -1,4 +1,4 @@
-"""Checking and tracing of the loss function and its arguments, which the user passes to a report.
+"""Functions that check and trace the loss function and the arguments that the user passes to a report.
 
 `TracedGradients` is the traced program, with information that is shared by several reports.
 """
@@ -80,7 +80,7 @@ class LossCall(NamedTuple):
         return scaled_gradients, [jnp.float32(1), *self.args], self.kwargs
 
     def value_and_leaves(self, program: Traced, outputs: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the value of the function, and a dictionary from the paths of the differentiated leaves to gradients.
+        """Return the value of the function, and a dictionary that maps the path of each leaf to its gradient.
 
         Args:
           program: one of the traced programs that the methods above return.
@@ -166,7 +166,7 @@ class Leaves(dict[str, Any]):
 
 
 def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
-    """Return the differentiable leaves of an argument by path, and a function that inserts such leaves into it."""
+    """Return the differentiable leaves of an argument by path, and a function that inserts leaves into the argument."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
     are_trained = dict(zip(leaves, nnx_objects.are_trained(argument), strict=True))
@@ -210,7 +210,7 @@ def _nonfinite(leaf: LeafReport) -> str:
 
 
 def argument_faults(call: LossCall) -> ArgumentFaults:
-    """Return the non-finite elements and largest magnitudes of all arguments of a call."""
+    """Return, for all arguments of a call, the numbers of non-finite elements and the largest magnitudes."""
     named = [pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])]
     reports = reports_of_named(named)
     nan = [_nonfinite(leaf) for leaf in reports if leaf.nan]
@@ -247,7 +247,7 @@ class TracedGradients:
 
     @functools.cached_property
     def half_parameters(self) -> dict[str, list[str]]:
-        """The names of the half-precision parameters, by the name of their dtype."""
+        """The names of the half-precision parameters, grouped by dtype name."""
         named = self.call.named_leaves()
         names: dict[str, list[str]] = {}
         for name, leaf in (pair for position in self.call.positions for pair in named[position]):

@@ -1,4 +1,4 @@
-"""Report on the NaN and infinite values in each leaf of a pytree, for use on the host."""
+"""A report on the NaN and infinite values in each leaf of a pytree, which is created on the host."""
 
 from __future__ import annotations
 

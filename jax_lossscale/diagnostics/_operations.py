@@ -67,7 +67,7 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
       program: the program, which was traced by `trace_with_reasons`.
       half: the half-precision dtype. The entry of each matmul in any other dtype contains the reason.
     """
-    # The index and the flops of each operation, by kind.
+    # The indices and the flops of the operations of each kind.
     found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
         eqn, location, name = nested.eqn, nested.location, operation_name(nested.eqn)
@@ -197,7 +197,7 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
 
 
 def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> str:
-    """Return the location of the first matmul with a float32 operand and the origin of this operand, or "" if none.
+    """Return the location of the first matmul with a float32 operand, and the operand's origin; or "" if there is none.
 
     Matmuls in the forward pass come first.
 

@@ -145,9 +145,9 @@ class RoundingEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype.
-      are_rounded: which values are rounded, an array ``bool[2, sites]``. The first row determines whether the result of
-        the matmuls at each site is rounded. The second row determines whether their operands and cotangents are
-        rounded.
+      are_rounded: which values are rounded, an array ``bool[2, sites]``. For each site, the first row determines
+        whether the results of its matmuls are rounded. The second row determines whether their operands and cotangents
+        are rounded.
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 

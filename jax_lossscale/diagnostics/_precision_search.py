@@ -76,8 +76,8 @@ class Search:
         self.gradients, self._overflow = gradients, limits_of(gradients.dtype).overflow
         self.references, measured = references_of(gradients, tolerance)
         self._largest = measured.largest
-        # For each matmul, the damage is the estimated change in the value of the function if the result of the matmul
-        # is rounded, and the estimated change if the operands of the matmul are rounded: ``[sites, 2]``.
+        # For each matmul, the damage consists of two estimated changes in the value of the function: one if the result
+        # of the matmul is rounded, and one if its operands are rounded. The shape is ``[sites, 2]``.
         damage = np.nan_to_num(measured.damage[:, probes.COTANGENTS])
         self._damages = np.stack([damage[:, probes.RESULT], damage[:, [probes.LEFT, probes.RIGHT]].sum(axis=1)], axis=1)
         self._known: dict[bytes, Trial] = {}
@@ -108,11 +108,12 @@ class Search:
     def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
         """Raise up to ``most`` precision levels, first where rounding does the most damage, and return the new trial.
 
-        If only a few evaluations are left, or no level can be raised, all matmuls of the trial are in float32.
+        If only a few evaluations are left, or if the precision of no matmul can be raised, all matmuls of the trial are
+        in float32.
         """
-        # A step raises the level of one site. It is an index of the flattened array `_damages`, whose columns 0 and 1
-        # contain the damage to the result and to the operands. A float32 result avoids the damage to the result, and
-        # float32 operands avoid both.
+        # A step of the search raises the precision of one matmul site. A step is an index of the flattened array
+        # `_damages`, whose columns 0 and 1 contain the damage to the result and to the operands. A float32 result
+        # avoids only the damage to the result, whereas float32 operands avoid both kinds of damage.
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
@@ -191,7 +192,8 @@ class Search:
     def reasons(self, trial: Trial) -> list[str]:
         """Return, for each site, why its matmuls are not in half precision, or "" if they are in half precision.
 
-        If the limit on gradient evaluations is reached, a generic sentence replaces each reason that is still unknown.
+        If the limit on gradient evaluations is reached, a generic sentence is used for each reason that is still
+        unknown.
         """
         measured: dict[float, probes.Measured] = {}
         reasons = [""] * len(trial.levels)

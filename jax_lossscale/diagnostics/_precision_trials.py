@@ -80,12 +80,12 @@ class Gradients:
         self._traced = batches[0]._replace(fun=probed).scaled()
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
-        # The index of the matmul site and the role of the measured value, for each row of measurements.
+        # For each row of measurements, the index of the matmul site and the role of the measured value.
         self._sites_and_roles = probes.RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
     def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
-        """Evaluate the program with probes for each batch.
+        """For each batch, evaluate the program with probes.
 
         Args:
           levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
@@ -96,7 +96,7 @@ class Gradients:
         return (self._result(batch, levels, scale, by) for batch in self.batches)
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
-        """Evaluate the program for each batch, with probes and with all matmuls in float32."""
+        """Insert probes, and evaluate the program for each batch with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
     def measured(self, scale: float) -> probes.Measured:
@@ -187,7 +187,7 @@ _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
     """Evaluate the float32 gradients for the original parameters, and for two small random changes (nudges) of them.
 
-    Return the reference for each batch, and the measurements of the probes without a loss scale.
+    Return the reference for each batch, and the measurements that the probes make without a loss scale.
     """
     exact = list(gradients.in_float32(1.0))
 
@@ -203,11 +203,10 @@ def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) 
     """Return the float32 results for a batch, and the tolerance for each error.
 
     To estimate rounding errors, each parameter is multiplied by ``1 ± 2**-22`` (the fine nudge), a change of a few
-    float32 rounding errors. If the fine
-    nudge changes the value by more than half the tolerance, the error of the value is ignored in trials. The same
-    applies to the gradient of each leaf. The coarse nudge multiplies each parameter by ``1 ± 2**-9``, a change of a few
-    float16 rounding errors. If the coarse nudge causes a disproportionately large error, for example because the inputs
-    of ReLUs change sign, the tolerance is increased.
+    float32 rounding errors. If the fine nudge changes the value by more than half the tolerance, the error of the value
+    is ignored in trials. The same applies to the gradient of each leaf. The coarse nudge multiplies each parameter by
+    ``1 ± 2**-9``, a change of a few float16 rounding errors. If the coarse nudge causes a disproportionately large
+    error, for example because the inputs of ReLUs change sign, the tolerance is increased.
 
     Args:
       tolerance: the tolerance of the user.

@@ -139,7 +139,7 @@ class RangeReport(Report[OperationRange]):
         return tuple(operation for operation in self.operations if operation.suggestion)
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
-        """Return the operations in the forward pass that overflow, regardless of the loss scale."""
+        """Return the operations that overflow in the forward pass, which does not depend on the loss scale."""
         forward = (operation for operation in self.bad if not (operation.is_backward or operation.derivative_of))
         return tuple(operation for operation in forward if operation.overflow)
 
@@ -239,8 +239,8 @@ def range_report(
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
-        the largest power of two that leaves enough headroom before the gradients overflow, which `compare_gradients`
-        usually recommends as well. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
+        the largest power of two that leaves enough headroom before the gradients overflow; usually, `compare_gradients`
+        recommends the same scale. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
       progress: whether to show a progress bar, or a function that wraps the sequence of operations, as in
         `compare_gradients`.
       **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,

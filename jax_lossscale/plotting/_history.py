@@ -147,7 +147,7 @@ def _by_name(history: Any) -> dict[str, Any]:
 
 
 def _checked(history: Mapping[str, Any], caller: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the step numbers of a history and its entries that can be drawn, as NumPy arrays of the same length.
+    """Return the step numbers and the drawable entries of a history, as NumPy arrays of the same length.
 
     If the history does not contain step numbers, the steps are counted from 1.
     """

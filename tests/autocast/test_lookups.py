@@ -13,6 +13,7 @@ from reading import distance, equations, result_dtypes
 from small_programs import W, X
 
 import jax_lossscale as jls
+from jax_lossscale._autocast import use_analysis
 
 pytestmark = pytest.mark.ci
 
@@ -75,6 +76,30 @@ def test_lookup_is_in_half_precision(function):
 @pytest.mark.parametrize("function", IN_FLOAT32.values(), ids=IN_FLOAT32)
 def test_lookup_is_in_float32(function):
     assert dtypes_of_lookups(function) == {FLOAT32}
+
+
+def test_calls_of_the_same_jitted_lookup_differ():
+    lookup = jax.jit(lambda table, tokens: table[tokens])
+
+    def loss(table, tokens):
+        return jnp.sum((lookup(table, tokens) - lookup(table, tokens[::-1])) ** 2), model(table, tokens, lookup)
+
+    assert sorted(result_dtypes(["gather"], jls.autocast(loss), TABLE, TOKENS)) == [HALF, FLOAT32, FLOAT32]
+
+
+def test_all_lookups_are_analyzed_together(monkeypatch):
+    operation, calls = use_analysis._Terms.operation, []
+    monkeypatch.setattr(use_analysis._Terms, "operation", lambda *args: calls.append(args) or operation(*args))
+
+    def rows(table, tokens):
+        return sum(jnp.tanh(table[each] + 1) for each in tokens) @ table.T
+
+    numbers = []
+    for number in (4, 8):
+        calls.clear()
+        jax.make_jaxpr(jls.autocast(rows))(TABLE, TOKENS[:number])
+        numbers.append(len(calls))
+    assert 0 < numbers[1] < 2.5 * numbers[0]
 
 
 def test_policy_keeps_a_lookup_in_float32():

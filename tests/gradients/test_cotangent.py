@@ -325,3 +325,7 @@ def test_warning_points_to_each_line_of_user_code(jit):
         [call() for call in calls]
     lines = [call.__code__.co_firstlineno for call in calls]
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line) for line in lines]
+
+
+def test_integers_are_not_losses():
+    assert jls.scale_gradient(jnp.int32(3), 2.0**16) == 3

@@ -49,9 +49,9 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     interval = theirs.growth_interval
     if _steps_late():
         warn_user(
-            f"`from_flax`: this version of flax grows the scale one step late, on finite step {interval + 1}, so "
-            f"`increment_period` becomes {interval + 1}. To grow after {interval} steps, set "
-            f"`increment_period={interval}`."
+            f"`from_flax`: this version of flax raises the scale after {interval + 1} finite steps instead of "
+            f"{interval}, so `increment_period` becomes {interval + 1}. If the scale should grow after {interval} "
+            f"steps, set `increment_period={interval}`."
         )
     floor = theirs.minimum_scale or float(jnp.finfo(jnp.float32).tiny)
     return DynamicLossScale(

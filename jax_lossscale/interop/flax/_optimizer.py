@@ -222,7 +222,7 @@ class Optimizer(nnx.Optimizer):
     def _options(self) -> dict[str, Any]:
         """Return the graph mode as a keyword argument for flax.
 
-        If the installed version of flax (such as 0.12.0) does not have a graph mode, return no argument.
+        Some versions of flax, such as 0.12.0, do not have a graph mode. In this case, the returned dictionary is empty.
         """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
 

@@ -90,7 +90,7 @@ def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cau
 def test_index_out_of_range_is_a_possible_cause_of_a_nan():
     report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
     assert report.verdict.startswith(
-        "The loss is not finite in float32 either. No arithmetic operation is the cause. "
+        "The loss is not finite in float32 either. No arithmetic operation causes this. "
         "Look for a constant that is NaN, and for an index that is out of range."
     )
 
