@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
@@ -189,7 +188,7 @@ def test_ppermute_without_a_sender_has_the_bounds_of_zero():
         constant = jnp.full((N, N), 3.0)
         return x @ (1.0 / (jax.lax.ppermute(constant, "data", []) + 1e-6))
 
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     function = jax.jit(jax.shard_map(jls.autocast(received), mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data")))
     np.testing.assert_allclose(function(jnp.ones((2, N))), N * 1e6, rtol=1e-3)
 

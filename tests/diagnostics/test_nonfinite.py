@@ -10,7 +10,6 @@ from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from jax.sharding import AxisType
 from samples import FLOATS, INF, NAN, random_bits
 
 from jax_lossscale._measure.fault import first_fault
@@ -177,7 +176,7 @@ def test_path_of_an_invalid_index_raises_an_error(index):
 
 
 def test_devices_of_a_shard_map_agree_on_the_first_nonfinite_leaf():
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN
     find = jax.shard_map(

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from any_jax import enable_x64, pcast
-from jax.sharding import AxisType
 from kinds import assert_same_bits
 
 import jax_lossscale as jls
@@ -197,7 +196,7 @@ def test_value_and_gradients_under_strict_promotion(name):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_loss_with_a_different_scale_on_each_device(check_vma, vary_params):
     """The reference is the derivative of ``scale * value``, computed by JAX. The returned value stays replicated."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
 
     def mean_loss(x, y):

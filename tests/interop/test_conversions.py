@@ -27,6 +27,10 @@ def ours(peer):
     return importlib.import_module(f"jax_lossscale.interop.{peer}")
 
 
+flax = ours("flax._dynamic_scale")
+DynamicScale = flax.DynamicScale
+
+
 def at(loss_scale, scale, num_good_steps):
     return dataclasses.replace(loss_scale, current_loss_scale=scale, num_good_steps=num_good_steps)
 
@@ -35,9 +39,6 @@ def at(loss_scale, scale, num_good_steps):
 
 
 def test_from_and_to_flax():
-    flax = ours("flax._dynamic_scale")
-    from flax.training.dynamic_scale import DynamicScale
-
     theirs = DynamicScale(2.0, 0.25, 9, fin_steps=3, scale=4.0, minimum_scale=0.5)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         result = flax.from_flax(theirs)
@@ -51,9 +52,6 @@ def test_from_and_to_flax():
 
 @pytest.mark.parametrize("steps_late", [0, 1])
 def test_flax_growth_interval_is_corrected_only_if_flax_grows_late(monkeypatch, steps_late):
-    flax = ours("flax._dynamic_scale")
-    from flax.training.dynamic_scale import DynamicScale
-
     monkeypatch.setattr(flax, "_steps_late", lambda: steps_late)
     with warnings.catch_warnings(record=True, action="always") as caught:
         assert flax.from_flax(DynamicScale(growth_interval=9)).increment_period == 9 + steps_late
@@ -62,9 +60,6 @@ def test_flax_growth_interval_is_corrected_only_if_flax_grows_late(monkeypatch, 
 
 
 def test_flax_grows_as_late_as_the_conversion_assumes():
-    flax = ours("flax._dynamic_scale")
-    from flax.training.dynamic_scale import DynamicScale
-
     scale, scales = DynamicScale(growth_interval=3, scale=1.0), []
     for _ in range(8):
         scale, *_ = scale.value_and_grad(lambda x: x)(1.0)
@@ -146,10 +141,7 @@ def test_conversion_to_another_library_and_back(peer, data):
 
 
 def flax_scale(**fields):
-    ours("flax")
-    from flax.training.dynamic_scale import DynamicScale
-
-    return ours("flax").from_flax(DynamicScale(**{"minimum_scale": 1.0, "growth_interval": 9} | fields))
+    return flax.from_flax(DynamicScale(**{"minimum_scale": 1.0, "growth_interval": 9} | fields))
 
 
 @pytest.mark.parametrize(
@@ -179,4 +171,4 @@ def test_scale_below_the_floor_and_counter_past_the_period():
 
 def test_batch_of_loss_scales_is_rejected():
     with pytest.raises(ValueError, match="one by one"):
-        ours("flax").to_flax(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale()))
+        flax.to_flax(jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jls.DynamicLossScale()))

@@ -251,14 +251,11 @@ def test_state_restored_by_flax_without_registration_is_rejected():
 
 # --- States of several optimizers ---
 
-NETWORKS = {"generator": jnp.float32(1.0), "critic": jnp.float32(2.0)}
-
-
 TX = jls.loss_scaled(optax.adam(1e-2), 4.0)
 STATES = {
-    "critic": TX.init(NETWORKS),
-    "critic2": jls.loss_scaled(optax.adam(1e-2), 8.0).init(NETWORKS),
-    "pair": [TX.init(NETWORKS), jls.loss_scaled(optax.sgd(1e-2), 16.0).init(NETWORKS)],
+    "critic": TX.init(PARAMS),
+    "critic2": jls.loss_scaled(optax.adam(1e-2), 8.0).init(PARAMS),
+    "pair": [TX.init(PARAMS), jls.loss_scaled(optax.sgd(1e-2), 16.0).init(PARAMS)],
 }
 PATHS = {
     "a key": ("critic", 4.0),
