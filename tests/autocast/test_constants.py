@@ -229,10 +229,7 @@ DERIVATIVES = {
     **{rule.__name__: (rule, jax.value_and_grad) for rule in RULES},
     "custom_vmap": (custom_vmap, lambda function: lambda x: jax.vmap(function)(x[None])),
 }
-LARGE = {
-    "too large": lambda: jnp.full((N, N), 1e6),
-    "unknown": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
-}
+LARGE = {"too large": lambda: jnp.full((N, N), 1e6), "unknown": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1))}
 
 
 @pytest.mark.parametrize("constant", LARGE.values(), ids=LARGE)

@@ -169,10 +169,7 @@ def in_nnx(state):
     return optimizer.opt_state
 
 
-COATS = {
-    "nnx": in_nnx,
-    "another": lambda state: jax.tree.map(Wrapped, state),
-}
+COATS = {"nnx": in_nnx, "another": lambda state: jax.tree.map(Wrapped, state)}
 
 
 @pytest.mark.parametrize("wrap", COATS.values(), ids=COATS)
