@@ -154,14 +154,14 @@ def flax_scale(**fields):
         ({"minimum_scale": -1.0}, ["min_loss_scale", "-1.0"]),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")
+@pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax raises:UserWarning")
 def test_error_names_the_invalid_field(fields, named):
     with pytest.raises(ValueError) as caught:
         flax_scale(**fields)
     assert [part for part in named if part not in str(caught.value)] == []
 
 
-@pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax grows:UserWarning")
+@pytest.mark.filterwarnings("ignore:`from_flax`. this version of flax raises:UserWarning")
 def test_scale_below_the_floor_and_counter_past_the_period():
     loss_scale = flax_scale(scale=0.5)
     assert float(loss_scale.adjust(False)()) == 0.5  # flax would raise it to 1.
