@@ -170,12 +170,15 @@ def test_optimizers_of_a_partition_use_different_random_bits():
 
 
 @ci
-def test_parameters_and_state_use_different_random_bits_with_the_same_seed():
+@pytest.mark.parametrize(("seed", "seed_of_state"), [(0, 0), (2, 1), (1, 0)])
+def test_parameters_and_state_use_different_random_bits(seed, seed_of_state):
     """The roundings of the state in the first step and of the parameters in the second step have the same counter."""
     between = jnp.full(512, 1 + 2.0**-8)
-    tx = jls.stochastic_rounding(jls.half_precision_state(optax.chain(optax.trace(0.0), optax.scale(-1.0))))
+    inner = jls.half_precision_state(optax.chain(optax.trace(0.0), optax.scale(-1.0)), seed_of_state)
+    tx = jls.stochastic_rounding(inner, seed)
     params = {"w": jnp.zeros(512, BF16)}
     params, state = step_of(tx)(params, tx.init(params), {"w": between})
+    assert state.counter == state.inner_state.counter == 1
     in_state = state.inner_state.inner_state[0].trace["w"]
     params, _ = step_of(tx)(params, state, {"w": between + params["w"].astype(F32)})
     for array in in_state, -params["w"]:

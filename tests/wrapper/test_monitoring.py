@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import unscaled
 from flax import nnx
 from kinds import HalvingLossScale
 
@@ -92,13 +93,24 @@ def test_raise_if_stuck_detects_gradients_that_were_always_zero(loss_scale, is_r
     jls.raise_if_stuck(state)
     _, stuck = tx.update(zeros, state, zeros)
     if is_reported:
-        with pytest.raises(RuntimeError, match="All gradients have been exactly zero for many steps"):
-            jls.raise_if_stuck(stuck)
+        for each in stuck, ensemble(tx.init(zeros), stuck):
+            with pytest.raises(RuntimeError, match="All gradients have been exactly zero for many steps"):
+                jls.raise_if_stuck(each)
     else:
         jls.raise_if_stuck(stuck)
     _, recovered = tx.update(jnp.ones(3), state, zeros)
     _, recovered = tx.update(zeros, recovered, zeros)
     jls.raise_if_stuck(recovered)
+
+
+def test_raise_if_stuck_detects_unscaled_gradients():
+    runs = [unscaled.states(jnp.zeros((40, 1)), jnp.zeros((40, 1)), is_scaled) for is_scaled in (True, False)]
+    correct, wrong = (jax.tree.map(lambda leaf: leaf[-1, 0], run) for run in runs)
+    for each in correct, wrong._replace(loss_scale=jls.DynamicLossScale()):
+        jls.raise_if_stuck(each)
+    for each in wrong, ensemble(correct, wrong):
+        with pytest.raises(RuntimeError, match="not scaled"):
+            jls.raise_if_stuck(each)
 
 
 def test_raise_if_stuck_does_not_confuse_an_overflow_with_gradients_that_were_always_zero():
