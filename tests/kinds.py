@@ -97,6 +97,8 @@ def assert_same_bits(a, b):
     """Check that two pytrees have the same structure, dtypes and bits, including NaNs and signed zeros."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
         x, y = np.asarray(x), np.asarray(y)
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         # The sign and the payload of a NaN may differ.

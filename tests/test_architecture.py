@@ -7,7 +7,6 @@ import graphlib
 import importlib
 import inspect
 import io
-import pkgutil
 import re
 import shutil
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from programs.starting import run_python
+from test_public_api import public_modules
 
 import jax_lossscale as jls
 
@@ -168,9 +168,13 @@ WITHOUT_EXTRAS = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
 PRINT_MODULES = "\nimport sys\nprint(*(name for name in sys.modules if sys.modules[name] is not None))"
 
 
+def modules_after(code):
+    """Return the names of the modules that are imported after a program."""
+    return run_python("-c", code + PRINT_MODULES).split()
+
+
 def packages_after(code):
-    """Return the packages that are imported after a program."""
-    return {name.partition(".")[0] for name in run_python("-c", code + PRINT_MODULES).split()}
+    return {name.partition(".")[0] for name in modules_after(code)}
 
 
 def test_import_loads_only_the_dependencies():
@@ -211,10 +215,7 @@ print(int(state.applied_steps), jls.get(jls.serialize(jls.get_loss_scale(state))
 
 
 def test_import_loads_only_the_core():
-    print_modules = (
-        "import jax_lossscale, sys\nprint(*(name for name in sys.modules if name.startswith('jax_lossscale')))"
-    )
-    assert len(run_python("-c", print_modules).split()) <= 50
+    assert sum(name.startswith("jax_lossscale") for name in modules_after("import jax_lossscale")) <= 50
 
 
 def test_names_are_imported_when_they_are_first_used():
@@ -242,13 +243,6 @@ def test_the_core_works_without_the_modules_that_read_jaxprs(tmp_path):
 
 
 # --- Documentation of public names ---
-
-
-def public_modules():
-    """Yield all public modules except the files of the demo, which is a program."""
-    for info in pkgutil.walk_packages([str(PACKAGE)], "jax_lossscale."):
-        if not any(part.startswith("_") for part in info.name.split(".")[1:]) and ".demo." not in info.name:
-            yield info.name
 
 
 def test_no_message_recommends_installing_this_package_from_an_index():
@@ -297,7 +291,7 @@ def section(docstring, *headings):
     return "\n".join(text for heading, text in zip(sections[1::2], sections[2::2], strict=True) if heading in headings)
 
 
-@pytest.mark.parametrize("module", ["jax_lossscale", *public_modules()])
+@pytest.mark.parametrize("module", public_modules())
 def test_public_names_and_parameters_are_documented(module):
     flaws = []
     for name, thing in documented(import_or_skip(module)):

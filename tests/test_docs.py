@@ -38,8 +38,7 @@ def blocks(page):
 
 
 def import_or_skip(package):
-    with warnings.catch_warnings():  # Importing other libraries can cause warnings.
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # Importing other libraries can cause warnings.
         pytest.importorskip(package)
 
 

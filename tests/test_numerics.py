@@ -1,13 +1,11 @@
 """Each promise on the page `docs/numerics.md` names tests, which fail if the promise is broken."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs.starting import run_python
 from promises import BREAKS
 
 ROOT = Path(__file__).parent.parent
@@ -57,20 +55,9 @@ def test_promise_test_fails_if_the_promise_is_broken(test, file, piece, broken, 
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     path = tmp_path / "jax_lossscale" / file
     path.write_text(path.read_text().replace(piece, broken))
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "", test],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(tmp_path),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    name = test.partition("::")[2]
+    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "", test]
+    variables = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     # Exit status 1 means that tests failed. Other errors have another status.
-    assert run.returncode == 1, run.stdout
-    assert re.search(rf"^FAILED tests/[\w/]+\.py::{name}\b", run.stdout, re.MULTILINE), run.stdout
+    output = run_python(*command, cwd=tmp_path, status=1, **variables)
+    name = test.partition("::")[2]
+    assert re.search(rf"^FAILED tests/[\w/]+\.py::{name}\b", output, re.MULTILINE), output

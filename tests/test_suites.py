@@ -1,78 +1,18 @@
 """The tool that runs other projects' tests under `autocast` finds exactly the planted bugs."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import suites
 from programs.starting import run_python
 
-PROJECT = """
-import functools
-
-import jax
-import jax.numpy as jnp
-import jax_lossscale as jls
-
-autocast = jls.autocast
-
-
-def broken(fun, *args, **options):
-    under_autocast = autocast(fun, *args, **options)
-
-    @functools.wraps(fun)
-    def wrapped(*args):
-        result = under_autocast(*args)
-        if fun.__name__ == "crash":
-            raise ValueError("planted")
-        if fun.__name__ == "dtype":
-            return result.astype(jnp.float16)
-        return result * 1.1 if fun.__name__ == "number" else result
-
-    return wrapped
-
-
-jls.autocast = broken
-x = jnp.arange(6.0).reshape(2, 3)
-
-
-def crash(x):
-    return x + 1
-
-
-def dtype(x):
-    return jnp.sin(x)
-
-
-def number(x):
-    return x @ x.T
-
-
-def right(x):
-    return jnp.sum(jnp.sin(x) ** 2)
-
-
-def test_crash():
-    jax.jit(crash)(x)
-
-
-def test_dtype():
-    jax.vmap(dtype)(x)
-
-
-def test_number():
-    assert jax.jit(number)(x)[0, 0] == 5
-
-
-def test_right():
-    assert jnp.all(jax.jit(jax.grad(right))(x) == jax.grad(right)(x))
-
-
-def test_that_fails_without_autocast():
-    assert jax.jit(lambda x: x + 2)(1.0) == 2
-"""
+PROJECT = Path(__file__).parent / "programs" / "planted_bugs.py"
 
 
 @pytest.mark.ci
 def test_planted_bugs_are_found(tmp_path):
-    (tmp_path / "test_planted.py").write_text(PROJECT)
+    shutil.copy(PROJECT, tmp_path / "test_planted.py")
     output = run_python(suites.__file__, "planted", tmp_path, "--results", tmp_path / "results")
     records = suites.read(tmp_path / "results" / "planted.jsonl")
     found = sorted((kind, line.partition("::")[2].strip("]")) for kind, line in suites.differences_in(records))

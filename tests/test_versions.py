@@ -9,7 +9,7 @@ import re
 
 import jax
 import pytest
-from any_jax import is_older_than
+from any_jax import as_numbers, is_older_than
 from versions import OLDEST, PROJECT, ROOT
 
 PACKAGE = ROOT / "jax_lossscale"
@@ -17,10 +17,6 @@ COMPAT = PACKAGE / "_compat.py"
 # These modules require the version of JAX that is installed with their extras, or document the required version.
 WITH_EXTRAS = ("demo", "interop", "plotting")
 PATHS = [path for path in sorted(PACKAGE.rglob("*.py")) if path != COMPAT and path.parts[-2] not in WITH_EXTRAS]
-
-
-def as_numbers(version):
-    return tuple(map(int, version.split(".")))
 
 
 def dotted_names(path):

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, reshard
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -180,12 +179,12 @@ def in_shard_map(axis_type, check_vma, body, w, x):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
     if "data" in jax.sharding.get_abstract_mesh().manual_axes:  # This `jax.shard_map` is inside another one.
         return body(w, x)
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data")}
     function = jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs)
     if axis_type == AxisType.Auto:
         return function(w, x)
     w, x = (reshard(array, NamedSharding(mesh, spec)) for array, spec in zip((w, x), specs["in_specs"], strict=True))
-    return reshard(function(w, x), NamedSharding(mesh, P()))
+    return reshard(function(w, x), NamedSharding(mesh, jax.P()))
 
 
 STRUCTURES = {

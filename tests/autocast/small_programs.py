@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -128,7 +127,7 @@ def shard_map(w, x):
         y = jnp.tanh(x @ w) @ w
         return jax.lax.pmean(end(y), "data")
 
-    return jax.shard_map(function, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(w, x)
+    return jax.shard_map(function, mesh=mesh, in_specs=(jax.P("data"), jax.P("data")), out_specs=jax.P())(w, x)
 
 
 def convolution(w, x):

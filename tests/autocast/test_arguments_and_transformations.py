@@ -90,6 +90,7 @@ class Batch(NamedTuple):
     label: str = "digits"
 
 
+MLP = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
 # Different kinds of arguments. Each entry contains a function, its positional arguments and its keyword arguments.
 CALLS = {
     "keywords": (network, (), {"w": W, "x": X}),
@@ -106,8 +107,10 @@ CALLS = {
     "a NumPy scalar": (lambda s, w, x: s * network(w, x), (np.float32(0.5), W, X), {}),
     "variadic": (lambda *args, **kwargs: network(*args, **kwargs), (W,), {"x": X}),
     "captured": (lambda: network(W, X), (), {}),
-    "a method": (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)).__call__, (X[0],), {}),
-    "a module": (lambda mlp, x: jax.vmap(mlp)(x), (eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), X), {}),
+    "a method": (MLP.__call__, (X[0],), {}),
+    "a module": (MLP, (X[0],), {}),
+    "a partial module": (jax.tree_util.Partial(MLP), (X[0],), {}),
+    "a module as argument": (lambda mlp, x: jax.vmap(mlp)(x), (MLP, X), {}),
 }
 
 

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
@@ -190,8 +188,8 @@ def test_ppermute_without_a_sender_has_the_bounds_of_zero():
         constant = jnp.full((N, N), 3.0)
         return x @ (1.0 / (jax.lax.ppermute(constant, "data", []) + 1e-6))
 
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    function = jax.jit(jax.shard_map(jls.autocast(received), mesh=mesh, in_specs=P(), out_specs=P("data")))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    function = jax.jit(jax.shard_map(jls.autocast(received), mesh=mesh, in_specs=jax.P(), out_specs=jax.P("data")))
     np.testing.assert_allclose(function(jnp.ones((2, N))), N * 1e6, rtol=1e-3)
 
 
@@ -231,10 +229,7 @@ DERIVATIVES = {
     **{rule.__name__: (rule, jax.value_and_grad) for rule in RULES},
     "custom_vmap": (custom_vmap, lambda function: lambda x: jax.vmap(function)(x[None])),
 }
-LARGE = {
-    "too large": lambda: jnp.full((N, N), 1e6),
-    "unknown": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
-}
+LARGE = {"too large": lambda: jnp.full((N, N), 1e6), "unknown": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1))}
 
 
 @pytest.mark.parametrize("constant", LARGE.values(), ids=LARGE)

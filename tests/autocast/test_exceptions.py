@@ -97,18 +97,12 @@ SITUATIONS = {
     "marked around": (jax.default_matmul_precision("highest")(multiplied), MARKED),
     "marked high": (lambda w, x: jnp.matmul(x, w, precision="high"), ""),
     "an algorithm": (lambda w, x: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32), MARKED),
-    "float32 as preferred_element_type": (
-        lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.float32),
-        "",
-    ),
+    "float32 as preferred_element_type": (lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.float32), ""),
     "float32 result of float16": (
         lambda w, x: jax.lax.dot(x.astype(jnp.float16), w.astype(jnp.float16), preferred_element_type=jnp.float32),
         "float16 in the source",
     ),
-    "manual cast to bfloat16": (
-        lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16),
-        "bfloat16 in the source",
-    ),
+    "manual cast to bfloat16": (lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), "bfloat16 in the source"),
     "one operand of the same dtype": (lambda w, x: x @ w.astype(jnp.float16), ""),
     "one operand of another 16-bit dtype": (lambda w, x: x @ w.astype(jnp.bfloat16), "bfloat16 in the source"),
     "of complex numbers": (lambda w, x: jnp.real(x @ (w + 1j)), "complex64 in the source"),
@@ -129,10 +123,7 @@ SITUATIONS = {
     "depthwise convolution with a window of size 1": (lambda w, x: convolved(8, 8, 1, w), None),
     "convolution with two channels": (lambda w, x: convolved(2, 1, 1, w), ""),
     "convolution with a larger window": (lambda w, x: convolved(1, 1, 2, w), ""),
-    "cholesky of an outer product": (
-        lambda w, x: factored((w @ w.T)[:, :1] @ jnp.ones((1, 8)) + IDENTITY),
-        FACTORED,
-    ),
+    "cholesky of an outer product": (lambda w, x: factored((w @ w.T)[:, :1] @ jnp.ones((1, 8)) + IDENTITY), FACTORED),
     "integers": (lambda w, x: (x @ w).astype(jnp.int32), INTEGER),
     "integers of 16 bits": (lambda w, x: (x @ w).astype(jnp.uint16), INTEGER),
     "integers of 8 bits": (lambda w, x: (x @ w).astype(jnp.int8), ""),
@@ -152,15 +143,9 @@ SITUATIONS = {
     "cholesky after data movement": (lambda w, x: jnp.linalg.cholesky(gram(w).T.reshape(64).reshape(8, 8)), FACTORED),
     "cholesky after arithmetic": (lambda w, x: jnp.linalg.cholesky(jnp.exp(gram(w)) + 9 * IDENTITY), FACTORED),
     "cholesky, both in jit": (lambda w, x: jax.jit(jnp.linalg.cholesky)(jax.jit(gram)(w)), FACTORED),
-    "cholesky in vmap": (
-        lambda w, x: jax.vmap(lambda x: jnp.linalg.cholesky(gram(w) + jnp.diag(x * x)))(x),
-        FACTORED,
-    ),
+    "cholesky in vmap": (lambda w, x: jax.vmap(lambda x: jnp.linalg.cholesky(gram(w) + jnp.diag(x * x)))(x), FACTORED),
     "cholesky in remat": (lambda w, x: jax.checkpoint(lambda w: jnp.linalg.cholesky(gram(w)))(w), FACTORED),
-    "cholesky in cond": (
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.linalg.cholesky, jnp.tanh, gram(w)),
-        FACTORED,
-    ),
+    "cholesky in cond": (lambda w, x: jax.lax.cond(x[0, 0] > 0, jnp.linalg.cholesky, jnp.tanh, gram(w)), FACTORED),
     "cholesky of a carry": (solved_in_a_scan, FACTORED),
     "cholesky of one of two results of remat": (one_of_two_results_of_remat, FACTORED),
     "cholesky in the next iteration": (
@@ -180,10 +165,7 @@ SITUATIONS = {
     "eigh": (lambda w, x: jnp.linalg.eigh(gram(w))[0], FACTORED),
     "svd": (lambda w, x: jnp.linalg.svd(w @ w, compute_uv=False), FACTORED),
     "determinant": (lambda w, x: jnp.linalg.det(gram(w)), FACTORED),
-    "triangular solve": (
-        lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]),
-        FACTORED,
-    ),
+    "triangular solve": (lambda w, x: jax.scipy.linalg.solve_triangular(jnp.tril(gram(w)), x[0]), FACTORED),
     "lineax": (lambda w, x: SOLVE_OF_LINEAX.bind(jax.lax.stop_gradient(gram(w))), FACTORED),
     "constant too large": (lambda w, x: x @ LARGE, CONSTANT),
     "constant too small": (lambda w, x: x @ SMALL, CONSTANT),
@@ -362,3 +344,13 @@ def test_backward_pass_of_an_int8_matmul_is_half_precision(around):
     np.testing.assert_allclose(found, exact, rtol=5e-3, atol=1e-3 * np.abs(exact).max())
     if "product" not in around:
         np.testing.assert_array_equal(jax.jit(loss)(W, X), jax.jit(jls.autocast(loss))(W, X))
+
+
+@pytest.mark.ci
+def test_only_used_backward_matmuls_of_an_int8_matmul_are_counted():
+    def loss(w, x):
+        return jnp.mean(jnp.sin(quantized(x, w)))
+
+    (operation,) = jls.diagnostics.autocast_report(loss, W, X).matmuls
+    assert (operation.is_backward, operation.dtype, operation.count, operation.reason) == (True, "float16", 1, "")
+    assert jls.diagnostics.compare_gradients(jls.autocast(loss), W, X, loss_scales=[1.0]).summary.matmuls == 1

@@ -58,18 +58,12 @@ def scatters(function, *args):
     return "select_and_scatter_add" in names
 
 
-@pytest.mark.parametrize("pooled", MASKED.values(), ids=MASKED)
-def test_gradient_of_a_pool_is_a_mask(pooled):
-    loss, half = sum_of(pooled), jls.autocast(sum_of(pooled))
+@pytest.mark.parametrize("name", [*MASKED, *NOT_MASKED])
+def test_only_the_gradient_of_a_pool_with_disjoint_windows_is_a_mask(name):
+    loss = sum_of((MASKED | NOT_MASKED)[name])
+    half = jls.autocast(loss)
     assert scatters(jax.grad(loss), W, X)
-    assert not scatters(jax.grad(half), W, X)
-    assert distance(jax.grad(loss, (0, 1))(W, X), jax.grad(half, (0, 1))(W, X)) < 1e-2
-
-
-@pytest.mark.parametrize("pooled", NOT_MASKED.values(), ids=NOT_MASKED)
-def test_other_pools_keep_their_scatter(pooled):
-    loss, half = sum_of(pooled), jls.autocast(sum_of(pooled))
-    assert scatters(jax.grad(half), W, X)
+    assert scatters(jax.grad(half), W, X) == (name in NOT_MASKED)
     assert distance(jax.grad(loss, (0, 1))(W, X), jax.grad(half, (0, 1))(W, X)) < 1e-2
 
 
@@ -124,12 +118,7 @@ def test_pool_of_a_sharded_array(axis_type, spec):
     expected = jax.grad(loss, (0, 1))(W, x)
     with set_mesh(mesh):
         placed = jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, spec))
-
-        def on_mesh(w, x):
-            y = pool(x @ w, (1, 2, 3, 1))
-            return jnp.sum(jnp.sin(y) * jnp.arange(1.0, 1 + y.size).reshape(y.shape))
-
-        half = jax.jit(jax.grad(jls.autocast(on_mesh), (0, 1)))(*placed)
+        half = jax.jit(jax.grad(jls.autocast(loss), (0, 1)))(*placed)
     assert distance(expected, half) < 1e-2
 
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
@@ -25,7 +24,7 @@ MOVED = {
     "cast": (W.astype(jnp.bfloat16), lambda w: w.astype(jnp.float32)),
     "transposed in jit": (W, jax.jit(jnp.transpose)),
     "slice in a scan": (jnp.ones((2, 8, 8)), None),
-    "sharded": (W, lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(MESH, P()))),
+    "sharded": (W, lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(MESH, jax.P()))),
     "optimization barrier": (W, lambda w: jax.lax.optimization_barrier((jnp.ones(3), w))[1]),
     "from a branch": (W, lambda w: jax.lax.cond(w[0, 0] > 0, jnp.transpose, jnp.flip, w)),
     "selected by a mask": (W, lambda w: jnp.where(jnp.eye(8, dtype=bool), w, 0.0)),
@@ -48,15 +47,22 @@ def test_parameter_rule_applies_after_data_movement(parameter, moved):
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
 
 
-def test_parameter_rule_applies_in_a_while_loop():
-    def fun(params, x):
-        def step(state):
-            return state[0] + 1, state[1] @ params["kept"] @ params["other"]
+# Functions that call a function of an array.
+CALLS = {
+    "while": lambda f, x: jax.lax.while_loop(
+        lambda state: state[0] < 3, lambda state: (state[0] + 1, f(state[1])), (0, x)
+    ),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "checkpoint": lambda f, x: jax.checkpoint(f)(x),
+}
 
-        return jax.lax.while_loop(lambda state: state[0] < 3, step, (0, x))[1]
 
-    params = {"kept": W, "other": W}
-    assert matmul_dtypes(jls.autocast(fun, policy=FLOAT32), params, X) == ["float32", "float16"]
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("parameter", "other"), [("['kept']", "float16"), ("*kept*", "float16"), ("*", "float32")])
+def test_parameter_rule_applies_inside_calls(call, parameter, other):
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter=parameter)])
+    half = jls.autocast(lambda p, x: call(lambda x: x @ p["kept"] @ p["other"], x), policy=policy)
+    assert matmul_dtypes(half, {"kept": W, "other": W}, X) == ["float32", other]
 
 
 def test_parameter_rule_can_be_combined_with_other_rules():
@@ -74,6 +80,6 @@ def test_parameter_rule_applies_inside_shard_map(name):
     def loss(params, x):
         return x @ moved(params["kept"]) @ params["other"]
 
-    over_rows = jax.shard_map(loss, mesh=MESH, in_specs=(P(), P("data")), out_specs=P("data"))
+    over_rows = jax.shard_map(loss, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
     params = {"kept": parameter, "other": W}
     assert matmul_dtypes(jls.autocast(over_rows, policy=FLOAT32), params, X) == ["float32", "float16"]

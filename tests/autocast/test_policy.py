@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from reading import distance, equations, matmul_dtypes
-from small_programs import W, X
+from small_programs import W, X, shard_map
 
 import jax_lossscale as jls
 
@@ -332,16 +330,10 @@ def test_rule_has_no_effect_on_a_matmul_with_a_constant_out_of_range(precision, 
 
 
 def test_float32_rule_applies_to_all_gather_and_its_gradient():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
-    def gathering(w, x):
-        return jax.lax.pmean(jnp.sum(jnp.sin(x @ jax.lax.all_gather(w, "data", tiled=True))), "data")
-
     for half, dtype in ((jls.autocast, HALF), (following("float32", operation="all_gather"), FLOAT32)):
-        assert dtypes_of("all_gather", half(gathering), W, X) == [(dtype, dtype)]
-        assert dtypes_of("reduce_scatter", jax.grad(half(gathering)), W, X) == [(dtype, dtype)]
-        assert matmul_dtypes(half(gathering), W, X) == [HALF]
+        assert dtypes_of("all_gather", half(shard_map), W, X) == [(dtype, dtype)]
+        assert dtypes_of("reduce_scatter", jax.grad(half(shard_map)), W, X) == [(dtype, dtype)]
+        assert matmul_dtypes(half(shard_map), W, X) == [HALF, HALF]
 
 
 def convolved(w, x):
@@ -417,4 +409,4 @@ def test_error_for_an_invalid_precision_suggests_the_closest_value(precision, su
 
 
 def test_parameter_pattern_may_be_empty():
-    assert jls.PrecisionRule("float32", parameter="").parameter == ""
+    assert str(jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])) == "float32: layer 'a'"

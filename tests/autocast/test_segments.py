@@ -117,11 +117,7 @@ def test_relu_before_a_skip_connection_saves_its_rounded_result(end, size):
 # The residuals of three blocks, except for the weights, without and with `half_residual_stream`.
 HALF, FLOAT32, STATISTICS = "float16[4,16]", "float32[4,16]", "float32[4,1]"
 BLOCKS = {
-    "relu after the sum": (
-        lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T),
-        {HALF: 7, FLOAT32: 1},
-        {HALF: 7},
-    ),
+    "relu after the sum": (lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w) @ w.T), {HALF: 7, FLOAT32: 1}, {HALF: 7}),
     "relu before the matmul": (lambda w, x: x + jax.nn.relu(x) @ w, {HALF: 4, FLOAT32: 1}, {HALF: 5}),
     "norms and relu": (
         lambda w, x: jax.nn.relu(x + norm(jax.nn.relu(norm(x @ w)) @ w)),

@@ -66,10 +66,7 @@ BETWEEN_MATMULS = {
         ("jit", "outvars", "float32"),
     ),
     "the result of shard_map": (lambda w, x: sharded(jnp.matmul)(x, w) @ w, ("shard_map", "outvars", "float16")),
-    "the argument of a custom_jvp function": (
-        lambda w, x: doubled(w, x @ w),
-        ("custom_jvp_call", "invars", "float16"),
-    ),
+    "the argument of a custom_jvp function": (lambda w, x: doubled(w, x @ w), ("custom_jvp_call", "invars", "float16")),
 }
 
 

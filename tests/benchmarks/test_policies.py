@@ -128,7 +128,10 @@ SCALED = {
         for steps in (50, 100)
         for inside in (0, 1, 2, 4, 6, 8, 12)
     },
-    **{f"converging by {rate} bits per step": converging(rate) for rate in (0.1, 0.25, 0.5, 1, 1.2, 2)},
+    **{
+        f"converging by {rate} bits per step": converging(rate)
+        for rate in (0.1, 0.25, 0.5, 1, 1.2, 1.5, 1.75, 2, 2.3, 3.3, 4.3)
+    },
     "tiny and alternating": (np.tile([-50.0, -64.0], 300)[:, None],) * 2,
     **{f"initial scale of 2^{log2}": (*stacked(RECORDED), log2) for log2 in (-24, -10, 0, 20, 40)},
 }

@@ -5,7 +5,6 @@ Each loss is a function of parameters and a batch, and is stored with suitable a
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 FAULTS = {}
 HEALTHY = {}
@@ -120,7 +119,7 @@ def a_shard(weights, x):
     def shard(weights, x):
         return jax.lax.pmean(large_activations(weights, x), "data")
 
-    return jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(weights, x)
+    return jax.shard_map(shard, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())(weights, x)
 
 
 @sample(HEALTHY, [random(0, 2, 32) / 2, random(1, 32, 32) / 6, random(2, 32, 1) / 6], random(3, 16, 2))

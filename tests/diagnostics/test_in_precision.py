@@ -5,25 +5,22 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs_of_any_dtype as programs
 import pytest
 from any_jax import enable_x64, set_mesh
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from workloads import KEY, draw
 
+from jax_lossscale import cast_floating
 from jax_lossscale.diagnostics import in_precision
 from jax_lossscale.diagnostics._in_precision import Evaluator
 
 pytestmark = pytest.mark.ci
 
 TABLE = jnp.arange(4, dtype=jnp.float16)
-
-
-def cast(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def assert_close(actual, expected, tolerance=1e-6):
@@ -35,204 +32,7 @@ def assert_close(actual, expected, tolerance=1e-6):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, rtol=0, atol=tolerance)
 
 
-# Programs that can be written in any dtype. Each one maps a dtype to a function of float32 arrays and its arguments.
-
-
-def casts_and_constants(dtype):
-    third, table = jnp.asarray(0.375, dtype), (jnp.arange(4) / 4).astype(dtype)
-
-    def fun(x):
-        y = x.astype(dtype) * third + table
-        return jnp.where(y > 0.5, y, jnp.full_like(y, 0.25)) - 0.125
-
-    return fun, (draw(4),)
-
-
-def matmul_with_its_dtype(dtype):
-    def fun(w, x):
-        return jnp.matmul(*cast((w, x), dtype), preferred_element_type=jnp.float32)
-
-    return fun, (draw(4, 4), draw(4, 4, seed=1))
-
-
-def scan_with_checkpoint(dtype):
-    def fun(w, x):
-        w, x = cast((w, x), dtype)
-        body = jax.checkpoint(lambda carry, row: (jnp.tanh(w @ carry + row), carry * row))
-        return lax.scan(body, x[0], x)
-
-    return fun, (draw(4, 4), draw(5, 4, seed=1))
-
-
-def checkpoint_with_a_policy(dtype):
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    def block(w, x):
-        return jnp.tanh(jnp.sin(w @ x) @ x)
-
-    return lambda w, x: block(*cast((w, x), dtype)), (draw(4, 4), draw(4, 4, seed=1))
-
-
-def unbounded_while_loop(dtype):
-    def fun(x):
-        return lax.while_loop(lambda c: jnp.max(c) < 100, lambda c: c * 2, jnp.abs(x.astype(dtype)))
-
-    return fun, (draw(4),)
-
-
-def conditionals(dtype):
-    def fun(x):
-        y = x.astype(dtype)
-        y = lax.cond(jnp.sum(y) > 0, lambda y: y * y, jnp.negative, y)
-        return lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], y)
-
-    return fun, (draw(4),)
-
-
-def jitted(dtype):
-    @jax.jit
-    def inner(x):
-        return jax.nn.softplus(x) + jnp.float32(2).astype(dtype)
-
-    return lambda x: inner(inner(x.astype(dtype))), (draw(4),)
-
-
-def custom_jvp(dtype):
-    @jax.custom_jvp
-    def fun(x, n):
-        return jnp.sin(x) * n
-
-    fun.defjvp(lambda primals, tangents: (fun(*primals), 5 * jnp.cos(primals[0]) * tangents[0]))
-    return lambda x: jax.nn.relu(fun(x.astype(dtype), 3)), (draw(4),)
-
-
-def custom_vjp(dtype):
-    @jax.custom_vjp
-    def fun(x, y):
-        return x * y
-
-    fun.defvjp(lambda x, y: (x * y, (x, y)), lambda residuals, ct: (3 * ct * residuals[1], ct * residuals[0]))
-    return lambda x, y: fun(x.astype(dtype), y.astype(dtype)), (draw(4), draw(4, seed=1))
-
-
-def custom_vjp_within_a_scan(dtype):
-    multiply, _ = custom_vjp(dtype)
-
-    def fun(x, y):
-        return lax.scan(lambda carry, row: (multiply(carry, row), None), x.astype(dtype), y)[0]
-
-    return fun, (draw(4), draw(3, 4, seed=1))
-
-
-def custom_vjp_of_structures(dtype):
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def fun(power, tree, index):
-        return {"out": tree["x"][index] ** power, "index": index}
-
-    def forward(power, tree, index):
-        return fun(power, tree, index), (tree, index)
-
-    def backward(power, residuals, cotangent):
-        tree, index = residuals
-        return {"x": jnp.zeros_like(tree["x"]).at[index].set(7 * cotangent["out"] * tree["x"][index] ** power)}, None
-
-    fun.defvjp(forward, backward)
-    return lambda x: fun(2, {"x": x.astype(dtype)}, jnp.int32(1))["out"], (draw(4),)
-
-
-def custom_vmap(dtype):
-    @jax.custom_batching.custom_vmap
-    def fun(x):
-        return jnp.sin(x)
-
-    fun.def_vmap(lambda size, batched, x: (5 * jnp.sin(x), True))
-    return lambda x: fun(x.astype(dtype)) + jax.vmap(fun)(x.astype(dtype)), (draw(4),)
-
-
-def linear_call(dtype):
-    weights = draw(4, seed=1).astype(jnp.float16).astype(dtype)
-
-    def fun(x):
-        x = x.astype(dtype)
-        return jax.custom_derivatives.linear_call(
-            lambda w, x: w * x[0] + x[1], lambda w, ct: (3 * w * ct, 5 * ct), weights, (x, x)
-        )
-
-    return fun, (draw(4),)
-
-
-def constants_within_a_checkpoint(dtype):
-    relu, table = jax.nn.relu, (np.arange(4) / 3).astype(dtype)
-    return lambda x: jax.checkpoint(lambda x: relu(jnp.sin(x) * table))(x.astype(dtype)), (draw(4),)
-
-
-def vectorized(dtype):
-    def norm(x):
-        return jnp.linalg.norm(jax.nn.softmax(x.astype(dtype)))
-
-    return jax.vmap(norm), (draw(3, 4),)
-
-
-def differentiated(dtype):
-    def energy(x):
-        return jnp.sum(jax.nn.silu(x.astype(dtype)) ** 2).astype(jnp.float32)
-
-    return jax.vmap(jax.grad(energy)), (draw(3, 4),)
-
-
-def scatter_gather_sort(dtype):
-    def fun(x):
-        y = x.astype(dtype).at[jnp.array([0, 2])].add(1).at[1].mul(3)
-        return jnp.sort(y)[jnp.array([3, 0])] + jnp.cumsum(y)[:2] + lax.top_k(y, 2)[0]
-
-    return fun, (draw(4),)
-
-
-def pooling(dtype):
-    def fun(x):
-        y = lax.conv(x.astype(dtype), jnp.ones((2, 1, 3, 3), dtype), (1, 1), "SAME")
-        return lax.reduce_window(y, np.array(-jnp.inf, dtype), lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
-
-    return fun, (draw(1, 1, 6, 6),)
-
-
-def reductions_of_ones_own(dtype):
-    def fun(x):
-        return lax.reduce(x.astype(dtype), jnp.asarray(0, dtype), lambda a, b: a + b, (0,))
-
-    return fun, (draw(4, 3),)
-
-
-def linear_solve(dtype):
-    def fun(a, b):
-        matrix = (a @ a.T + 4 * jnp.eye(4)).astype(dtype)
-        return lax.custom_linear_solve(lambda x: matrix @ x, b.astype(dtype), lambda f, b: f(b) / 30, symmetric=True)
-
-    return fun, (draw(4, 4), draw(4, seed=1))
-
-
-PROGRAMS = [
-    casts_and_constants,
-    matmul_with_its_dtype,
-    scan_with_checkpoint,
-    checkpoint_with_a_policy,
-    unbounded_while_loop,
-    conditionals,
-    jitted,
-    custom_jvp,
-    custom_vjp,
-    custom_vjp_within_a_scan,
-    custom_vjp_of_structures,
-    custom_vmap,
-    linear_call,
-    constants_within_a_checkpoint,
-    vectorized,
-    differentiated,
-    scatter_gather_sort,
-    pooling,
-    reductions_of_ones_own,
-    linear_solve,
-]
-NOT_DIFFERENTIABLE_BACKWARDS = (unbounded_while_loop, custom_vmap)
+NOT_DIFFERENTIABLE_BACKWARDS = (programs.unbounded_while_loop, programs.custom_vmap)
 BY_NAME = {"ids": lambda program: program.__name__}
 
 
@@ -247,7 +47,7 @@ def in_float32(program):
     return jax.jit(fun)(*args)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
+@pytest.mark.parametrize("program", programs.PROGRAMS, **BY_NAME)
 def test_float16_program_becomes_the_float32_program(program):
     fun, args = program(jnp.float16)
     half_dtypes = {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(fun, *args))}
@@ -255,7 +55,7 @@ def test_float16_program_becomes_the_float32_program(program):
     assert half_dtypes & {jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)}  # The program has float results.
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
+@pytest.mark.parametrize("program", [p for p in programs.PROGRAMS if p not in NOT_DIFFERENTIABLE_BACKWARDS], **BY_NAME)
 def test_float16_gradients_become_float32_gradients_in_either_order(program):
     fun, args = program(jnp.float16)
     float32_fun, _ = program(jnp.float32)
@@ -265,7 +65,7 @@ def test_float16_gradients_become_float32_gradients_in_either_order(program):
     assert_close(jax.jit(jax.value_and_grad(in_precision(loss_of(fun)), argnums))(*args), expected)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, **BY_NAME)
+@pytest.mark.parametrize("program", programs.PROGRAMS, **BY_NAME)
 def test_float32_program_is_bitwise_unchanged(program):
     fun, args = program(jnp.float32)
     actual, expected = jax.jit(in_precision(fun, jnp.float32))(*args), in_float32(program)
@@ -275,8 +75,8 @@ def test_float32_program_is_bitwise_unchanged(program):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_every_float_dtype_below_32_bits_is_converted(dtype):
-    fun, args = casts_and_constants(dtype)
-    float32_fun, _ = casts_and_constants(jnp.float32)
+    fun, args = programs.casts_and_constants(dtype)
+    float32_fun, _ = programs.casts_and_constants(jnp.float32)
     assert_close(in_precision(fun)(*args), float32_fun(*args))
 
 
@@ -385,13 +185,13 @@ def test_vmap_of_in_precision_uses_the_custom_vmap_rule():
 @pytest.mark.parametrize("half_dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_program_becomes_a_float64_program(half_dtype):
     with enable_x64(True):
-        fun, args = matmul_with_its_dtype(half_dtype)
-        args = cast(args, jnp.float32)
+        fun, args = programs.matmul_with_its_dtype(half_dtype)
+        args = cast_floating(args, jnp.float32)
         out = in_precision(lambda w, x: w.astype(half_dtype) @ x.astype(half_dtype), jnp.float64)(*args)
         np.testing.assert_allclose(out, np.asarray(args[0], np.float64) @ np.asarray(args[1], np.float64), rtol=1e-12)
         assert in_precision(fun, jnp.float64)(*args).dtype == jnp.float32  # This is the preferred element type.
         conv = functools.partial(lax.conv, window_strides=(1, 1), padding="SAME", preferred_element_type=jnp.float32)
-        x = cast(draw(1, 1, 4, 4), half_dtype)
+        x = cast_floating(draw(1, 1, 4, 4), half_dtype)
         assert in_precision(conv, jnp.float64)(x, x).dtype == jnp.float32
 
 
@@ -402,8 +202,10 @@ def test_float16_program_becomes_a_bfloat16_program():
 
 
 def test_matmul_keeps_a_larger_preferred_element_type():
-    fun, args = matmul_with_its_dtype(jnp.bfloat16)
-    np.testing.assert_array_equal(in_precision(fun, jnp.float16)(*args), matmul_with_its_dtype(jnp.float16)[0](*args))
+    fun, args = programs.matmul_with_its_dtype(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        in_precision(fun, jnp.float16)(*args), programs.matmul_with_its_dtype(jnp.float16)[0](*args)
+    )
 
 
 def test_reduce_precision_of_a_float32_value_is_kept():
@@ -425,13 +227,13 @@ def test_shard_map_program_becomes_the_float32_program(axis_type):
             return lax.pmean(jnp.sum(jax.nn.relu(x.astype(dtype) @ w) ** 2), "data")
 
         def loss(w, x):
-            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+            total = jax.shard_map(of_shard, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
             return (total(w.astype(dtype), x) + jnp.sum(x.astype(dtype))).astype(jnp.float32)
 
         return loss
 
     with set_mesh(mesh):
-        w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, P("data")))
+        w, x = draw(4, 4), jax.device_put(draw(8, 4), NamedSharding(mesh, jax.P("data")))
         expected = jax.jit(jax.value_and_grad(program(jnp.float32)))(w, x)
         assert_close(jax.jit(in_precision(jax.value_and_grad(program(jnp.float16))))(w, x), expected)
         assert_close(jax.jit(jax.value_and_grad(in_precision(program(jnp.float16))))(w, x), expected)

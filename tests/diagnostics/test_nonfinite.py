@@ -10,16 +10,10 @@ from any_jax import enable_x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from samples import FLOATS, INF, NAN, random_bits
 
 from jax_lossscale._measure.fault import first_fault
-from jax_lossscale.diagnostics import (
-    first_nonfinite,
-    leaf_path,
-    nonfinite_report,
-)
+from jax_lossscale.diagnostics import first_nonfinite, leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import Report
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
@@ -182,10 +176,10 @@ def test_path_of_an_invalid_index_raises_an_error(index):
 
 
 def test_devices_of_a_shard_map_agree_on_the_first_nonfinite_leaf():
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN
     find = jax.shard_map(
-        lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=P("shard"), out_specs=P()
+        lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=jax.P("shard"), out_specs=jax.P()
     )
     assert jax.jit(find)(*values) == 1

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
@@ -111,7 +110,7 @@ def test_recording_works_in_scan_and_vmap():
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
 def test_all_devices_of_a_shard_map_record_the_same_leaf(check_vma):
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = jls.loss_scaled(optax.sgd(0.1), axis_name="shard", record_bad_steps=True)
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
     state = tx.init(params)

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 
 PAGES = Path(__file__).parents[2] / "docs" / "frameworks"
@@ -17,14 +16,6 @@ def copied(page):
     namespace = {"__name__": page}
     exec(compile(source, path, "exec"), namespace)
     return SimpleNamespace(**{name: value for name, value in namespace.items() if not name.startswith("__")})
-
-
-def assert_same_bits(tree, other):
-    assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for leaf, expected in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        if hasattr(expected, "dtype") and jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
-            leaf, expected = jax.random.key_data(leaf), jax.random.key_data(expected)
-        np.testing.assert_array_equal(leaf, expected, strict=hasattr(expected, "dtype"))
 
 
 def bad(batch, value=np.nan):

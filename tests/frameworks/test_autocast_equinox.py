@@ -63,12 +63,3 @@ def test_autocast_gives_half_precision_matmuls_and_accurate_gradients(loss_fn, m
     assert types[0] == types[1]
     assert distance_of_all(half_value, value) < 2e-3
     assert distance_of_all(half_grads, grads) < 5e-3
-
-
-@pytest.mark.parametrize(
-    "function", [MLP, MLP.__call__, jax.tree_util.Partial(MLP)], ids=["module", "method", "partial"]
-)
-def test_autocast_accepts_modules_methods_and_partials(function):
-    in_half = jls.autocast(function)
-    assert_half_precision(in_half, X[0])
-    assert distance_of_all(jax.jit(in_half)(X[0]), function(X[0])) < 2e-3

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
     hk = pytest.importorskip("haiku")
 
 from float32_programs import assert_like_float32
-from pages import assert_same_bits, bad, copied
+from kinds import assert_same_bits
+from pages import bad, copied
 
 import jax_lossscale as jls
 

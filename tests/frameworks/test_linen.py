@@ -16,7 +16,8 @@ from flax.linen import fp8_ops  # noqa: E402
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT  # noqa: E402
 from flax.training import checkpoints, train_state  # noqa: E402
 from float32_programs import assert_like_float32  # noqa: E402
-from pages import assert_same_bits, bad, copied  # noqa: E402
+from kinds import assert_same_bits  # noqa: E402
+from pages import bad, copied  # noqa: E402
 from programs.starting import run_python  # noqa: E402
 
 import jax_lossscale as jls  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 flax = pytest.importorskip("flax")
 
 from flax import nnx  # noqa: E402
-from pages import assert_same_bits  # noqa: E402
+from kinds import assert_same_bits  # noqa: E402
 
 import jax_lossscale as jls  # noqa: E402
 from jax_lossscale.interop.flax import Optimizer  # noqa: E402

@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
     ocp = pytest.importorskip("orbax.checkpoint")
 
-from pages import assert_same_bits
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 import pytest
 from any_jax import enable_x64, pcast
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 
@@ -84,37 +83,30 @@ def times(scale, grads):
     return jax.tree.map(multiply, grads)
 
 
-def assert_identical(actual, expected):
-    """Check that values, dtypes and tree structures are bitwise equal."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
-
-
 @pytest.mark.parametrize("jit", [lambda function: function, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CASES)
 def test_value_is_unscaled_and_gradients_are_scaled(name, jit):
     fun, args, kwargs, options = CASES[name]
     value, grads = jit(jax.value_and_grad(fun, **options))(*args, **kwargs)
     actual_value, actual_grads = jit(jls.value_and_scaled_grad(fun, SCALE, **options))(*args, **kwargs)
-    assert_identical(actual_value, value)
-    assert_identical(actual_grads, times(SCALE, grads))
+    assert_same_bits(actual_value, value)
+    assert_same_bits(actual_grads, times(SCALE, grads))
     if jit is not jax.jit:  # XLA may round differently if a compiled program does not return the value.
         found = jls.scaled_grad(fun, SCALE, **options)(*args, **kwargs)
-        assert_identical(found, (actual_grads, value[1]) if options.get("has_aux") else actual_grads)
+        assert_same_bits(found, (actual_grads, value[1]) if options.get("has_aux") else actual_grads)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 15, 24, 100])
 def test_power_of_two_scales_are_exact(exponent):
     grads = jls.scaled_grad(loss, 2.0**exponent)(X, Y)
-    assert_identical(grads, jax.grad(loss)(X, Y) * 2.0**exponent)
+    assert_same_bits(grads, jax.grad(loss)(X, Y) * 2.0**exponent)
 
 
 def test_float64_gradients_stay_float64():
     with enable_x64(True):
         x = jnp.array([0.3, -1.7, 2.9], jnp.float64)
         value, grads = jls.value_and_scaled_grad(loss, SCALE)(x, x)
-        assert_identical((value, grads), (loss(x, x), jax.grad(loss)(x, x) * SCALE))
+        assert_same_bits((value, grads), (loss(x, x), jax.grad(loss)(x, x) * SCALE))
         assert value.dtype == grads.dtype == jnp.float64
 
 
@@ -126,7 +118,7 @@ def test_value_is_correct_if_the_gradients_overflow():
 
     for jit in (lambda function: function, jax.jit):
         value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, 2.0**24))(weights)
-        assert_identical(value, jit(half_precision_loss)(weights))
+        assert_same_bits(value, jit(half_precision_loss)(weights))
         assert not np.isfinite(grads).any()
 
 
@@ -152,7 +144,7 @@ HOLDERS = {
 @pytest.mark.parametrize("name", HOLDERS)
 def test_loss_scale_is_found_in_containers(name):
     expected = times(8, jax.grad(loss)(X, Y))
-    assert_identical(jls.scaled_grad(loss, HOLDERS[name]())(X, Y), expected)
+    assert_same_bits(jls.scaled_grad(loss, HOLDERS[name]())(X, Y), expected)
     traced = jax.jit(lambda holder: jls.scaled_grad(loss, holder)(X, Y))
     np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
 
@@ -204,7 +196,7 @@ def test_value_and_gradients_under_strict_promotion(name):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_loss_with_a_different_scale_on_each_device(check_vma, vary_params):
     """The reference is the derivative of ``scale * value``, computed by JAX. The returned value stays replicated."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     batch, scales = jnp.linspace(-1, 1, 24).reshape(8, 3), 2.0 ** jnp.arange(8)
 
     def mean_loss(x, y):
@@ -223,11 +215,11 @@ def test_replicated_loss_with_a_different_scale_on_each_device(check_vma, vary_p
             value, grads = function(x, y, scale)
             return value, jax.lax.psum(grads, "data") if vary_params else grads
 
-        specs = P(), P("data"), P("data")
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma))
+        specs = jax.P(), jax.P("data"), jax.P("data")
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check_vma))
 
     actual, expected = (sharded(function)(X, batch, scales) for function in (ours, oracle))
-    assert_identical(actual[0], expected[0])
+    assert_same_bits(actual[0], expected[0])
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
 
 
@@ -266,8 +258,7 @@ def test_forward_pass_is_not_scaled():
 
 
 def warnings_of(function):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         function()
     return [warning for warning in caught if "The loss is" in str(warning.message)]
 
@@ -331,8 +322,7 @@ CALLED_WITH = {
 @pytest.mark.parametrize("loss_scale", [*MOVING.values(), STATE], ids=[*MOVING, "state"])
 @pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
 def test_constant_dynamic_scale_in_a_traced_function_warns_once(call, loss_scale):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         jax.jit(lambda x: call(loss_scale, x)).lower(3.0)
     assert ["inside the step" in str(warning.message) for warning in caught] == [True]
     assert caught[0].filename == __file__
@@ -366,6 +356,4 @@ SOUND = {
 @pytest.mark.parametrize("use", SOUND.values(), ids=SOUND)
 @pytest.mark.parametrize("call", CALLED_WITH.values(), ids=CALLED_WITH)
 def test_correct_uses_do_not_warn(call, use):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use(call)
+    use(call)  # In the tests, warnings are errors.

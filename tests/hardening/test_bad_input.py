@@ -112,9 +112,6 @@ jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
     The number of examples must be a positive multiple of `accumulate_gradients(num_microbatches=2)`, got a batch of
     3 examples. Change the batch size, for example by omitting some examples.
-jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(0))
-    The number of examples must be a positive multiple of `accumulate_gradients(num_microbatches=2)`, got a batch of
-    0 examples. Change the batch size, for example by omitting some examples.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, [])
     `accumulate_gradients` needs a batch of arrays with the same number of examples along their first axes, got
     ([],). Use `batch_argnums` to specify the arguments that contain the batch.

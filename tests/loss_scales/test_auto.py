@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import F32_MAX, named
-from unscaled import states
 
 import jax_lossscale as jls
-from jax_lossscale._optax.monitoring import seem_unscaled
 
 Auto = jls.AutoLossScale
 STATE = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
@@ -332,14 +330,6 @@ def test_scale_follows_changing_gradients(trace, most_skips, most_bits):
         skips, bits = skips_and_unused_bits(trace, float16)
         assert skips <= most_skips
         assert bits <= most_bits
-
-
-def test_scaled_gradients_are_not_reported_as_unscaled():
-    with np.errstate(divide="ignore"):
-        largest, first = np.log2(np.stack([row.values[0] for row in FOLLOWED], axis=-1))
-    assert not seem_unscaled(states(largest, first)).any()
-    decaying = [row.id for row in FOLLOWED].index("decaying")
-    assert seem_unscaled(states(largest, first, False))[19:, decaying].any()
 
 
 # --- Arbitrary inputs ---

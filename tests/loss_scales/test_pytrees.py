@@ -2,13 +2,9 @@
 
 import copy
 import dataclasses
-import os
 import pickle
 import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -16,15 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kinds import (
-    ONE_OF_EACH,
-    Dynamic,
-    Fixed,
-    each_kind,
-    grads_of,
-    named,
-    scales_over,
-)
+from kinds import ONE_OF_EACH, Dynamic, Fixed, each_kind, grads_of, named, scales_over
+from programs.starting import run_python
 
 import jax_lossscale as jls
 
@@ -171,16 +160,7 @@ def test_constructors_do_not_initialize_a_backend():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    completed = subprocess.run(
-        [sys.executable, "-c", CONSTRUCTION % port],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(jls.__file__).parents[1],
-        env={**os.environ, "XLA_FLAGS": ""},
-        timeout=120,
-    )
-    assert completed.stdout == "32768.0\n", completed.stderr
+    assert run_python("-c", CONSTRUCTION % port, XLA_FLAGS="") == "32768.0\n"
 
 
 # --- Equality and hashes of loss scales ---

@@ -85,13 +85,6 @@ def test_all_finite_reduces_over_the_named_axes_under_shard_map(axis_name, spec,
     np.testing.assert_array_equal(sharded({"w": jnp.ones_like(values), "b": jnp.ones(3)}), ALL)
 
 
-@pytest.mark.parametrize(("axis_name", "expected"), [(None, [True, False, True]), ("runs", [False, False, False])])
-def test_all_finite_under_vmap_with_a_named_axis(axis_name, expected):
-    values = jnp.array([1.0, jnp.inf, 2.0])
-    verdicts = jax.vmap(lambda x: jls.all_finite(x, axis_name=axis_name), axis_name="runs")(values)
-    assert verdicts.tolist() == expected
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("largest", [None, [0.5, 8.0, 2.0], [0.5, np.nan, 2.0], [np.nan, 8.0, 2.0], [0.0, 0.0, 0.0]])
 def test_agree_reduces_flags_and_the_largest_magnitude_together(number, largest):

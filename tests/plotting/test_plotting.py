@@ -1,7 +1,5 @@
 """Contents of the Axes that the functions of `jax_lossscale.plotting` draw."""
 
-import os
-import subprocess
 import sys
 
 import jax
@@ -11,6 +9,7 @@ import optax
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
+from programs.starting import run_python
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients, exponent_histogram, underflow_fraction
@@ -272,10 +271,7 @@ print("matplotlib.pyplot" in sys.modules)
 
 
 def test_matplotlib_and_pyplot_are_only_imported_when_needed():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", WITHOUT_PYPLOT]
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert completed.stdout.split() == ["False", "False"], completed.stderr
+    assert run_python("-c", WITHOUT_PYPLOT).split() == ["False", "False"]
 
 
 CALLS = {

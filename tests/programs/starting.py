@@ -41,8 +41,11 @@ def started(program, *arguments, devices, errors, stdout=subprocess.DEVNULL):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_python(*arguments, cwd=None, **environment):
-    """Run Python in a new process that can import the modules of this process, and return its standard output."""
+def run_python(*arguments, cwd=None, status=0, **environment):
+    """Run Python in a new process that can import the modules of this process, and return its standard output.
+
+    ``status`` is the expected exit status.
+    """
     completed = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -52,5 +55,5 @@ def run_python(*arguments, cwd=None, **environment):
         timeout=600,
         check=False,
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.returncode == status, completed.stdout + completed.stderr
     return completed.stdout

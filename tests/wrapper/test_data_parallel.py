@@ -11,7 +11,6 @@ import optax
 import pytest
 from any_jax import pcast
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -72,9 +71,9 @@ def test_step_equals_one_device_and_all_devices_skip_nonfinite_data(way, check_v
         return *TX.update_and_apply(grads, state, params, value=loss), mean(loss)  # `value` is the loss of this device.
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+    specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P()}
     step = jax.jit(jax.shard_map(local_step, mesh=mesh, **specs, check_vma=check_vma))
-    rows = NamedSharding(mesh, P("data"))
+    rows = NamedSharding(mesh, jax.P("data"))
     params, state, loss = step(PARAMS, TX.init(PARAMS), jax.device_put(BATCH, rows))
 
     expected_loss, grads = jax.value_and_grad(loss_fn)(PARAMS, BATCH)

@@ -13,20 +13,8 @@ import pytest
 from any_jax import enable_x64, needs_jax, set_mesh
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from kinds import assert_same_bits
-from test_half_parameters import (
-    BF16,
-    EXACT,
-    F16,
-    F32,
-    all_wrappers,
-    both_dtypes,
-    grads_at,
-    params_in,
-    step_of,
-    trained,
-)
+from test_half_parameters import BF16, EXACT, F16, F32, all_wrappers, both_dtypes, grads_at, params_in, step_of, trained
 from test_half_parameters import WRAPPERS as HALF_WRAPPERS
 from test_optimizers import OPTIMIZERS
 from test_optimizers import WRAPPERS as OPTAX_WRAPPERS
@@ -120,7 +108,7 @@ def test_result_on_a_mesh_is_that_on_one_device(wrapper, axis_type):
     tx = jls.loss_scaled(wrapper(EXACT), 8.0)
     expected = trained(tx, params)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
-    specs = {"kernel": P("model", "data"), "bias": P("data")}
+    specs = {"kernel": jax.P("model", "data"), "bias": jax.P("data")}
 
     def placed(tree):
         return {name: jax.device_put(leaf, NamedSharding(mesh, specs[name])) for name, leaf in tree.items()}
@@ -166,7 +154,7 @@ def test_replicas_stay_equal(wrapper, way):
         step_of_all = jax.pmap(step, "data", in_axes=(None, None, 0))
     else:
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P("data")}
+        specs = {"in_specs": (jax.P(), jax.P(), jax.P("data")), "out_specs": jax.P("data")}
         step_of_all = jax.jit(jax.shard_map(local_step, mesh=mesh, check_vma=way == "shard_map", **specs))
     result = params, tx.init(params)
     for number in range(8):

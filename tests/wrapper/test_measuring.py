@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
@@ -47,7 +46,7 @@ def test_flag_and_largest_share_one_all_reduce_under_shard_map(check_vma):
     step = jax.jit(
         jax.shard_map(
             local_step,
-            mesh=jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,)),
+            mesh=jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,)),
             in_specs=(P("shard"), P("shard"), specs, P("shard")),
             out_specs=(P("shard"), specs),
             check_vma=check_vma,

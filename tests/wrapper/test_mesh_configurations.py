@@ -14,7 +14,6 @@ import optax.contrib
 import pytest
 from any_jax import needs_jax, set_mesh
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from programs.on_a_mesh import OVERFLOWS, PARAMS, SPECS, batch_of, begin, compiled_step, mesh_of, placed, train
 from programs.starting import started
 
@@ -23,7 +22,7 @@ import jax_lossscale as jls
 pytestmark = pytest.mark.ci
 
 STEPS = 12
-REPLICATED = dict.fromkeys(PARAMS, P())
+REPLICATED = dict.fromkeys(PARAMS, jax.P())
 LABELS = {"kernel": "adam", "bias": "sgd", "readout": "adam"}
 # For each configuration: the specs of the parameters, the specs of the moments, and the optimizer.
 CONFIGURATIONS = {
@@ -80,7 +79,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(name, is_set):
         params = placed(mesh, PARAMS, specs_of_params)
         state = placed(mesh, make().init(params), specs_of_moments)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-        put = functools.partial(jax.device_put, device=NamedSharding(mesh, P("data")))
+        put = functools.partial(jax.device_put, device=NamedSharding(mesh, jax.P("data")))
         params, state, scales = run_of(make(), params, state, put, shardings)
     expected_params, expected_state, expected_scales = on_one_device(name)
     assert np.abs(expected_params["kernel"] - PARAMS["kernel"]).max() > 1e-2

@@ -50,9 +50,14 @@ def train_step_of(fun, optimizer):
     return train_step
 
 
-def train(fun, optimizer, steps=STEPS, compiled=jax.jit, params=PARAMS, data=DATA):
+def train(fun, optimizer, steps=STEPS, compiled=jax.jit, params=PARAMS, opt_state=None, data=DATA):
+    opt_state = optimizer.init(params) if opt_state is None else opt_state
+    return repeat(compiled(train_step_of(fun, optimizer)), params, opt_state, data, steps)
+
+
+def repeat(train_step, params, opt_state, data=DATA, steps=STEPS):
     """Return the parameters, the state and the losses after some steps."""
-    train_step, opt_state, losses = compiled(train_step_of(fun, optimizer)), optimizer.init(params), []
+    losses = []
     for _ in range(steps):
         params, opt_state, loss = train_step(params, opt_state, data)
         losses.append(float(loss))
@@ -351,9 +356,7 @@ def test_one_device_that_is_not_the_default(place):
 def test_arguments_on_a_device_are_compiled_only_once():
     mp = jls.MixedPrecision(adam())
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    params, state = jax.device_put((PARAMS, mp.optimizer.init(PARAMS)), jax.devices()[0])
-    for _ in range(3):
-        params, state, _ = step(params, state, DATA)
+    repeat(step, *jax.device_put((PARAMS, mp.optimizer.init(PARAMS)), jax.devices()[0]), steps=3)
     assert step._cache_size() == 1
 
 
@@ -396,9 +399,7 @@ def test_the_mesh_of_the_arguments_is_used(place, axis_type):
     mp = jls.MixedPrecision(adam())
     params, state = place(mp, NamedSharding(mesh, P()))
     data = jax.device_put(DATA, NamedSharding(mesh, P("data")))
-    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    for _ in range(3):
-        params, state, _ = jax.block_until_ready(step(params, state, data))
+    _, state, _ = train(mp.loss(loss_fn), mp.optimizer, 3, params=params, opt_state=state, data=data)
     assert state.applied_steps == 3
     assert state.loss_scale() > 2.0**15
 
@@ -459,18 +460,13 @@ def train_data_parallel(mp, fun, wrap, steps, mapped=shard_mapped):
         updates, opt_state = mp.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    step = mapped(wrap(train_step))
-    params, opt_state, losses = PARAMS, mp.optimizer.init(PARAMS), []
-    for _ in range(steps):
-        params, opt_state, loss = step(params, opt_state, DATA)
-        losses.append(float(loss))
-    return opt_state, losses
+    return repeat(mapped(wrap(train_step)), PARAMS, mp.optimizer.init(PARAMS), DATA, steps)
 
 
 @pytest.mark.parametrize("mapped", [shard_mapped, pmapped])
 def test_data_parallel_training_with_the_third_line(mapped):
     mp = jls.MixedPrecision(adam(), axis_name="data")
-    state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS, mapped)
+    _, state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS, mapped)
     assert_trained(losses, state)
     assert state.loss_scale() > 2.0**30
 
@@ -592,10 +588,7 @@ def test_a_step_outside_of_jit_does_not_affect_later_updates():
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
     step, state = train_step_of(mp.loss(loss_fn), mp.optimizer), mp.optimizer.init(PARAMS)
     mp.step(step)(PARAMS, state, DATA)
-    params = PARAMS
-    for _ in range(20):
-        params, state, _ = step(params, state, DATA)
-    assert state.applied_steps > 0
+    assert repeat(step, PARAMS, state, steps=20)[1].applied_steps > 0
 
 
 def test_export_with_the_third_line():
@@ -677,9 +670,7 @@ def restored_from_a_checkpoint(state, mp):
 def test_a_replaced_scale_is_used(replace, loss_scale):
     mp = jls.MixedPrecision(adam(), loss_scale)
     step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    state = mp.optimizer.init(PARAMS)
-    for _ in range(30):
-        _, state, _ = step(PARAMS, state, (jnp.nan * X, Y))
+    _, state, _ = repeat(step, PARAMS, mp.optimizer.init(PARAMS), (jnp.nan * X, Y), 30)
     assert state.loss_scale() <= 1
     state = replace(state, mp)
     replaced = float(state.loss_scale())
@@ -695,9 +686,7 @@ def test_a_replaced_scale_is_used(replace, loss_scale):
 def test_state_with_another_class_of_loss_scale(loss_scale, other):
     mp = jls.MixedPrecision(adam(), loss_scale)
     state = mp.optimizer.init(PARAMS)._replace(loss_scale=jls.get(other))
-    step = jax.jit(train_step_of(mp.loss(loss_fn), mp.optimizer))
-    params, state, _ = step(PARAMS, state, DATA)
-    step(params, state, DATA)
+    _, state, _ = train(mp.loss(loss_fn), mp.optimizer, 2, opt_state=state)
     assert type(state.loss_scale) is type(jls.get(other))
 
 

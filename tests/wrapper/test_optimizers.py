@@ -16,7 +16,6 @@ import optax
 import pytest
 from any_jax import enable_x64, set_mesh
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -179,7 +178,7 @@ def test_step_keeps_structure_shapes_dtypes_and_weak_types(name, dtype):
 def test_step_keeps_explicit_shardings(name):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with set_mesh(mesh):
-        params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("model")))}
+        params = {"kernel": jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, jax.P("model")))}
         assert_a_step_changes_no_type(jls.loss_scaled(OPTIMIZERS[name](), jls.DynamicLossScale(SCALE)), params)
 
 

@@ -61,7 +61,8 @@ def leaves_on(mesh, specs, number):
 
 
 CASES = [(split, "all_finite") for split in SPLITS]
-CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:])
+CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:-1])
+CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
 
 
 @needs_jax("0.7.2", MORE_COLLECTIVES)

@@ -1,11 +1,8 @@
 """Skipped steps of `loss_scaled`, its inner optimizer, and its use inside other transformations."""
 
 import functools
-import os
 import platform
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import chex
@@ -16,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from any_jax import needs_optax
+from programs.starting import run_python
 
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
@@ -116,12 +114,9 @@ def test_fused_step_is_bitwise_equal_to_a_simple_implementation():
     # multiply-add.
     flags = "--xla_cpu_max_isa=AVX"
     script = Path(__file__).parents[1] / "programs" / "straightforward.py"
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
     # Without optimizations, the results are bitwise equal in any case.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
-    finished = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines() == [
+    output = run_python(script, XLA_FLAGS=flags, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+    assert output.splitlines() == [
         f"{dtype} {skip}: equal" for dtype in ("float32", "float16") for skip in ("auto", "cond", "select")
     ]
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import workloads
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients
@@ -212,7 +211,7 @@ def test_bfloat16_is_supported():
 def test_sharded_arguments_are_supported():
     fun, params, x = workloads.healthy()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, copies = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    rows, copies = (NamedSharding(mesh, spec) for spec in (jax.P("data"), jax.P()))
     args = jax.device_put(params, copies), jax.device_put(x, rows)
     report = compare_gradients(fun, *args, loss_scales=[2.0**15])
     assert report.cause == "none"

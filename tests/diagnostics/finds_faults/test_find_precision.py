@@ -144,11 +144,6 @@ def test_report_with_a_loss_scale_below_1_names_suitable_loss_scales():
     assert len(str(jls.diagnostics.PrecisionReport(policy, loss_scale=1.0)).splitlines()) == 2
 
 
-def test_report_in_place_of_its_policy_raises_an_error_that_names_the_policy():
-    with pytest.raises(ValueError, match=r"such as `find_precision\(...\).policy`"):
-        jls.autocast(energies, policy=jls.diagnostics.PrecisionReport(jls.PrecisionPolicy()))
-
-
 def test_policy_remains_valid_for_other_batches_and_under_jit():
     report = find_precision(energies, WEIGHTS, X)
     weights, x = jax.tree.map(lambda leaf: 0.8 * leaf, WEIGHTS), jnp.concatenate([X, 2 * X, 1 - X])

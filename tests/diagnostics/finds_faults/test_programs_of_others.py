@@ -75,21 +75,6 @@ def test_manual_cast_is_not_suggested_for_a_function_without_matmuls():
     )
 
 
-def test_matmul_marked_with_a_precision_in_a_custom_rule_stays_float32():
-    @jax.custom_vjp
-    def square(x):
-        return jnp.sum(x * x)
-
-    def backward(x, cotangent):
-        return (cotangent * jnp.matmul(x, jnp.eye(4), precision="highest"),)
-
-    square.defvjp(lambda x: (square(x), x), backward)
-    report = autocast_report(lambda weights, x: square(x @ weights), draw(8, 4, seed=1), draw(4, 8, seed=2))
-    (in_float32,) = [operation for operation in report.matmuls if operation.dtype == "float32"]
-    assert in_float32.is_backward
-    assert in_float32.reason.startswith("marked")
-
-
 def test_cast_by_autocast_has_the_location_of_its_matmul():
     def fun(weights, x):
         return jnp.mean((x @ (1e6 * weights)) ** 2) * 1e-12  # here
@@ -137,20 +122,6 @@ def test_one_layer_of_eight_is_identified_by_its_parameter():
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
     assert str(found).startswith("Error compared with float32: over 100% -> ")
     assert jls.PrecisionPolicy.from_config(policy.get_config()) == policy
-
-
-@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint])
-def test_parameter_rule_matches_inside_calls(call):
-    def fun(params, x):
-        y = call(lambda x: jnp.tanh(x @ params["body"]))(x)
-        return jnp.mean((y @ params["head"]) ** 2)
-
-    args = {"body": draw(8, 8, seed=1), "head": draw(8, 4, seed=2)}, draw(4, 8, seed=3)
-    for name, number in (("['body']", 1), ("*head*", 1), ("*", 2)):
-        policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="dot_general", parameter=name)])
-        report = autocast_report(fun, *args, policy=policy)
-        assert sum(e.count for e in report.matmuls if e.dtype == "float32" and not e.is_backward) >= number
-        assert any(e.dtype == "float16" for e in report.matmuls) == (name != "*")
 
 
 @pytest.mark.slow

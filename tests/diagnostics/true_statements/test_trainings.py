@@ -143,23 +143,6 @@ def test_scaled_gradients_are_not_reported():
             assert "scaled" not in statements_of(explain(state))
 
 
-@pytest.mark.parametrize("learning_rate", [0.3, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.9, 0.95])
-def test_gradients_that_decrease_quickly_are_not_reported(learning_rate):
-    """The gradients decrease by up to 4 bits per step, while the scale grows by 1 bit per step after the first step."""
-    tx = jls.loss_scaled(optax.sgd(learning_rate))
-
-    def body(carry, _):
-        w, state = carry
-        _, grad = jls.value_and_scaled_grad(lambda w: 0.5 * w**2, state)(w)
-        carry = tx.update_and_apply(grad, state, w)
-        return carry, carry[1]
-
-    def states(w):
-        return jax.lax.scan(body, (w, tx.init(w)), length=60)[1]
-
-    jls.raise_if_stuck(jax.jit(jax.vmap(states))(2.0 ** -jnp.linspace(0, 12, 50)))
-
-
 def test_clipped_gradients_are_reported_after_an_overflow():
     *_, state = trained_with(clipped_outside, steps=400)
     assert state.skipped_steps > 0

@@ -223,32 +223,9 @@ def test_table_shows_the_scales_at_which_a_digit_changes():
 # Statements of `autocast_report`.
 
 
-@jax.custom_vjp
-def quantized(x, w):
-    rounded = (jnp.round(each * 16).astype(jnp.int8) for each in (x, w))
-    return jax.lax.dot_general(*rounded, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32) / 256.0
-
-
-quantized.defvjp(lambda x, w: (quantized(x, w), (x, w)), lambda residuals, g: (g @ residuals[1].T, residuals[0].T @ g))
-
-
-def test_only_used_backward_matmuls_of_an_int8_matmul_are_counted():
-    def loss(weights, x):
-        return jnp.mean(jnp.sin(quantized(x, weights)))
-
-    args = draw(8, 4, seed=1), draw(4, 8, seed=2)
-    (operation,) = autocast_report(loss, *args).matmuls
-    assert (operation.is_backward, operation.dtype, operation.count, operation.reason) == (True, "float16", 1, "")
-    assert compare_gradients(jls.autocast(loss), *args, loss_scales=[1.0]).summary.matmuls == 1
-
-
 def test_opaque_operation_is_listed_with_its_library():
     def loss(weights, x):
         return jnp.mean(x @ weights) + eqx.internal.unvmap_any(weights > 0)
 
     (found,) = autocast_report(loss, draw(8, 4, seed=1), draw(4, 8, seed=2)).opaque_operations
     assert found.startswith("unvmap_any of equinox (")
-
-
-def test_empty_parameter_pattern_is_not_printed():
-    assert str(jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])) == "float32: layer 'a'"
