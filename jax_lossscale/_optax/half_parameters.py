@@ -283,7 +283,12 @@ def half_precision_state(
       >>> adam.mu["w"].dtype, adam.nu["w"].dtype, adam.count.dtype
       (dtype(bfloat16), dtype('float32'), dtype('int32'))
 
-    **Details.** ``init`` also rounds the initial state stochastically. In most optimizers, the initial arrays are
+    **Details.** Some optimizers store a copy of the parameters or gradients, and subtract it from later parameters or
+    gradients. Exclude this copy, because its rounding error can be larger than the difference. For example, L-BFGS can
+    diverge without ``exclude=lambda path: ".params" in path or ".updates" in path``. The page about 16-bit parameters
+    lists these optimizers.
+
+    ``init`` also rounds the initial state stochastically. In most optimizers, the initial arrays are
     zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in
     `stochastic_rounding`, but with a different hash, so the same seed can be used for both wrappers.
 

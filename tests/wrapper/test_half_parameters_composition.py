@@ -261,6 +261,36 @@ def final_loss(tx, params, gradients):
     return float(loss_fn(jls.cast_floating(params, F32), X, Y))
 
 
+COPIES = {  # optimizers that subtract an array in their state from the parameters or gradients, and these arrays
+    "lbfgs": (optax.chain(optax.scale_by_lbfgs(), optax.scale(-0.1)), (".params", ".updates")),
+    "mechanize": (optax.contrib.mechanize(optax.adam(1e-2)), (".x0",)),
+    "dog": (optax.contrib.dog(1.0), (".init_params",)),
+    "dowg": (optax.contrib.dowg(1.0), (".init_params",)),
+    "prodigy": (optax.contrib.prodigy(), (".params0",)),
+    "sam": (optax.contrib.sam(optax.sgd(1e-3), optax.scale(1e-2)), (".cache",)),
+}
+
+
+@pytest.mark.parametrize(("inner", "names"), COPIES.values(), ids=COPIES)
+def test_optimizers_that_subtract_a_part_of_their_state_need_exclude(inner, names):
+    """These are the arrays that the page about 16-bit parameters lists."""
+
+    def trained_weights(tx):
+        tx = optax.with_extra_args_support(tx)
+        params, step = model_params(F32), jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+        state = tx.init(params)
+        for _ in range(30):
+            updates, state = step(jax.grad(loss_fn)(params, X, Y), state, params)
+            params = optax.apply_updates(params, updates)
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+    expected = trained_weights(inner)
+    rounded = trained_weights(jls.half_precision_state(inner))
+    excluding = jls.half_precision_state(inner, exclude=lambda path: any(name in path for name in names))
+    errors = [np.linalg.norm(weights - expected) for weights in (trained_weights(excluding), rounded)]
+    assert errors[0] < errors[1] / 5
+
+
 def with_scaled_grad(dtype):
     return lambda params, state: jls.scaled_grad(jls.autocast(loss_fn, dtype), state)(params, X, Y)
 
