@@ -108,7 +108,8 @@ def test_raise_if_stuck_detects_unscaled_gradients():
     correct, wrong = (jax.tree.map(lambda leaf: leaf[-1, 0], run) for run in runs)
     for each in correct, wrong._replace(loss_scale=jls.DynamicLossScale()):
         jls.raise_if_stuck(each)
-    for each in wrong, ensemble(correct, wrong):
+    half_skipped = wrong._replace(applied_steps=jnp.int32(20), skipped_steps=jnp.int32(20))
+    for each in wrong, half_skipped, ensemble(correct, wrong):
         with pytest.raises(RuntimeError, match="not scaled"):
             jls.raise_if_stuck(each)
 
