@@ -114,7 +114,7 @@ def finite_number(value: Any, name: str) -> float:
     number = value
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"`{name}` is configuration and must be a concrete number, got the traced {value}. To vary a scale under "
+            f"`{name}` must be a concrete number, got the traced {value}. To vary a scale under "
             "`jax.jit` or `jax.vmap`, change the state of the loss scale with `dataclasses.replace`."
         )
     if is_array_or_scalar(value) and value.shape == () and is_real(value):

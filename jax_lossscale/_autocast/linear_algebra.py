@@ -84,7 +84,7 @@ class Feeding:
         return found
 
     def results_of_subjaxprs(self, eqn: Any, outputs: Sequence[Reasons]) -> list[list[Reasons]]:
-        """Return the reasons for the results of each jaxpr in an equation.
+        """Return the reasons why the results of each jaxpr in an equation must not be rounded.
 
         Args:
           eqn: the equation.
@@ -94,7 +94,7 @@ class Feeding:
         return [_of_subjaxpr(subjaxpr.results, of_results) for subjaxpr in subjaxprs(eqn).jaxprs]
 
     def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
-        """Return the reasons for the operands and the results of an equation.
+        """Return the reasons why the operands and the results of an equation must not be rounded.
 
         The reasons for the results are those in ``outputs``. For a loop, the reasons that its carries add are included.
         """
@@ -131,7 +131,7 @@ class Feeding:
 
 
 def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
-    """Return the reasons for each of the values. Values that are not in ``found`` may be rounded."""
+    """Return the reasons why each value must not be rounded. Values that are not in ``found`` may be rounded."""
     return [found.get(value_id, NO_REASON) for value_id in values]
 
 

@@ -184,7 +184,7 @@ class Planner:
         carries = {operand for _, operand in subjaxprs(eqn).carried}
         known = tuple(None if n in carries else values.constants.of(atom) for n, atom in enumerate(node.inputs))
         unrounded = tuple(of_values(values.unrounded, node.outputs))
-        # The plans, and the half-precision results that do not belong to a residual stream, are added below.
+        # `plans` is empty, and `results` contains only residual streams, until the jaxprs have been planned below.
         unplanned = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
         plans = self._plan_subjaxprs(node, within, unplanned)
         of_any_dtype = _results_of_any_dtype(eqn)
@@ -352,7 +352,7 @@ def _with_reasons(
 def _with_functions_by_result(
     graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
 ) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph in which each function found by `by_result` is a single node, and the plans of its nodes."""
+    """Return a graph in which each function found by `by_result` is a single node, and the plan of each node."""
     nodes, plans = list(graph.nodes), list(node_plans)
     for position, node, function in by_result(graph, node_plans, half, constants):
         nodes[position], plans[position] = node, plans[position]._replace(by_result=function)

@@ -101,8 +101,8 @@ class GradientComparison(Report[LeafGradientError]):
         if any("-" in row for row in self._rows()):
             lines.append("-: This error is above 1000%.")
         lines.append(
-            "Relative error of the gradients, for the loss scales at which it changes (lost: nonzero elements that "
-            "become zero):"
+            "Relative errors of the gradients at the loss scales where they change (lost: nonzero elements that become "
+            "zero):"
         )
         return "\n".join(lines)
 

@@ -247,7 +247,7 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
     Args:
       sites: the sites of the matmuls.
       levels: the precision of each site, ``int[sites]``.
-      reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules have no reasons.
+      reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules state no reason.
     """
     rules: list[PrecisionRule] = []
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):

@@ -40,7 +40,7 @@ LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# A loss scale counts as about as accurate as the best loss scale if its error is larger by at most this factor.
+# Loss scales count as equally accurate if their errors exceed the smallest error by at most this factor.
 _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
