@@ -23,8 +23,6 @@ from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 
-# The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
-_TOLERANCE = 0.01
 # The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
 _PRECISIONS = ("half", "float32_result", "float32")
 
@@ -166,7 +164,7 @@ def find_precision(
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
     shown = progress_bar("find_precision", progress)
     if tolerance is None:
-        tolerance = _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
+        tolerance = errors.noted_error_of_loss(dtype)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)

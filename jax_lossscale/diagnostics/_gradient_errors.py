@@ -206,7 +206,8 @@ def reports_of(
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
     """Return the relative error above which the error of a loss is reported.
 
-    The limit is 0.01 for float16 and larger for dtypes with less precision.
+    The limit is 0.01 for float16 and larger for dtypes with less precision. It is also the default tolerance of
+    `find_precision`.
     """
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_lossscale._program.jaxpr import is_half, is_reference
+from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS, STEEP_AT_ZERO, SUMS_OF_MANY, is_matmul
 from jax_lossscale._program.propagation import Propagation
@@ -140,7 +140,7 @@ class Dataflow(Propagation[frozenset[int]]):
 def is_measured(eqn: Any, variable: Any) -> bool:
     """Return whether a result of an equation is measured, that is, whether it is a float that the equation computes."""
     aval, name = variable.aval, eqn.primitive.name
-    is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
+    is_float = has_dtype(aval, jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     return is_float and name not in _UNMEASURED
