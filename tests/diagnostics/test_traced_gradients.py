@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 
 import jax_lossscale as jls
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics import _lost_constants
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
 
 HALF = jnp.dtype(jnp.float16)
@@ -38,3 +40,15 @@ def test_lost_constants_are_empty_with_a_separate_reference():
 
     assert [constant.value for constant in traced(with_epsilon).lost_constants] == [0.0]
     assert traced(with_epsilon, has_reference=True).lost_constants == ()
+
+
+def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
+    def repeated(x):
+        total = x + jnp.float16(1e-9)
+        for _ in range(4):
+            total = jnp.concatenate([total, total + total])
+        return total, total + total
+
+    jaxpr = Traced(repeated, (jnp.ones(4, jnp.float16),), {}).jaxpr
+    outputs = _lost_constants._Constants(False).outputs(jaxpr, [_lost_constants._Value()])
+    assert [len(output.sums) for output in outputs] == [1, 1]
