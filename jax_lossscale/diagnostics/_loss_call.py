@@ -36,7 +36,8 @@ class LossCall(NamedTuple):
       kwargs: the keyword arguments.
       argnums: the positions of the differentiated arguments, as in `jax.grad`.
       positions: the elements of ``argnums`` that are valid positions, as non-negative numbers.
-      names: the name of each positional argument in the signature of the function, or a name such as "args[0]".
+      names: the name of each positional argument in the signature of the function. An element of ``*args`` has a name
+        such as "args[1]", which contains its position among all positional arguments.
     """
 
     fun: Callable[..., Any]
@@ -142,7 +143,8 @@ def check_call(
         return result if has_aux else (result, None)
 
     try:
-        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
+        parameters = inspect.signature(fun).parameters.values()
+        names = [each.name for each in parameters if each.kind < inspect.Parameter.VAR_POSITIONAL][: len(args)]
     except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]

@@ -34,6 +34,14 @@ def test_origins_have_the_correct_names_if_an_argument_is_unused():
     assert first.endswith("; its operand comes from `x`, which is float32")
 
 
+def test_elements_of_variable_arguments_are_named_by_their_position():
+    def fun(params, *batch, scale):
+        return scale * loss(params, batch[0])
+
+    for function, names in ((fun, ["params", "args[1]", "args[2]"]), (lambda *args: 0, ["args[0]", "args[1]", "args[2]"])):
+        assert check_call("range_report", function, (W, X, X), {"scale": 1.0}, 0, False).names == names
+
+
 def test_lost_constants_are_empty_with_a_separate_reference():
     def with_epsilon(weights, x):
         return jnp.sum(1 / (loss(weights, x).astype(jnp.float16) + jnp.float16(1e-9)))
