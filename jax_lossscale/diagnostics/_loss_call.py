@@ -244,8 +244,13 @@ class TracedGradients:
     @property
     def input_names(self) -> list[str]:
         """The names of the inputs of the program."""
-        names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
-        return [names[position] for position in self.program.positions]
+        # The order of the inputs differs from that of `named_leaves`, because the leaves of nnx objects are the last
+        # inputs. An array that occurs in several arguments has several names.
+        names: dict[int, list[str]] = {}
+        for leaves in self.call.named_leaves():
+            for name, leaf in leaves:
+                names.setdefault(id(leaf), []).append(name)
+        return ["the loss scale", *(names.get(id(leaf), ["an nnx object"]).pop(0) for leaf in self.program.inputs[1:])]
 
     @functools.cached_property
     def half_parameters(self) -> dict[str, list[str]]:
