@@ -47,13 +47,6 @@ class LossCall(NamedTuple):
     positions: list[int]
     names: list[str]
 
-    def with_args(self, args: Sequence[Any]) -> Self:
-        """Return a call to the same function with different positional arguments of the same structure."""
-        chosen = list(args)
-        for position in self.positions:
-            chosen[position], _ = _selected(args[position])
-        return self._replace(args=chosen)
-
     def check_has_gradients(self, caller: str) -> None:
         """Raise a `ValueError` that names the caller if there are no differentiated leaves."""
         if not any(self.args[position] for position in self.positions):

@@ -164,6 +164,19 @@ def test_policy_covers_several_batches():
     assert [rule.precision for rule in report.rules] == ["float32_result"]
 
 
+@pytest.mark.parametrize(
+    ("args", "batch", "words"),
+    [
+        ((), X, "`find_precision(argnums=0)` selects no floating-point"),
+        ((X, {"x": X, "scale": 1.0}), {"x": X, "scale": 2.0}, "of `fun`: expected {'scale': '1.0', 'x': ((32, 8),"),
+        ((X, X), "a", "of `fun`: expected ((32, 8), dtype('float32')), got [\"'a'\"]. All leaves that are not arrays"),
+    ],
+)
+def test_invalid_batch_raises_an_error(args, batch, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        find_precision(lambda *args: jnp.sum(args[0] ** 2), *args, batches=[batch])
+
+
 def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 
