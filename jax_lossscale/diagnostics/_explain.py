@@ -135,7 +135,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
         finite, for the reason that `BadStep.cause` describes.
       - ``"gradients"``: the gradients of the last step contained a NaN or an infinity, or ``grads_finite`` was false.
         The state does not show which, because the step was not recorded.
-      - ``"loss_or_skip_if"``: the last step was skipped although its gradients were finite. The step was not recorded.
+      - ``"loss_or_skip_if"``: the last step was skipped because the loss was not finite or ``skip_if`` was true. The
+        state does not show which, because the step was not recorded.
       - ``"not_measured"``: the gradients of the last step were not finite, although ``grads_finite=True`` was passed.
       - ``"zero_gradients"``: all gradients of the last step were exactly zero.
       - ``"unscaled"``: most likely, the gradients are not scaled.
