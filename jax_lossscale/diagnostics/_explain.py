@@ -461,7 +461,7 @@ def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
     """Add sentences about the largest parameter if its square is not a finite float16 number."""
     leaf = nonfinite_report(params)[0]  # The leaves are sorted by their largest magnitude, because all are finite.
     largest = leaf.largest_finite or 0.0
-    if largest**2 > limits_of(jnp.float16).largest:
+    if largest > math.sqrt(limits_of(jnp.float16).largest):
         where = leaf.path or "the only leaf"
         add(
             f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "
