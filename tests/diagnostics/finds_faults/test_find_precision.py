@@ -17,7 +17,9 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._precision_search import Search
+from jax_lossscale.diagnostics._precision_trials import Gradients
 
 pytestmark = pytest.mark.ci
 
@@ -257,6 +259,15 @@ def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         report = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
     assert (report.policy, report.loss_scale, report.errors) == (jls.PrecisionPolicy(), None, None)
+
+
+def test_every_call_of_a_jitted_function_counts_as_a_matmul():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    args = [jnp.ones((4, 4))] * 3, jnp.ones((2, 4))
+    call = check_call(
+        "find_precision", lambda weights, x: jnp.sum(functools.reduce(layer, weights, x)), args, {}, 0, False
+    )
+    assert [*Gradients([call], jnp.dtype(jnp.float16), False, iter).numbers] == [3]
 
 
 @FEW_IN_HALF
