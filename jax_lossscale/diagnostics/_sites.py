@@ -83,11 +83,13 @@ class Dataflow(Propagation[frozenset[int]]):
         if name == "div":
             self._divisions.add(location.column)
         operand_sites = [self.sites[node] for node in sorted(nodes) if node in self.sites]
+        # Nodes are numbered in program order, so this is the operation of the most recently computed source.
+        latest = operand_sites[-1].operation if operand_sites else ""
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
         if derivative_of == "div" and name == "integer_pow":
             name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
-        elif name == "convert_element_type" and operand_sites and operand_sites[-1].operation in SUMS_OF_MANY | MATMULS:
-            name = operand_sites[-1].operation  # the cast of a sum or matmul is reported as the sum or matmul
+        elif name == "convert_element_type" and latest in SUMS_OF_MANY | MATMULS:
+            name = latest  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
