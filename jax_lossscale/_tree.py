@@ -50,6 +50,11 @@ def is_array(leaf: Any) -> bool:
     return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
 
 
+def is_none(node: Any) -> bool:
+    """Return whether a node is ``None``, for use as the argument ``is_leaf`` of functions in `jax.tree`."""
+    return node is None
+
+
 def is_floating(leaf: Any) -> bool:
     """Return whether a leaf is a real floating-point array."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -73,12 +78,12 @@ def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
 
 def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
     """Return the leaves of a pytree, including each ``None``, which `jax.tree.leaves` omits."""
-    return jax.tree.leaves(tree, is_leaf=lambda node: node is None)
+    return jax.tree.leaves(tree, is_leaf=is_none)
 
 
 def paths_of(tree: chex.ArrayTree) -> list[str]:
     """Return the paths of all leaves, including each ``None``, as formatted by `jax.tree_util.keystr`."""
-    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: node is None)
+    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
     return [jax.tree_util.keystr(path) for path, _ in with_paths]
 
 

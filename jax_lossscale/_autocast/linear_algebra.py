@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
-from jax_lossscale._program.jaxpr import size_of_shape
+from jax_lossscale._program.jaxpr import has_dtype, size_of_shape
 from jax_lossscale._program.primitives import ADDITIONS, CONVERSIONS, DATA_MOVEMENT, LINEAR_ALGEBRA, is_matmul
 from jax_lossscale._program.subjaxprs import subjaxprs
 
@@ -108,8 +108,8 @@ class Feeding:
         if _makes_integers(eqn):
             return [_CONVERTED] * len(eqn.invars), of_results
         if not jaxprs:
-            of_floats = [reasons for variable, reasons in zip(eqn.outvars, outputs, strict=True) if _is_float(variable)]
-            reasons = NO_REASON.union(*of_floats)
+            with_reasons = zip(eqn.outvars, outputs, strict=True)
+            reasons = NO_REASON.union(*(each for atom, each in with_reasons if has_dtype(atom.aval, jnp.inexact)))
             return [reasons if is_linear else reasons - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
         while True:
             of_operands = [NO_REASON] * len(eqn.invars)
@@ -176,8 +176,8 @@ def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
             axis < eqn.outvars[0].aval.ndim - 2 for axis in eqn.params["broadcast_dimensions"]
         )
         if masks and not is_for_each_matrix:
-            is_compared = any(map(_is_float, eqn.invars)) or not found.isdisjoint(value_ids(node.inputs))
-            found.update(masks if is_compared else ())
+            are_of_floats = any(has_dtype(atom.aval, jnp.inexact) for atom in eqn.invars)
+            found.update(masks if are_of_floats or not found.isdisjoint(value_ids(node.inputs)) else ())
     return found
 
 
@@ -189,16 +189,12 @@ def _is_scalar(atom: Any) -> bool:
     return size_of_shape(atom.aval.shape[-2:]) == 1
 
 
-def _is_float(variable: Any) -> bool:
-    return jnp.issubdtype(getattr(variable.aval, "dtype", bool), jnp.inexact)
-
-
 def _makes_integers(eqn: Any) -> bool:
     """Return whether an equation converts floats to integers of more than 8 bits.
 
     Half precision can represent all integers of at most 8 bits, such as those of quantized networks.
     """
-    if eqn.primitive.name != "convert_element_type" or not _is_float(eqn.invars[0]):
+    if eqn.primitive.name != "convert_element_type" or not has_dtype(eqn.invars[0].aval, jnp.inexact):
         return False
     dtype = eqn.params["new_dtype"]
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8

@@ -196,8 +196,7 @@ class Rule:
 
     def _node_kinds_in_derivative(self, eqn: Any) -> set[NodeKind | None]:
         """Return the kinds of the operations in the derivative of an equation. Masks count as selections."""
-        types = [getattr(atom.aval, "dtype", bool) for atom in eqn.invars]
-        floats = [n for n, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.floating)]
+        floats = [n for n, atom in enumerate(eqn.invars) if jaxpr.has_dtype(atom.aval, jnp.floating)]
         with jaxpr.in_context(eqn):
             try:
                 derivative, _ = derivative_of(eqn, floats, jaxpr.bind_differentiated)

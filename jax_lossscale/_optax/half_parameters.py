@@ -21,7 +21,7 @@ import optax
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._optax.partition import combine, is_none, only_with_gradients, updates_of_untrained
+from jax_lossscale._optax.partition import combine, only_with_gradients, updates_of_untrained
 from jax_lossscale._optax.rounding import as_float32, is_half, join, key_of, round_stochastically, split, update_between
 from jax_lossscale._optax.state import with_dtypes_of
 
@@ -451,7 +451,7 @@ def _is_empty(node: Any) -> bool:
     These nodes are counted as leaves, so that the index of a leaf does not depend on which other leaves the optimizer
     trains.
     """
-    return is_none(node) or isinstance(node, optax.MaskedNode)
+    return node is None or isinstance(node, optax.MaskedNode)
 
 
 def _trained(name: str, grads: optax.Updates, params: optax.Params | None) -> tuple[optax.Updates, Any]:

@@ -18,11 +18,6 @@ import optax
 from jax_lossscale import _tree
 
 
-def is_none(node: Any) -> bool:
-    """Return whether a node is ``None``, for use as the argument ``is_leaf`` of functions in `jax.tree`."""
-    return node is None
-
-
 def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Params:
     """Return the parameters with ``None`` in place of each parameter whose gradient is ``None`` (a frozen parameter).
 
@@ -32,7 +27,7 @@ def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Par
         return params
 
     def trained(params: optax.Params) -> optax.Params:
-        return jax.tree.map(lambda grad, param: None if grad is None else param, grads, params, is_leaf=is_none)
+        return jax.tree.map(lambda grad, param: None if grad is None else param, grads, params, is_leaf=_tree.is_none)
 
     return map_copies(trained, params)
 
@@ -44,7 +39,7 @@ def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) ->
     """
     if len(jax.tree.leaves(trained)) == len(_tree.leaves_and_nones(trained)):
         return trained
-    return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, trained, make_rest(), is_leaf=is_none)
+    return jax.tree.map(lambda new, rest: rest if new is None else new, trained, make_rest(), is_leaf=_tree.is_none)
 
 
 def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
@@ -75,4 +70,4 @@ def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> o
     def updates_below(grad: Any, params: optax.Params) -> optax.Updates:
         return jax.tree.map(lambda param: update(grad, param), params)
 
-    return map_copies(lambda params: jax.tree.map(updates_below, grads, params, is_leaf=is_none), params)
+    return map_copies(lambda params: jax.tree.map(updates_below, grads, params, is_leaf=_tree.is_none), params)

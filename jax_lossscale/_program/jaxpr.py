@@ -100,8 +100,12 @@ def _is_array(leaf: Any) -> bool:
 
 def is_half(aval: Any) -> bool:
     """Return whether ``aval`` is an array type (not a reference type) with a floating dtype of fewer than 32 bits."""
-    dtype = None if hasattr(aval, "inner_aval") else getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return not hasattr(aval, "inner_aval") and has_dtype(aval, jnp.floating) and jnp.finfo(aval.dtype).bits < 32
+
+
+def has_dtype(aval: Any, kind: Any) -> bool:
+    """Return whether ``aval`` has a dtype of a kind such as `jnp.floating`. References have the dtypes of arrays."""
+    return jnp.issubdtype(getattr(aval, "dtype", bool), kind)
 
 
 def is_float32(aval: Any) -> bool:

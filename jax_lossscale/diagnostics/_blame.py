@@ -162,10 +162,10 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    # A value counts as an underflow if most of its elements become zero and this is harmful. If errors begin in the
-    # value, it is reported even if only a single element becomes zero or subnormal.
+    # A value counts as an underflow if most of its elements become zero and this is harmful. In the backward pass, a
+    # value in which errors begin also counts as an underflow if a single element becomes zero or subnormal.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
-    underflows = vanishes or (is_origin and measured.zero + measured.subnormal > 0)
+    underflows = is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0))
     may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit
     cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
@@ -178,7 +178,7 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
         "cast by autocast overflows": overflows and is_autocast and operation == "convert_element_type",
         "mask overflows": overflows and may_be_mask,
         "overflow": overflows,
-        "backward pass underflows": underflows and is_backward,
+        "backward pass underflows": underflows,
         "forward pass underflows": vanishes,
         "amplified later": amplifier != "" and not is_origin,
         "terms cancel": cancels,

@@ -135,7 +135,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
         finite, for the reason that `BadStep.cause` describes.
       - ``"gradients"``: the gradients of the last step contained a NaN or an infinity, or ``grads_finite`` was false.
         The state does not show which, because the step was not recorded.
-      - ``"loss_or_skip_if"``: the last step was skipped although its gradients were finite. The step was not recorded.
+      - ``"loss_or_skip_if"``: the last step was skipped because the loss was not finite or ``skip_if`` was true. The
+        state does not show which, because the step was not recorded.
       - ``"not_measured"``: the gradients of the last step were not finite, although ``grads_finite=True`` was passed.
       - ``"zero_gradients"``: all gradients of the last step were exactly zero.
       - ``"unscaled"``: most likely, the gradients are not scaled.
@@ -460,7 +461,7 @@ def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
     """Add sentences about the largest parameter if its square is not a finite float16 number."""
     leaf = nonfinite_report(params)[0]  # The leaves are sorted by their largest magnitude, because all are finite.
     largest = leaf.largest_finite or 0.0
-    if largest**2 > limits_of(jnp.float16).largest:
+    if largest > math.sqrt(limits_of(jnp.float16).largest):
         where = leaf.path or "the only leaf"
         add(
             f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jax_lossscale import _tree
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule
 from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
@@ -23,8 +24,6 @@ from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 
-# The default tolerance for float16. For a dtype with a larger machine epsilon, the tolerance increases proportionally.
-_TOLERANCE = 0.01
 # The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
 _PRECISIONS = ("half", "float32_result", "float32")
 
@@ -96,7 +95,8 @@ def find_precision(
         and of the gradient of all leaves together. The default tolerance is 0.01 for float16 and 0.08 for bfloat16. The
         notes below describe exceptions for small leaves.
       batches: additional batches for which the policy must meet the tolerance. Each batch replaces the last element of
-        ``args`` and must have the same structure, shapes and dtypes.
+        ``args`` and must have the same structure, shapes and dtypes. All leaves that are not arrays, such as Python
+        numbers, must be equal in all batches.
       progress: whether to show a progress bar, or a function that wraps the sequence of evaluations, as in
         `compare_gradients`.
       **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
@@ -166,15 +166,15 @@ def find_precision(
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
     shown = progress_bar("find_precision", progress)
     if tolerance is None:
-        tolerance = _TOLERANCE * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps)
+        tolerance = errors.noted_error_of_loss(dtype)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
-    of_batches = [call.with_args(each) for each in _all_batches(args, batches)]
     call.check_has_gradients("find_precision")
+    calls = [check_call("find_precision", fun, each, kwargs, argnums, has_aux) for each in _all_batches(args, batches)]
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
-    return _found(call, Search(Gradients(of_batches, dtype, names_parameters, shown), tolerance), tolerance)
+    return _found(call, Search(Gradients(calls, dtype, names_parameters, shown), tolerance), tolerance)
 
 
 def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
@@ -223,14 +223,16 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
         return [args]
 
     def types(batch: Any) -> Any:
-        return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), batch)
+        # The function is traced only once, so leaves that are not arrays have the same value in all batches.
+        return jax.tree.map(lambda x: (x.shape, jnp.result_type(x)) if _tree.is_array(x) else repr(x), batch)
 
     is_sequence = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) > 0
     if not is_sequence or any(types(batch) != types(args[-1]) for batch in batches):
         raise ValueError(
             "`find_precision(batches=...)` must be a sequence of values with the structure, shapes and dtypes of the "
             f"last positional argument of `fun`: expected {types(args[-1])}, got "
-            f"{list(map(types, batches)) if is_sequence else batches!r}. To pass a single batch, put it into a list."
+            f"{list(map(types, batches)) if is_sequence else batches!r}. All leaves that are not arrays, such as "
+            "Python numbers, must be equal in all batches. To pass a single batch, put it into a list."
         )
     return [args, *((*args[:-1], batch) for batch in batches)]
 

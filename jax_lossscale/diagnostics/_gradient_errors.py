@@ -206,7 +206,8 @@ def reports_of(
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
     """Return the relative error above which the error of a loss is reported.
 
-    The limit is 0.01 for float16 and larger for dtypes with less precision.
+    The limit is 0.01 for float16 and larger for dtypes with less precision. It is also the default tolerance of
+    `find_precision`.
     """
     return min(_NOTED_ERROR_OF_THE_LOSS * float(jnp.finfo(dtype).eps / jnp.finfo(jnp.float16).eps), LARGE_ERROR)
 
@@ -317,17 +318,20 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
 
 def errors_by_scale(
     gradients: TracedGradients,
-    float32_program: Traced | None = None,
-    scales: Sequence[float] | None = None,
-    progress: Callable[[Sequence[float]], Iterable[float]] = iter,
+    float32_program: Traced | None,
+    scales: Sequence[float] | None,
+    progress: Callable[[Sequence[float]], Iterable[float]],
 ) -> GradientErrors:
     """Compute the errors of the gradients at several loss scales.
 
+    If a callback raises an error at a loss scale, all gradients at this scale count as non-finite.
+
     Args:
       gradients: the traced gradients of the function.
-      float32_program: the program of the float32 reference, without a loss scale. By default, the reference is the
-        program of ``gradients``, evaluated in float32.
-      scales: the loss scales to compare. By default, they are chosen according to the largest gradient.
+      float32_program: the program of the float32 reference, without a loss scale. If it is ``None``, the reference is
+        the program of ``gradients``, evaluated in float32.
+      scales: the loss scales to compare, in ascending order, or ``None`` to choose them according to the largest
+        gradient.
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     program = gradients.program

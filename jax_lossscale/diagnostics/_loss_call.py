@@ -36,7 +36,8 @@ class LossCall(NamedTuple):
       kwargs: the keyword arguments.
       argnums: the positions of the differentiated arguments, as in `jax.grad`.
       positions: the elements of ``argnums`` that are valid positions, as non-negative numbers.
-      names: the name of each positional argument in the signature of the function, or a name such as "args[0]".
+      names: the name of each positional argument in the signature of the function. An element of ``*args`` has a name
+        such as "args[1]", which contains its position among all positional arguments.
     """
 
     fun: Callable[..., Any]
@@ -45,13 +46,6 @@ class LossCall(NamedTuple):
     argnums: int | tuple[int, ...]
     positions: list[int]
     names: list[str]
-
-    def with_args(self, args: Sequence[Any]) -> Self:
-        """Return a call to the same function with different positional arguments of the same structure."""
-        chosen = list(args)
-        for position in self.positions:
-            chosen[position], _ = _selected(args[position])
-        return self._replace(args=chosen)
 
     def check_has_gradients(self, caller: str) -> None:
         """Raise a `ValueError` that names the caller if there are no differentiated leaves."""
@@ -142,7 +136,8 @@ def check_call(
         return result if has_aux else (result, None)
 
     try:
-        names = list(inspect.signature(fun).bind(*args, **kwargs).arguments)[: len(args)]
+        parameters = inspect.signature(fun).parameters.values()
+        names = [each.name for each in parameters if each.kind < inspect.Parameter.VAR_POSITIONAL][: len(args)]
     except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
@@ -242,8 +237,13 @@ class TracedGradients:
     @property
     def input_names(self) -> list[str]:
         """The names of the inputs of the program."""
-        names = ["the loss scale", *(name for leaves in self.call.named_leaves() for name, _ in leaves)]
-        return [names[position] for position in self.program.positions]
+        # The order of the inputs differs from that of `named_leaves`, because the leaves of nnx objects are the last
+        # inputs. An array that occurs in several arguments has several names.
+        names: dict[int, list[str]] = {}
+        for leaves in self.call.named_leaves():
+            for name, leaf in leaves:
+                names.setdefault(id(leaf), []).append(name)
+        return ["the loss scale", *(names.get(id(leaf), ["an nnx object"]).pop(0) for leaf in self.program.inputs[1:])]
 
     @functools.cached_property
     def half_parameters(self) -> dict[str, list[str]]:

@@ -81,7 +81,7 @@ class _Constants(Propagation[_Value]):
         return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
 
     def joined(self, values: Sequence[_Value]) -> _Value:
-        return _Value(sums=tuple(lost for value in values for lost in value.sums))
+        return _Value(sums=tuple(dict.fromkeys(lost for value in values for lost in value.sums)))
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
         name = eqn.primitive.name
@@ -107,4 +107,4 @@ class _Constants(Propagation[_Value]):
                         self.lost.append(lost)
                 elif name in _KEEPS_AWAY:
                     sums += operand.sums
-        return [_Value(sums=sums)] * len(eqn.outvars)
+        return [_Value(sums=tuple(dict.fromkeys(sums)))] * len(eqn.outvars)

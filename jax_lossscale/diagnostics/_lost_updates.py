@@ -112,7 +112,7 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
                 "parameters and the updates from the jitted function, and call `lost_updates` outside of it."
             )
     structure: Any
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: node is None)
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_none)
     try:
         others = structure.flatten_up_to(updates)
     except ValueError as error:

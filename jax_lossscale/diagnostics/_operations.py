@@ -17,7 +17,7 @@ from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, operation_name, reason_of_matmul
 from jax_lossscale._autocast.reasons import reason_of
 from jax_lossscale._program import primitives
-from jax_lossscale._program.jaxpr import is_half, is_reference
+from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
@@ -124,9 +124,7 @@ def not_in_half(original: Jaxpr, rewritten: Sequence[Jaxpr]) -> list[str]:
 
 def _is_inexact(atoms: Sequence[Any]) -> bool:
     """Return whether all atoms are floating-point or complex arrays. Mutable references are not arrays."""
-    return not any(map(is_reference, atoms)) and all(
-        jnp.issubdtype(getattr(atom.aval, "dtype", bool), jnp.inexact) for atom in atoms
-    )
+    return not any(map(is_reference, atoms)) and all(has_dtype(atom.aval, jnp.inexact) for atom in atoms)
 
 
 class MatmulSummary(NamedTuple):
@@ -270,7 +268,7 @@ class _Origins(Propagation[_Origin]):
 
 
 def _is_at_least_float32(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.inexact) and not is_half(aval)
+    return has_dtype(aval, jnp.inexact) and not is_half(aval)
 
 
 def _named(at: Location | OperationPrecision) -> str:

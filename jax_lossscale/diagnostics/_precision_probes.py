@@ -31,7 +31,7 @@ from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
-from jax_lossscale._program.parameters import parameters_of_operations
+from jax_lossscale._program.parameters import Path, parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced, rounded
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows, Rule
 
@@ -56,7 +56,7 @@ class MatmulSite(NamedTuple):
     location: Location
 
 
-MatmulsBySite: TypeAlias = dict[MatmulSite, set[Any]]  # A dictionary from each site to its matmul equations.
+MatmulsBySite: TypeAlias = dict[MatmulSite, set[Path]]  # A dictionary from each site to the paths of its matmuls.
 
 
 class Measured(NamedTuple):
@@ -94,7 +94,7 @@ def with_probes(
         def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
             location = location_within(eqn, within)._replace(stack="", column="", is_backward=False)
             site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
-            found.setdefault(site, set()).add(eqn)
+            found.setdefault(site, set()).add((*within, eqn))
             number = list(found).index(site)
             operands = [_probe_float(value, number, min(n, RIGHT)) for n, value in enumerate(operands)]
             # Unless the precision of a matmul is `HIGHEST`, a GPU may round the float32 operands to fewer bits.

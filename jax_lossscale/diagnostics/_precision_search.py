@@ -42,7 +42,10 @@ class Trial(NamedTuple):
 
     @property
     def is_accurate(self) -> bool:
-        """Whether all errors are within the tolerance (within half the tolerance if any matmul is in float32)."""
+        """Whether all errors are within the tolerance.
+
+        If any matmul is not entirely in half precision, the errors must be within half of the tolerance.
+        """
         return self.ratio <= (0.5 if self.levels.any() else 1.0)
 
 
@@ -61,7 +64,7 @@ class Search:
        the policy is not accurate, `find_precision` calls `raise_levels` and `verified` in turn.
     4. `reasons` describes why each matmul is not in half precision.
 
-    Each evaluation of the gradients counts towards the limit `MOST_GRADIENTS`.
+    The methods stop early enough that at most `MOST_GRADIENTS` evaluations of the gradients are needed.
 
     Args:
       gradients: the gradients of the function at different precisions of its matmuls.
@@ -105,7 +108,7 @@ class Search:
             trial = self._trial(np.full_like(trial.levels, probes.FLOAT32))
         return first, self._lowered(trial)
 
-    def raise_levels(self, trial: Trial, most: int = 1) -> Trial:
+    def raise_levels(self, trial: Trial, most: int) -> Trial:
         """Raise up to ``most`` precision levels, first where rounding does the most damage, and return the new trial.
 
         If only a few evaluations are left, or if the precision of no matmul can be raised, all matmuls of the trial are

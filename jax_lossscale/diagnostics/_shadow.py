@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
-from jax_lossscale._program.jaxpr import bind, half_dtypes, in_context, is_half, is_reference
+from jax_lossscale._program.jaxpr import bind, half_dtypes, has_dtype, in_context, is_half, is_reference
 from jax_lossscale._program.primitives import SUMS
 from jax_lossscale._program.propagation import FOLLOWED
 from jax_lossscale._program.subjaxprs import subjaxprs
@@ -98,7 +98,7 @@ class MeasuringEvaluator(Walk[Any]):
         """Return the names of all rows that are recorded for an equation and its evaluated sub-jaxprs."""
         if eqn.primitive.name not in self.rules:
             return self.measured_of(eqn)
-        bodies = (body for body in subjaxprs(eqn).jaxprs if -1 not in body.results)
+        bodies = (body for body in subjaxprs(eqn).jaxprs if not body.is_condition)
         return [name for body in bodies for name in self.names(body.closed)]
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -290,7 +290,7 @@ class ShadowEvaluator(MeasuringEvaluator):
             next(self._progress, None)
 
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
-        if not jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating):
+        if not has_dtype(aval, jnp.floating):
             return Pair(half, float32, None)
         return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
 

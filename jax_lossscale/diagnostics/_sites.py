@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_lossscale._program.jaxpr import is_half, is_reference
+from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS, STEEP_AT_ZERO, SUMS_OF_MANY, is_matmul
 from jax_lossscale._program.propagation import Propagation
@@ -83,11 +83,13 @@ class Dataflow(Propagation[frozenset[int]]):
         if name == "div":
             self._divisions.add(location.column)
         operand_sites = [self.sites[node] for node in sorted(nodes) if node in self.sites]
+        # Nodes are numbered in program order, so this is the operation of the most recently computed source.
+        latest = operand_sites[-1].operation if operand_sites else ""
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
         if derivative_of == "div" and name == "integer_pow":
             name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
-        elif name == "convert_element_type" and operand_sites and operand_sites[-1].operation in SUMS_OF_MANY | MATMULS:
-            name = operand_sites[-1].operation  # the cast of a sum or matmul is reported as the sum or matmul
+        elif name == "convert_element_type" and latest in SUMS_OF_MANY | MATMULS:
+            name = latest  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
             if is_measured(eqn, variable):
@@ -140,7 +142,7 @@ class Dataflow(Propagation[frozenset[int]]):
 def is_measured(eqn: Any, variable: Any) -> bool:
     """Return whether a result of an equation is measured, that is, whether it is a float that the equation computes."""
     aval, name = variable.aval, eqn.primitive.name
-    is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating) and not is_reference(variable)
+    is_float = has_dtype(aval, jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     return is_float and name not in _UNMEASURED

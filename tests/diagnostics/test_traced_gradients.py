@@ -1,8 +1,12 @@
 """`TracedGradients` computes each of its properties once, when the property is first used."""
 
 import jax.numpy as jnp
+import pytest
+from flax import nnx
 
 import jax_lossscale as jls
+from jax_lossscale._program.jaxpr import Traced
+from jax_lossscale.diagnostics import _lost_constants
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
 
 HALF = jnp.dtype(jnp.float16)
@@ -26,10 +30,25 @@ def test_property_is_computed_when_it_is_first_used():
     assert not {"argument_faults", "lost_constants"} & vars(gradients).keys()
 
 
-def test_origins_have_the_correct_names_if_an_argument_is_unused():
-    call = check_call("range_report", lambda weights, unused, x: loss(weights, x), (W, W, X), {}, 0, False)
+@pytest.mark.parametrize("unused", [X, nnx.Linear(4, 4, rngs=nnx.Rngs(0))], ids=["the same array", "nnx"])
+def test_origins_have_the_correct_names_if_an_argument_is_unused(unused):
+    def with_unused(weights, before, x, after):
+        return loss(weights, x)
+
+    call = check_call("range_report", with_unused, (W, unused, X, unused), {}, 0, False)
     first = TracedGradients(call, HALF).matmuls.first_float32
     assert first.endswith("; its operand comes from `x`, which is float32")
+
+
+def test_elements_of_variable_arguments_are_named_by_their_position():
+    def fun(params, *batch, scale):
+        return scale * loss(params, batch[0])
+
+    for function, names in (
+        (fun, ["params", "args[1]", "args[2]"]),
+        (lambda *args: 0, ["args[0]", "args[1]", "args[2]"]),
+    ):
+        assert check_call("range_report", function, (W, X, X), {"scale": 1.0}, 0, False).names == names
 
 
 def test_lost_constants_are_empty_with_a_separate_reference():
@@ -38,3 +57,15 @@ def test_lost_constants_are_empty_with_a_separate_reference():
 
     assert [constant.value for constant in traced(with_epsilon).lost_constants] == [0.0]
     assert traced(with_epsilon, has_reference=True).lost_constants == ()
+
+
+def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
+    def repeated(x):
+        total = x + jnp.float16(1e-9)
+        for _ in range(4):
+            total = jnp.concatenate([total, total + total])
+        return total, total + total
+
+    jaxpr = Traced(repeated, (jnp.ones(4, jnp.float16),), {}).jaxpr
+    outputs = _lost_constants._Constants(False).outputs(jaxpr, [_lost_constants._Value()])
+    assert [len(output.sums) for output in outputs] == [1, 1]

@@ -81,7 +81,7 @@ def test_range_of_working_scales_is_reported():
     report = compared("healthy")
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"loss scales from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
+    assert f"loss scale from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
     grad = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))
     for scale in report.loss_scales:
         assert bool(jls.all_finite(grad(jnp.float32(scale)))) == (scale <= high)

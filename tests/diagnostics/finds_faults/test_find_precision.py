@@ -17,7 +17,9 @@ from workloads import draw
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import find_precision
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._precision_search import Search
+from jax_lossscale.diagnostics._precision_trials import Gradients
 
 pytestmark = pytest.mark.ci
 
@@ -159,6 +161,19 @@ def test_policy_covers_several_batches():
     assert [rule.precision for rule in report.rules] == ["float32_result"]
 
 
+@pytest.mark.parametrize(
+    ("args", "batch", "words"),
+    [
+        ((), X, "`find_precision(argnums=0)` selects no floating-point"),
+        ((X, {"x": X, "scale": 1.0}), {"x": X, "scale": 2.0}, "of `fun`: expected {'scale': '1.0', 'x': ((32, 8),"),
+        ((X, X), "a", "of `fun`: expected ((32, 8), dtype('float32')), got [\"'a'\"]. All leaves that are not arrays"),
+    ],
+)
+def test_invalid_batch_raises_an_error(args, batch, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        find_precision(lambda *args: jnp.sum(args[0] ** 2), *args, batches=[batch])
+
+
 def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 
@@ -239,6 +254,15 @@ def test_warning_if_the_float32_loss_is_not_finite():
     with pytest.warns(UserWarning, match="not finite in float32 either"):
         report = find_precision(lambda w, x: jnp.log(-jnp.vdot(x @ w, x @ w)), WEIGHTS[0], X)
     assert (report.policy, report.loss_scale, report.errors) == (jls.PrecisionPolicy(), None, None)
+
+
+def test_every_call_of_a_jitted_function_counts_as_a_matmul():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    args = [jnp.ones((4, 4))] * 3, jnp.ones((2, 4))
+    call = check_call(
+        "find_precision", lambda weights, x: jnp.sum(functools.reduce(layer, weights, x)), args, {}, 0, False
+    )
+    assert [*Gradients([call], jnp.dtype(jnp.float16), False, iter).numbers] == [3]
 
 
 @FEW_IN_HALF

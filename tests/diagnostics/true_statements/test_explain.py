@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from any_jax import enable_x64
 from samples import GOOD, INF, NAN, PARAMS, recorded
 from sentences import statements_of
 
@@ -291,6 +292,8 @@ def test_large_parameter_is_reported_if_steps_are_skipped():
     text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
     assert statements_of(text).endswith(" | large")
     assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
+    with enable_x64(True):
+        assert "The largest parameter is 1e+200" in explain(state, {"bias": jnp.array(1e200), "kernel": jnp.ones(())})
 
 
 def test_harmless_applied_step_is_reported():
