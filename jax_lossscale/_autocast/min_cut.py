@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, Value
 from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32, size_of
+from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, has_dtype, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
@@ -247,7 +247,7 @@ class MinCut(NamedTuple):
         """
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
-            return {n for n in value_ids(atoms) if jnp.issubdtype(getattr(self.types[n], "dtype", bool), jnp.inexact)}
+            return {n for n in value_ids(atoms) if has_dtype(self.types[n], jnp.inexact)}
 
         passing = [node for node, _ in nodes if node.eqn.primitive.name != "stop_gradient"]
         reached = floats(segment.inputs)
