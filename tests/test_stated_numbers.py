@@ -184,10 +184,8 @@ def test_limits_of_the_automatic_scale():
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
     for one_in in ("50", "200", "400"):
         auto, dynamic = least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"
-        sentence = (
-            'If one in {} batches is of this kind, the automatic scale skips {}% of these batches, and `"dynamic"` '
-        )
-        assert sentence.format(one_in, auto) + f"skips {dynamic}% of them." in page
+        skipped = f'{auto}% of these batches are skipped with the automatic scale, and {dynamic}% with `"dynamic"`.'
+        assert f"If one in {one_in} batches is of this kind, {skipped}" in page
     mixed = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Large values inside")}
     few = ["2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4", "grows by 2^2 in 1,000 steps, to 2^20"]
     assert "both scales skip at most about 1 in 1,000 steps" in page
@@ -205,7 +203,7 @@ def test_limits_of_the_automatic_scale():
     assert "both scales skip only the steps with NaNs" in page
     assert max(mixed[f"NaN 1 in {one_in}"][column] for one_in in (20, 50, 100, 200, 400) for column in (0, 2)) < 0.1
     auto, unused, dynamic, dynamic_unused = zip(*(mixed[name] for name in NANS_AND_LARGE_VALUES), strict=True)
-    assert f"the automatic scale also skips {least_to_most(auto)} of 1,000 steps without NaNs" in page
+    assert f"{least_to_most(auto)} of 1,000 steps without NaNs are also skipped with the automatic scale" in page
     assert max(dynamic) < 0.5
     text = f'`"dynamic"` leaves {least_to_most(dynamic_unused)} bits unused, and the automatic scale leaves'
     assert f"{text} {least_to_most(unused)} bits" in page
@@ -256,7 +254,7 @@ def test_bytes_and_times_of_16_bit_parameters():
     moved = {(layout, step): number(over) for layout, step, *_, over, _ in rows(results, "### Collectives of one of")}
     page = words(path)
     assert f"move {moved['FSDP, explicit axes', 'master weights']:.2f} times as many bytes" in page
-    assert f"{moved['FSDP', 'master weights']:.2f} times as many bytes with automatic axes" in page
+    assert f"with automatic axes, they move {moved['FSDP', 'master weights']:.2f} times as many." in page
     large = [100 * (1 - steps["32 x 512", names[wrapper]][1]) for wrapper, *_ in stated[1:]]
     assert f"(32 x 512 tokens: by {min(large):.0f}% to {max(large):.0f}%)" in page
 
