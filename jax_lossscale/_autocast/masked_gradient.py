@@ -134,8 +134,8 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
                 mask &= index == jnp.expand_dims(positions, [k for k in range(x.ndim) if k != n])
         result = gather(x, indices)
         tangent = jnp.where(mask, tangents[0], 0).sum(selected, keepdims=True)
-        # `tangent` has the dimensions of the operand `x`. Each dimension of the result is either one of `offset_dims`,
-        # which is a dimension of `x`, or a dimension of the indices. If a dimension of the indices is in `batch`, it
+        # `tangent` has the dimensions of the operand `x`. The dimensions of the result in `offset_dims` are dimensions
+        # of `x`, and all others are dimensions of the indices. If a dimension of the indices is in `batch`, it
         # corresponds to a dimension of `x`; otherwise, its size is 1. Transpose `tangent` accordingly.
         hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         offsets, points = iter([n for n in range(x.ndim) if n not in hidden]), iter(range(indices.ndim - 1))

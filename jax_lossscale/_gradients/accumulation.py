@@ -1,4 +1,4 @@
-"""Gradient accumulation: one optimizer step whose gradients are computed in several micro-batches.
+"""Gradient accumulation: one optimizer step with the mean gradients of several micro-batches.
 
 The micro-batches are processed in a `jax.lax.scan`, so the activations of the whole batch do not have to fit in device
 memory.
@@ -215,8 +215,8 @@ def check_argnums(argnums: tuple[int, ...], batch_argnums: tuple[int, ...], num_
             )
     if {position % num_args for position in argnums} & {position % num_args for position in batch_argnums}:
         raise ValueError(
-            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not differentiate an "
-            "argument that contains the batch, because the gradients with respect to a batch cannot be summed over "
+            f"`accumulate_gradients(argnums={argnums}, batch_argnums={batch_argnums})` must not differentiate "
+            "with respect to an argument that contains the batch, because such gradients cannot be summed over "
             "micro-batches. Use `value_and_scaled_grad` instead."
         )
 

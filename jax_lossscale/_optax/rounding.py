@@ -55,8 +55,8 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       The parameters, and a uint16 array with the lower 16 bits of the fixed-point magnitude. If a nonzero weight is
-      rounded to zero, the highest bit of its remainder is the sign of the weight, because `optax.apply_updates` does
-      not preserve the sign of a zero.
+      rounded to zero, the highest bit of its remainder stores the sign of the weight, because `optax.apply_updates`
+      does not preserve the sign of a zero.
     """
     fixed = _fixed_point(weights, dtype)
     upper = (fixed + np.uint32(0x8000)) >> 16

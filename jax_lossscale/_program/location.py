@@ -87,7 +87,7 @@ def location_within(eqn: Any, within: Sequence[Any]) -> Location:
 
 
 def has_own_location(eqn: Any) -> bool:
-    """Return whether an equation's stack frames contain user code, or a layer that is missing in its name stack.
+    """Return whether an equation's stack frames contain user code, or a layer that is not in its name stack.
 
     The stack frames of an equation in a jitted function do not include the caller of the function.
     """

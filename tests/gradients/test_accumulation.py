@@ -271,9 +271,9 @@ REFUSED = {
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
     "no arrays": ({}, (None,), "same number of examples"),
-    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not differentiate an argument that"),
-    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not differentiate an argument that"),
-    "split, from the end": ({"argnums": 1, "batch_argnums": -1}, (BATCH,), "must not differentiate an argument that"),
+    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not differentiate with respect to"),
+    "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not differentiate with respect to"),
+    "split, from the end": ({"argnums": 1, "batch_argnums": -1}, (BATCH,), "must not differentiate with respect to"),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),
     "no such argument from the end": ({"argnums": (0, -3)}, (BATCH,), r"\(0, -3\)\)` refers to arguments that were"),
 }

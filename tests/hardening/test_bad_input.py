@@ -106,9 +106,9 @@ jls.accumulate_gradients(square, 8, 2, argnums=5)(PARAMS, PARAMS)
     `accumulate_gradients(argnums=(5,))` refers to arguments that were not passed: the function was called with 2
     positional arguments. Pass the batch and the differentiated arguments by position.
 jls.accumulate_gradients(square, 8, 2, batch_argnums=0)(PARAMS)
-    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not differentiate an argument that contains the
-    batch, because the gradients with respect to a batch cannot be summed over micro-batches. Use
-    `value_and_scaled_grad` instead.
+    `accumulate_gradients(argnums=(0,), batch_argnums=(0,))` must not differentiate with respect to an argument
+    that contains the batch, because such gradients cannot be summed over micro-batches. Use `value_and_scaled_grad`
+    instead.
 jls.accumulate_gradients(square, 8, 2)(PARAMS, jnp.ones(3))
     The number of examples must be a positive multiple of `accumulate_gradients(num_microbatches=2)`, got a batch of
     3 examples. Change the batch size, for example by omitting some examples.
