@@ -168,7 +168,7 @@ class Wrapper:
         structures = {jax.tree.structure(tree) for tree in (grads[1], params)}
         if is_number(grads[0]) and len(structures) == 1:
             raise ValueError(
-                f"`{name}` must be the gradients, got a pair of a number and the gradients. If you compute "
+                f"`{name}` must be the gradients, got a tuple of a number and the gradients. If you compute "
                 "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
             )
 

@@ -72,8 +72,8 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
         holder, name = nodes.get(path[:-1]), path[-1]
         if isinstance(value, _nnx().Variable):
             _nnx().update(objects, _nnx().from_flat_state({path: value}))
-        # If the function created the list or module that contains the value, `holder` is None. Assigning this list or
-        # module also assigns the value.
+        # If the function created the list or module that contains the value, `holder` is None. The value is then
+        # assigned together with this list or module.
         elif holder is not None:
             (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
 

@@ -361,7 +361,7 @@ def errors_by_scale(
         except (RuntimeError, ValueError) as error:
             raise_unless_in_callback(error)
             run_time_errors[scale] = first_sentence(error)
-            # There are no gradients at this scale, so every element is counted as not finite. The other fields of a
+            # The gradients at this scale are unknown, so every element is counted as not finite. The other fields of a
             # measurement describe the float32 gradients, which do not depend on the scale.
             measurements = [
                 each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))

@@ -43,9 +43,9 @@ class Site(NamedTuple):
 
 
 class Dataflow(Propagation[frozenset[int]]):
-    """The graph of the measured results of a jaxpr.
+    """A graph of a jaxpr, whose nodes are the results that are measured.
 
-    Each node of the graph is a measured result or the carry of a loop and is represented by an integer. For each value,
+    Carries of loops are also nodes. Each node is represented by an integer. For each value,
     this class propagates the set of nodes from which unmeasured operations compute the value.
 
     Attributes:
