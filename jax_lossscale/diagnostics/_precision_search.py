@@ -135,8 +135,8 @@ class Search:
             before = best
             for level in (probes.HALF, probes.FLOAT32_RESULT):
                 higher = order[best.levels[order] > level]
-                # The precision is lowered for all matmuls of a part at once. If the result is not accurate, each half of
-                # the part is tried on its own.
+                # The precision is lowered for all matmuls of a part at once. If the result is not accurate, each half
+                # of the part is tried on its own.
                 parts = [higher] if len(higher) else []
                 while parts and self._can_continue():
                     part = parts.pop(0)

@@ -184,15 +184,15 @@ TX.update(PARAMS, (), PARAMS)
     `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
 TX.update("x", STATE, PARAMS) -> `update(updates=...)` must be a pytree of arrays, got 'x'.
 ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must be the gradients, got a tuple of a number and the gradients. If you compute `loss, grads =
-    value_and_scaled_grad(...)(params)`, pass only `grads`.
+    `update(updates=...)` must be the gradients, got a tuple of a number and the gradients. If you compute `loss,
+    grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square) -> `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
     `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is `update_and_apply(scaled_grads, state,
     params)`.
 TX.update_and_apply((LOSS, {"kernel": PARAMS}), STATE, {"kernel": PARAMS})
-    `update_and_apply(scaled_grads=...)` must be the gradients, got a tuple of a number and the gradients. If you compute
-    `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
+    `update_and_apply(scaled_grads=...)` must be the gradients, got a tuple of a number and the gradients. If you
+    compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.update_and_apply(PARAMS, STATE, "x") -> `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use
