@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_lossscale._optax import rounding
 from jax_lossscale._optax.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
 pytestmark = pytest.mark.as_for_users
@@ -201,6 +202,22 @@ def test_roundings_of_neighbors_leaves_and_steps_are_uncorrelated(name):
         "other shape": (steps, rounded_at(weights.T, name, range(16)).swapaxes(1, 2).astype(np.float64)),
     }
     assert {kind: correlation(*pair) for kind, pair in others.items() if abs(correlation(*pair)) > 4} == {}
+
+
+@pytest.mark.parametrize(("seed", "leaf", "counter"), [(0, 0, 0), (3, 5, 8), (6, 1, 7), (2**32 - 1, 2, -1)])
+def test_random_bits_are_a_hash_of_the_seed_the_leaf_the_step_and_the_element(seed, leaf, counter):
+    """This hash must not change, because a resumed run has the same random bits as an uninterrupted run."""
+
+    def mixed(number, key=0):
+        number = (number ^ number >> 16) * 0x7FEB352D + key & 0xFFFFFFFF
+        return (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
+
+    keys = [mixed(mixed(constant ^ seed) + leaf & 0xFFFFFFFF) for constant in (0x9E3779B9, 0x85EBCA6B)]
+    first, second = keys if counter % 2 == 0 else reversed(keys)
+    step = mixed(counter & 0xFFFFFFFF)
+    expected = [mixed(index ^ first ^ step, second + step) >> 16 for index in range(100)]
+    found = rounding._random_bits(jnp.zeros((4, 25)), key_of(np.uint32(seed), leaf), jnp.int32(counter))
+    np.testing.assert_array_equal(found.ravel(), expected)
 
 
 def test_random_bits_are_the_same_eagerly_and_for_every_shape_of_the_same_elements():
