@@ -204,7 +204,7 @@ def test_roundings_of_neighbors_leaves_and_steps_are_uncorrelated(name):
     assert {kind: correlation(*pair) for kind, pair in others.items() if abs(correlation(*pair)) > 4} == {}
 
 
-@pytest.mark.parametrize(("seed", "leaf", "counter"), [(0, 0, 0), (3, 5, 8), (6, 1, 7), (2**32 - 1, 2, -1)])
+@pytest.mark.parametrize(("seed", "leaf", "counter"), [(0, 0, 0), (3, 5, 2), (6, 1, 5), (2**32 - 1, 2, -1)])
 def test_random_bits_are_a_hash_of_the_seed_the_leaf_the_step_and_the_element(seed, leaf, counter):
     """This hash must not change, because a resumed run has the same random bits as an uninterrupted run."""
 
