@@ -28,6 +28,13 @@ def in_a_cube(y, index):
     return cube[jnp.arange(4)[:, None], jnp.arange(3)[None], jnp.stack([index, 7 - index, index], 1)]
 
 
+PARTS = jax.lax.GatherDimensionNumbers(
+    offset_dims=(1,),
+    collapsed_slice_dims=(1,),
+    start_index_map=(1,),
+    operand_batching_dims=(0,),
+    start_indices_batching_dims=(0,),
+)
 MASKED = {
     "take_along_axis": along,
     "take_along_axis on the first axis": lambda y, index: along(y.T, index, 0),
@@ -58,6 +65,7 @@ NOT_MASKED = {
     "a slice of two positions": lambda y, index: jax.vmap(lambda y, n: jax.lax.dynamic_slice(y, (n,), (2,)))(y, index),
     "a batch of one element": lambda y, index: jnp.take_along_axis(y[:1], index[:1, None], 1),
     "a row of some rows": lambda y, index: y[jnp.arange(3), index[:3]],
+    "parts of rows": lambda y, index: jax.lax.gather(y.reshape(4, 4, 2), index[:, None] % 4, PARTS, (1, 1, 1)),
     "a permutation": lambda y, index: y[3 - jnp.arange(4), index],
 }
 
