@@ -34,7 +34,7 @@ UNKNOWN = Interval(-math.inf, math.inf)
 FindInterval: TypeAlias = Callable[[], Interval]
 
 _SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
-# Each function in `_MONOTONE` is monotone in each operand among the positive numbers and among the negative numbers. On
+# Each function in `_MONOTONE` is monotone in each operand, on the positive numbers and on the negative numbers. On
 # an interval, each function therefore takes its largest and smallest values at the bounds of the interval or at the
 # number in the interval that is closest to 0.
 _MONOTONE: dict[str, Callable[..., Any]] = {

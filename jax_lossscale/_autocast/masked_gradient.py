@@ -150,7 +150,7 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
 
 
 def is_masked_pool(eqn: Any) -> bool:
-    """Return whether an equation is a max pool of float32 numbers, and its gradient can be computed with a mask.
+    """Return whether an equation is a max pool of float32 numbers whose gradient can be computed with a mask.
 
     The windows must divide the array evenly, without padding, and contain at most 256 elements each.
     """

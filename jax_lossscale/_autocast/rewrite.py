@@ -327,8 +327,8 @@ def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     """Return a key that is equal for two segments only if the segments can share one function object.
 
     Two segments with equal keys perform the same operations, on the same lines of code and in the same layers. Only the
-    outermost ``num_scopes`` scopes, which are added outside of the function, may differ. Therefore, the locations that
-    reports and profiles show are correct for both segments. The key does not contain the saved values, because these
+    outermost ``num_scopes`` scopes, which are added outside of the function, may differ. Therefore, reports and
+    profiles show the correct locations for both segments. The key does not contain the saved values, because these
     values are determined by the other parts of the key.
     """
     numbers: dict[ValueId, int] = {}

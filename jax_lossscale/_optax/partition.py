@@ -1,8 +1,8 @@
 """Partition of the parameters into the leaves that the inner optimizer updates and all other leaves.
 
 A leaf of the parameters is trained if it is an inexact array and its gradient is not ``None``. The inner optimizer
-receives ``None`` in place of every leaf that is not trained. As in equinox, `combine` inserts the leaves that are not
-trained into the results of the inner optimizer.
+receives ``None`` in place of every leaf that is not trained. As in equinox, `combine` merges the leaves that are not
+trained with the results of the inner optimizer.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _largest_of_bad_step(
         return jnp.float32(0)
     finite = jax.tree.map(lambda grad: jnp.where(jnp.isfinite(grad), grad, 0), grads)
     _, largest = finite_and_largest(finite, axis_name=axis_name)
-    # If the previous step was not finite, its gradients were not measured either, but its record contains `largest`.
+    # If the previous step was not finite, `state.largest` is NaN. The record of this step contains a finite number.
     return jnp.maximum(largest, jnp.where(jnp.isnan(state.largest), before.largest, state.largest))
 
 

@@ -52,8 +52,8 @@ def blame(flow: Dataflow, measured: Mapping[int, Statistics], results: Collectio
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can disappear in a later operation, for example in a `tanh` that saturates. An overflow that
-    # disappears also counts as harmful, because the derivative of the operation in which it disappears may be wrong.
+    # An overflow can have no effect on the result, for example if a `tanh` maps infinity to 1. Such an overflow also
+    # counts as harmful, because the derivative of this operation may be wrong.
     harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that
@@ -162,8 +162,8 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    # A value counts as an underflow if most of its elements become zero and this is harmful. In the backward pass, a
-    # value in which errors begin also counts as an underflow if a single element becomes zero or subnormal.
+    # A value counts as an underflow if most of its elements become zero and this is harmful. In the backward pass, the
+    # origin of errors also counts as an underflow if only a single element becomes zero or subnormal.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0))
     may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK

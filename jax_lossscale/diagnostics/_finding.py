@@ -237,8 +237,8 @@ class Finder:
                 "loss scale with `jls.scale_gradient` and `jls.unscale_gradient`, or compute it in float32."
             )
         sentence = (
-            f"The gradients underflow. Even at a loss scale of {power_of_two(errors.scales[at])}, {lost}, and all "
-            f"gradients together are {off(error)}."
+            f"The gradients underflow. Even at a loss scale of {power_of_two(errors.scales[at])}, {lost}, and the "
+            f"gradients as a whole are {off(error)}."
         )
         return Finding("underflow", [sentence, self._too_small(), advice], at, leaves)
 

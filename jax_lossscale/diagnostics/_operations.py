@@ -65,7 +65,7 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
 
     Args:
       program: the program, which was traced by `trace_with_reasons`.
-      half: the half-precision dtype. The entry of each matmul in any other dtype contains the reason.
+      half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason.
     """
     # The indices and the flops of the operations of each kind.
     found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
