@@ -315,7 +315,7 @@ def _results_of_stream(node: Node, stream_operands: Set[int], values: _Values) -
 def _results_of_any_dtype(eqn: Any) -> range:
     """Return the positions of the results that may be in half precision although the jaxpr declares float32.
 
-    These are the results of all primitives in `OF_ANY_DTYPE`, and the stacked results of a scan.
+    These are all results of an equation whose primitive is in `OF_ANY_DTYPE`, and the stacked results of a scan.
     """
     number = len(eqn.outvars)
     if eqn.primitive.name in OF_ANY_DTYPE:

@@ -177,10 +177,10 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    Two other cotangents are computed from this cotangent: the sum of its elements is the cotangent of the bias, and
-    rounding it gives the cotangent of the half-precision value to which the bias is added. If the cotangent of the
-    result is already in half precision, it is not rounded, because the optimization barrier of the rounding would
-    prevent fusion.
+    Two other cotangents are computed from this cotangent: summing it over the broadcast axes gives the cotangent of the
+    bias, and rounding it gives the cotangent of the half-precision value to which the bias is added. If the cotangent
+    of the result is already in half precision, it is not rounded, because the optimization barrier of the rounding
+    would prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)

@@ -248,7 +248,7 @@ class AutoLossScale(BoundedLossScale):
         s, peak, margin, allowance = now
         target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
         margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
-        # With this margin, the new target is 1 bit below the scale.
+        # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
         # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`

@@ -132,7 +132,7 @@ def _float_bits(array: jax.Array) -> jax.Array:
 
 
 def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the fixed-point magnitudes, limited to the largest number that ``dtype`` can represent."""
+    """Return the fixed-point magnitudes. Those that are too large or not finite become the largest magnitude."""
     magnitude = _float_bits(weights) & _MAGNITUDE
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:

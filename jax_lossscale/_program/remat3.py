@@ -3,8 +3,8 @@
 With this flag, the jaxpr of a `jax.checkpoint` is an attribute of an object in the parameters of the equation. In
 addition, the policy of a `jax.checkpoint` is ignored for primitives that JAX does not define. `with_remat2` replaces
 such equations with the equations that are traced without the flag. All other code in `jax_lossscale` therefore supports
-only one kind of equation. Equations are replaced only if the flag is set while the function is traced; setting the flag
-just for the call to `jax.checkpoint` has no effect.
+only one kind of equation. Equations are replaced only if the flag is set while the function is traced. They are
+not replaced if the flag was set only when `jax.checkpoint` was called.
 """
 
 from __future__ import annotations

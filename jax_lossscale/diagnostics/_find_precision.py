@@ -227,7 +227,9 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
         return jax.tree.map(lambda x: (x.shape, jnp.result_type(x)) if _tree.is_array(x) else repr(x), batch)
 
     is_sequence = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) > 0
-    if not is_sequence or any(types(batch) != types(args[-1]) for batch in batches):
+    # The containers are not compared directly, because an nnx module, for example, is equal only to itself.
+    expected = jax.tree.flatten(types(args[-1]))
+    if not is_sequence or any(jax.tree.flatten(types(batch)) != expected for batch in batches):
         raise ValueError(
             "`find_precision(batches=...)` must be a sequence of values with the structure, shapes and dtypes of the "
             f"last positional argument of `fun`: expected {types(args[-1])}, got "

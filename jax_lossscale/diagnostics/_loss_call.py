@@ -237,13 +237,15 @@ class TracedGradients:
     @property
     def input_names(self) -> list[str]:
         """The names of the inputs of the program."""
-        # The order of the inputs differs from that of `named_leaves`, because the leaves of nnx objects are the last
-        # inputs. An array that occurs in several arguments has several names.
+        # The leaves of nnx objects are the last inputs. An array that occurs in several arguments has several names.
+        arguments = [*self.call.args, *(argument for _, argument in sorted(self.call.kwargs.items()))]
+        are_nnx = [bool(nnx_objects.flattened(argument).objects) for argument in arguments]
         names: dict[int, list[str]] = {}
-        for leaves in self.call.named_leaves():
+        for _, leaves in sorted(zip(are_nnx, self.call.named_leaves(), strict=True), key=lambda pair: pair[0]):
             for name, leaf in leaves:
                 names.setdefault(id(leaf), []).append(name)
-        return ["the loss scale", *(names.get(id(leaf), ["an nnx object"]).pop(0) for leaf in self.program.inputs[1:])]
+        of_inputs = (names.get(id(leaf), ["an nnx object"]) for leaf in self.program.inputs[1:])
+        return ["the loss scale", *(each.pop(0) if len(each) > 1 else each[0] for each in of_inputs)]
 
     @functools.cached_property
     def half_parameters(self) -> dict[str, list[str]]:

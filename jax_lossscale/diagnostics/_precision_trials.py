@@ -96,7 +96,7 @@ class Gradients:
         return (self._result(batch, levels, scale, by) for batch in self.batches)
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
-        """Insert probes, and evaluate the program for each batch with all matmuls in float32."""
+        """For each batch, evaluate the program that contains the probes, with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
     def measured(self, scale: float) -> probes.Measured:

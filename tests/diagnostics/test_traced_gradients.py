@@ -40,6 +40,18 @@ def test_origins_have_the_correct_names_if_an_argument_is_unused(unused):
     assert first.endswith("; its operand comes from `x`, which is float32")
 
 
+@pytest.mark.parametrize("is_pytree", [True, False])
+@pytest.mark.parametrize("array", [W, X], ids=["parameter", "x"])
+def test_origins_have_the_correct_names_if_an_nnx_module_contains_the_same_array(is_pytree, array):
+    class Module(nnx.Module, pytree=is_pytree):
+        def __init__(self):
+            self.param = nnx.Param(array)
+
+    call = check_call("range_report", lambda w, module, x: loss(w, x), (W, Module(), X), {}, 0, False)
+    first = TracedGradients(call, HALF).matmuls.first_float32
+    assert first.endswith("; its operand comes from `x`, which is float32")
+
+
 def test_elements_of_variable_arguments_are_named_by_their_position():
     def fun(params, *batch, scale):
         return scale * loss(params, batch[0])

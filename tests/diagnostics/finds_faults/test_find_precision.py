@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_healthy
+from flax import nnx
 from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 from reading import matmul_dtypes
 from workloads import draw
@@ -172,6 +173,14 @@ def test_policy_covers_several_batches():
 def test_invalid_batch_raises_an_error(args, batch, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         find_precision(lambda *args: jnp.sum(args[0] ** 2), *args, batches=[batch])
+
+
+def test_batches_can_be_nnx_modules():
+    class Batch(nnx.Module):
+        def __init__(self, x):
+            self.x = nnx.Variable(x)
+
+    assert find_precision(lambda x, batch: jnp.sum(x * batch.x[...]), X, Batch(X), batches=[Batch(2 * X)]).rules == ()
 
 
 def test_function_without_matmuls_has_no_rules():
