@@ -68,7 +68,7 @@ def dtypes_of_lookups(function, dtype=jnp.float16):
 @pytest.mark.parametrize("function", IN_HALF.values(), ids=IN_HALF)
 def test_lookup_is_in_half_precision(function):
     if function is IN_HALF["with positions"]:
-        skip_before("0.8.0", "the jaxpr of this sum contains another broadcast")
+        skip_before("0.9.0", "the jaxpr of this sum contains another broadcast")
     assert dtypes_of_lookups(function) == {HALF}
     assert dtypes_of_lookups(function, jnp.bfloat16) == {"bfloat16"}
 
