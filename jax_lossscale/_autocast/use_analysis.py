@@ -140,13 +140,13 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
                 arguments.update(dict.fromkeys(node.outputs, operands[0]))
     into_matmuls = going_into_matmuls(graph, node_plans) if gathers else set()
     nodes = {position: graph.nodes[position] for position in gathers}
-    terms = _Terms([path_of(nodes[position]) for position, argument in gathers.items() if argument in multiplied])
+    terms = _Terms([_path_of(nodes[position]) for position, argument in gathers.items() if argument in multiplied])
     if terms.paths:
         terms.outputs(closed, [{}] * len(closed.in_avals))
-    return [n for n, node in nodes.items() if node.outputs[0] in into_matmuls or path_of(node) in terms.added]
+    return [n for n, node in nodes.items() if node.outputs[0] in into_matmuls or _path_of(node) in terms.added]
 
 
-def path_of(node: Node) -> Path:
+def _path_of(node: Node) -> Path:
     """Return the path of the equation of a node."""
     return (*node.within, node.eqn)
 
