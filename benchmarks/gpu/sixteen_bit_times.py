@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from benchmarks.gpu.sixteen_bit import BATCHES, CONTEXT, REFERENCE, VOCABULARY, WAYS, Way, title, training_step
-from benchmarks.harness.compiling import compile_all, repeated
+from benchmarks.harness.compiling import WITHOUT_AUTOTUNING, compile_all, repeated
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark, Table, columns
 from benchmarks.harness.timing import interleave
@@ -32,7 +32,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         step, begin = training_step(way)
         return step, lambda: (begin(), tokens)
 
-    compiled = compile_all({name: partial(make, way) for name, way in WAYS.items()}, _PATIENCE)
+    compiled = compile_all({name: partial(make, way) for name, way in WAYS.items()}, _PATIENCE, WITHOUT_AUTOTUNING)
     steps = {name: repeated(program) for name, program in compiled.items()}
     timings = interleave(steps, 5 if quick else 25, progress.part(1, 2, "timing"))
     rows = [timings.row(name, REFERENCE) for name in WAYS]

@@ -2,7 +2,7 @@
 
 The measured step includes everything between the gradients and the new parameters. On a CPU, the goals limit the number
 of bytes that the compiled step accesses, because this number is exact: repeated runs differ by more than 10 % in their
-time. On a GPU, the sizes are larger, and the goals limit the time.
+time. On a GPU (`step_on_gpu`), the sizes are larger, and the goals limit the time.
 """
 
 from __future__ import annotations
@@ -65,13 +65,17 @@ class _Case:
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return a table for each size and each dtype of the gradients."""
-    platform = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    """Return the tables of a CPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return tables("cpu", quick, progress)
+
+
+def tables(platform: str, quick: bool, progress: Progress) -> list[Table]:
+    """Return a table for each size and each dtype of the gradients, and a table of other optimizers."""
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
-    tables = [_measure(case, quick, progress.part(n, len(cases) + 1, case.what)) for n, case in enumerate(cases)]
-    others = _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0])
-    return [*tables, others, _elsewhere(platform)]
+    of_adam = [_measure(case, quick, progress.part(n, len(cases) + 1, case.what)) for n, case in enumerate(cases)]
+    return [*of_adam, _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0])]
 
 
 def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
@@ -164,14 +168,3 @@ def _waits_for_device(step: Callable[[], Any]) -> int:
     handed_over = time.perf_counter()
     jax.block_until_ready(result)
     return int(handed_over - start > (time.perf_counter() - start) / 2)
-
-
-def _elsewhere(platform: str) -> Table:
-    """Return the goals for the platform on which the benchmark does not run, as not measured."""
-    other, why = ("gpu", "no GPU here") if platform == "cpu" else ("cpu", "run with JAX_PLATFORMS=cpu")
-    what = "GPU: " if other == "gpu" else "bytes accessed, "
-    cases = [(_Case(other, size, dtype), goal) for size in _SIZES[other] for dtype, goal in _GOALS[other].items()]
-    marks = [Mark(f"{what}update_and_apply over bare, {case.what}", None, goal, note=why) for case, goal in cases]
-    if other == "gpu":
-        marks.append(Mark("GPU: host waits for the device in a step", None, 0, exactly=True, note=why))
-    return Table(f"Adam on a {other.upper()}", (), (), marks)
