@@ -30,8 +30,10 @@ def training_step(trained: Model, way: str) -> tuple[Any, Any]:
         return *tx.update_and_apply(grads, opt_state, params, value=value), value
 
     def begin() -> tuple[Any, Any]:
-        params = trained.params()
-        return (params, tx.init(params), jax.numpy.float32(0)), trained.batch(0)
+        # Each function is compiled separately, so that all ways share the programs of the parameters and the batch.
+        params = jax.jit(trained.params)()
+        batch = jax.jit(trained.batch, static_argnums=0)(0)
+        return (params, jax.jit(tx.init)(params), jax.numpy.float32(0)), batch
 
     return jax.jit(step, donate_argnums=0), begin
 

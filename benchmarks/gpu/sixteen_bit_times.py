@@ -30,7 +30,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
     def make(way: Way) -> tuple[Any, Any]:
         step, begin = training_step(way)
-        return step, lambda: (begin(), tokens)
+        return step, lambda: (jax.jit(begin)(), tokens)
 
     compiled = compile_all({name: partial(make, way) for name, way in WAYS.items()}, _PATIENCE, WITHOUT_AUTOTUNING)
     steps = {name: repeated(program) for name, program in compiled.items()}

@@ -48,4 +48,4 @@ def _compiled(make: Callable[[], tuple[Any, Any]], options: Mapping[str, Any] | 
     program = step.lower(*jax.eval_shape(begin)).compile(options and dict(options))
     # The initialization is compiled for the CPU, because XLA takes much longer to compile it for a GPU.
     with jax.default_device(jax.devices("cpu")[0]):
-        return program, jax.device_get(jax.jit(begin)())
+        return program, jax.device_get(begin())
