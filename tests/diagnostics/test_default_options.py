@@ -15,8 +15,7 @@ RANDOM = np.random.default_rng(0)
 # bfloat16 can represent the operands of the matmul exactly, but not its result.
 X, W = (jnp.float32(RANDOM.integers(-64, 64, shape) / 32) for shape in ((64, 32), (32, 128)))
 omits_rounding = pytest.mark.skipif(
-    is_older_than("0.8.0") or not is_older_than("0.11.0"),
-    reason="before jax 0.8 and since jax 0.11, XLA for CPUs rounds the results of bfloat16 matmuls",
+    not is_older_than("0.11.0"), reason="since jax 0.11, XLA for CPUs rounds the results of bfloat16 matmuls"
 )
 TARGETS = RANDOM.integers(0, 128, size=(64, 1))
 
