@@ -28,7 +28,7 @@ def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the array marked as varying over the given mesh axes, for use inside `jax.shard_map`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(array, axes, to="varying")
-    return jax.lax.pvary(array, axes)  # type: ignore[attr-defined]  # needed before jax 0.8.0
+    return jax.lax.pvary(array, axes)  # type: ignore[attr-defined]  # needed before jax 0.8.2
 
 
 def axes_varied_over(array_type: Any) -> frozenset[str]:

@@ -55,7 +55,7 @@ def enable_x64(enabled=True):
 
 
 def pcast(x, axis_name, *, to):
-    if is_older_than("0.8.0"):
+    if is_older_than("0.8.2"):
         assert to == "varying"
         return jax.lax.pvary(x, axis_name)
     return jax.lax.pcast(x, axis_name, to=to)

@@ -124,13 +124,13 @@ def _layer(stack: str) -> str:
 def _frames(eqn: Any) -> list[Any]:
     """Return the stack frames outside of JAX and this library, from the innermost frame to the traced function."""
     traceback = eqn.source_info.traceback
+    frames = traceback.frames if traceback else []
     # Before jax 0.9.1, a traceback also included the callers of the traced function. The callers are left out because
     # JAX traces a jitted function only for its first caller. Instead, `location_of` appends the stack
     # frames of the equation that calls the jitted function.
-    frames = itertools.takewhile(
-        lambda frame: frame.function_name != "trace_to_jaxpr_dynamic", traceback.frames if traceback else []
-    )
-    return [frame for frame in frames if not frame.file_name.startswith((_JAX, _OURS))]
+    tracing = ("trace_to_jaxpr_dynamic", "trace_to_jaxpr")  # JAX 0.9.0 uses the second name.
+    traced = itertools.takewhile(lambda frame: frame.function_name not in tracing, frames)
+    return [frame for frame in traced if not frame.file_name.startswith((_JAX, _OURS))]
 
 
 def _readable(file_name: str) -> str:

@@ -256,7 +256,7 @@ def skip_connections(w, x):
 def with_an_unused_result(w, x):
     function = jax.custom_vjp(matmul_with_row_sums)
     function.defvjp(lambda w, x: (matmul_with_row_sums(w, x), (w, x)), its_backward_rule)
-    return function(pcast(w, "data", to="varying"), x)[0] ** 2
+    return function(w, x)[0] ** 2
 
 
 def with_a_relu(w, x):
@@ -268,6 +268,8 @@ def with_a_relu(w, x):
 @pytest.mark.parametrize("function", [with_a_relu, skip_connections, with_an_unused_result])
 def test_gradients_of_functions_in_shard_map(function, check_vma):
     def shard(w, x):
+        if check_vma and function is with_an_unused_result:  # Its backward rule does not sum over the mesh axis.
+            w = pcast(w, "data", to="varying")
         return jax.lax.pmean(jnp.mean(function(w, x)), "data")
 
     loss = jax.shard_map(shard, mesh=mesh_of(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
