@@ -19,7 +19,7 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._report import Report, power_of_two
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -354,12 +354,10 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     may_be_of_one_kind = loss_scale.skip_nonfinite and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
     if nan_is_from_batch or cause not in (None, *_GRADIENT_CAUSES):
         may_be_of_one_kind = False
-    if are_many:
-        add(f"{skipped / steps:.0%} of all steps were skipped.")
-        if not nan_is_from_batch:
-            _advise_on_many_skips(cause, loss_scale, add)
-    elif may_be_of_one_kind:
-        add(f"{skipped / steps:.1%} of all steps were skipped.")
+    if are_many or may_be_of_one_kind:
+        add(f"{percent(skipped / steps)} of all steps were skipped.")
+    if are_many and not nan_is_from_batch:
+        _advise_on_many_skips(cause, loss_scale, add)
     if may_be_of_one_kind:
         add(_LOG_BATCHES)
     return are_many or may_be_of_one_kind

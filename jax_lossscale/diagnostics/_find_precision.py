@@ -156,7 +156,8 @@ def find_precision(
         leaf is ten times as large.
       - If the norm of the gradient of a leaf is less than 0.1% of the norm of the whole gradient, only elements that
         become zero or non-finite count as errors.
-      - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
+      - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored as long as it
+        is finite in half precision.
       - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
         tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """

@@ -183,9 +183,10 @@ def reports_of(
     with np.errstate(all="ignore"):
         norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
         relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
-        parts = np.where((relative > 0) & (norms != 0), relative * norms, 0)
+        # Errors of leaves whose float32 gradient is zero count only if they are not finite.
+        parts = np.where(of.nonfinite > 0, math.inf, np.where((relative > 0) & (norms != 0), relative * norms, 0))
         norm = math.hypot(*norms)
-        relative_of_all = [math.hypot(*row) / norm if norm else 0.0 for row in parts]
+        relative_of_all = [math.hypot(*row) / (norm or 1.0) for row in parts]
     columns = zip(
         [*exact, "all leaves"],
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],
