@@ -351,9 +351,8 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     are_many = steps >= _FEW_STEPS and unexplained > _LARGE_FRACTION_OF_SKIPS * steps
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
-    may_be_of_one_kind = loss_scale.skip_nonfinite and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
-    if nan_is_from_batch or cause not in (None, *_GRADIENT_CAUSES):
-        may_be_of_one_kind = False
+    is_unknown = loss_scale.skip_nonfinite and cause in (None, *_GRADIENT_CAUSES) and not nan_is_from_batch
+    may_be_of_one_kind = is_unknown and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
     if are_many or may_be_of_one_kind:
         add(f"{percent(skipped / steps)} of all steps were skipped.")
     if are_many and not nan_is_from_batch:
