@@ -101,6 +101,8 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
 
 # The suggestions for fixing an operation. The names in braces are keys of the dictionary ``facts`` in `suggestion_for`.
 _SUGGESTIONS = {
+    "index out of range": "An index is out of range. For such an index, `jnp.take` and similar functions return NaN.",
+    "data movement": "",
     "division by zero": "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or "
     "infinity by infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "
     "norm.",
@@ -171,6 +173,8 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
     conditions = {
+        "index out of range": measured.nan > 0 and operation == "gather",
+        "data movement": operation == "gather",
         "division by zero": is_nan and operation == "div",
         "nan": is_nan,
         "derivative overflows": overflows and derivative != "",

@@ -87,12 +87,20 @@ def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cau
     assert worst.suggestion.startswith(suggestion)
 
 
-def test_index_out_of_range_is_a_possible_cause_of_a_nan():
-    report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
-    assert report.verdict.startswith(
-        "The loss is not finite in float32 either. No arithmetic operation causes this. "
-        "Look for a constant that is NaN, and for an index that is out of range."
-    )
+def test_index_out_of_range_is_the_cause_of_a_nan():
+    def fun(x, index):
+        return jnp.take(x.astype(half), index).astype(jnp.float32)  # here
+
+    cause = "An index is out of range. For such an index, `jnp.take` and similar functions return NaN."
+    assert f"`gather` ({line(fun)}) returns NaN. {cause}" in compare_gradients(fun, jnp.ones(3), 3).verdict
+    assert range_report(fun, jnp.ones(3), 3).bad[0].suggestion == cause
+    # With a valid index, `gather` only moves the infinity.
+    assert [bad.operation for bad in range_report(fun, jnp.full(3, 1e5), 2).bad] == ["convert_element_type"]
+
+
+def test_constant_is_the_cause_of_a_nan():
+    report = compare_gradients(lambda x: jnp.nan * x.astype(half).astype(jnp.float32), jnp.ones(()))
+    assert report.verdict.endswith(" either. No operation causes this. Look for a constant that is NaN.")
 
 
 def test_effect_handlers_are_not_layers():
