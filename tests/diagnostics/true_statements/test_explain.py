@@ -48,6 +48,7 @@ EXPLAINED = {
     "a fixed scale": (2.0**60, False, [GOOD], "question", None),
     "a fixed scale of 1": (1.0, False, [GOOD], "", None),
     "a fixed scale is always at its floor": (SKIPPING, False, [NAN_GRADS, GOOD], "", None),
+    "not lowered to its floor": (jls.DynamicLossScale(1.0), False, [CONDITION, GOOD], "", None),
     "long ago": ("dynamic", True, [NAN_GRADS, GOOD, GOOD], "bad step ago | unknown", "nan"),
     "an infinity long ago": ("dynamic", True, [INF_GRADS, GOOD, GOOD], "bad step ago | scale is lower", "infinity"),
     "long ago, not recorded": ("dynamic", False, [NAN_GRADS, GOOD], "", None),
@@ -58,14 +59,14 @@ EXPLAINED = {
         jls.DynamicLossScale(2.0**30),
         True,
         [NAN_GRADS] * 17,
-        "skipped in a row | a NaN stays | shared or wrapped",
+        "skipped in a row | stays | shared or wrapped",
         "nan",
     ),
     "started too high": (
         jls.DynamicLossScale(2.0**60),
         True,
         [INF_GRADS] * 17,
-        "skipped in a row | an overflow | shared or wrapped",
+        "skipped in a row | overflows | shared or wrapped",
         "infinity",
     ),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays", "infinity"),
@@ -84,14 +85,14 @@ EXPLAINED = {
     "often on condition": ("dynamic", True, every_fifth(CONDITION), "bad step ago | often | skip_if", "skip_if"),
     "a loss": ("dynamic", True, every_fifth(NAN_LOSS), "bad step ago | one loss | often | loss", "loss"),
     "often, a NaN at the floor": (
-        jls.DynamicLossScale(1.0),
+        jls.DynamicLossScale(2.0),
         True,
         every_fifth(NAN_GRADS),
         "bad step ago | perhaps the batch | at the floor | often",
         "nan",
     ),
     "often, a NaN at the floor, not recorded": (
-        jls.DynamicLossScale(1.0),
+        jls.DynamicLossScale(2.0),
         False,
         every_fifth(NAN_GRADS),
         "at the floor | not recorded | often | rarer | log the batches",
@@ -180,18 +181,20 @@ UNKNOWN = "there was a NaN or an infinity in its gradients, or `grads_finite` wa
 EXPECTED = {
     # Each entry contains the printed lines, the reason for the non-finite or skipped step, and the attribute `cause`.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT, "nan"),
-    "a NaN, at the floor": ("skipped | no lower | a NaN stays", NAN_AT, "nan"),
+    "a NaN, at the floor": ("skipped | no lower | perhaps another cause", NAN_AT, "nan"),
+    "a NaN, fixed": ("skipped | perhaps another cause", NAN_AT, "nan"),
     "an infinity": ("skipped | an overflow", INF_AT, "infinity"),
     "an infinity, at the floor": ("skipped | no lower | an infinity stays", INF_AT, "infinity"),
-    "an infinity, fixed": ("skipped | no lower | a fixed scale", INF_AT, "infinity"),
+    "an infinity, fixed": ("skipped | a fixed scale", INF_AT, "infinity"),
     "the loss": ("skipped | loss", "its loss was not finite", "loss"),
     "the condition": ("skipped | skip_if", "`skip_if` was true", "skip_if"),
     "perhaps": ("skipped | not recorded | perhaps an overflow", UNKNOWN, "gradients"),
     "perhaps, at the floor": (
-        "skipped | not recorded | no lower | gradients stay | loss or skip_if",
+        "skipped | not recorded | no lower | gradients stay | perhaps another cause",
         UNKNOWN,
         "gradients",
     ),
+    "perhaps, fixed": ("skipped | not recorded | gradients stay | perhaps another cause", UNKNOWN, "gradients"),
     "not the gradients": (
         "skipped | loss or skip_if",
         "its loss was not finite, or `skip_if` was true",
@@ -205,21 +208,21 @@ EXPECTED = {
 }
 RECORDED = """
                   | dynamic       | floor                     | skipping            | fixed                | none
-NaN               | a NaN         | a NaN, at the floor       | a NaN, at the floor | applied              | the parameters
+NaN               | a NaN         | a NaN, at the floor       | a NaN, fixed        | applied              | the parameters
 inf               | an infinity   | an infinity, at the floor | an infinity, fixed  | applied, an infinity | the parameters
 loss              | the loss      | the loss                  | the loss            | the loss             | nothing
 loss and NaN      | the loss      | the loss                  | the loss            | the loss             | the parameters
 condition         | the condition | the condition             | the condition       | the condition        | the condition
-condition and NaN | a NaN         | a NaN, at the floor       | a NaN, at the floor | the condition        | the condition
+condition and NaN | a NaN         | a NaN, at the floor       | a NaN, fixed        | the condition        | the condition
 """  # noqa: E501
 UNRECORDED = """
                     | dynamic           | floor                 | skipping              | fixed             | none
-NaN                 | perhaps           | perhaps, at the floor | perhaps, at the floor | perhaps applied   | the parameters
-inf                 | perhaps           | perhaps, at the floor | perhaps, at the floor | perhaps applied   | the parameters
+NaN                 | perhaps           | perhaps, at the floor | perhaps, fixed        | perhaps applied   | the parameters
+inf                 | perhaps           | perhaps, at the floor | perhaps, fixed        | perhaps applied   | the parameters
 loss                | not the gradients | not the gradients     | not the gradients     | not the gradients | nothing
-loss and NaN        | perhaps           | perhaps, at the floor | perhaps, at the floor | not the gradients | the parameters
+loss and NaN        | perhaps           | perhaps, at the floor | perhaps, fixed        | not the gradients | the parameters
 condition           | not the gradients | not the gradients     | not the gradients     | not the gradients | the condition
-condition and NaN   | perhaps           | perhaps, at the floor | perhaps, at the floor | not the gradients | the condition
+condition and NaN   | perhaps           | perhaps, at the floor | perhaps, fixed        | not the gradients | the condition
 """  # noqa: E501
 
 
