@@ -36,12 +36,14 @@ class Site(NamedTuple):
       aval: the type of the result.
       derivative_of: if ``operation`` is part of a derivative that is computed in the forward pass, the name of the
         operation that is differentiated; otherwise "".
+      is_cast_for_matmul: whether ``operation`` is a cast of an operand of a matmul under `autocast`.
     """
 
     operation: str
     location: Location
     aval: Any
     derivative_of: str
+    is_cast_for_matmul: bool = False
 
 
 class Dataflow(Propagation[frozenset[int]]):
@@ -71,7 +73,7 @@ class Dataflow(Propagation[frozenset[int]]):
         return frozenset[int]().union(*values)
 
     def carried(self, start: frozenset[int]) -> frozenset[int]:
-        return frozenset({self._node(start)})
+        return self._node(start)
 
     def carried_on(self, within: frozenset[int], at_end: frozenset[int]) -> None:
         (node,) = within  # the node that `carried` created for this carry
@@ -94,12 +96,9 @@ class Dataflow(Propagation[frozenset[int]]):
             name = latest  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
-            if is_measured(eqn, variable):
-                node = self._node(nodes)
-                self.sites[node] = Site(name, location, variable.aval, derivative_of)
-                results.append(frozenset({node}))
-            else:
-                results.append(nodes)  # a result that is not measured has the nodes of the operands
+            site = Site(name, location, variable.aval, derivative_of)
+            # A result that is not measured has the nodes of the operands.
+            results.append(self._node(nodes, site) if is_measured(eqn, variable) else nodes)
         return results
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
@@ -112,13 +111,18 @@ class Dataflow(Propagation[frozenset[int]]):
             site = self.sites.get(node)
             if site is None or not location.source:
                 continue
-            is_added = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
-            if is_added or not site.location.source:
-                self.sites[node] = site._replace(location=location._replace(is_backward=site.location.is_backward))
+            is_cast = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
+            if is_cast or not site.location.source:
+                location_of_cast = location._replace(is_backward=site.location.is_backward)
+                self.sites[node] = site._replace(location=location_of_cast, is_cast_for_matmul=is_cast)
 
-    def _node(self, sources: frozenset[int]) -> int:
+    def _node(self, sources: frozenset[int], site: Site | None = None) -> frozenset[int]:
+        """Add a node to the graph and return a set that contains only this node."""
+        node = len(self.sources)
         self.sources.append(sources)
-        return len(self.sources) - 1
+        if site is not None:
+            self.sites[node] = site
+        return frozenset({node})
 
     def _derivative_of(self, eqn: Any, location: Location, operand_sites: Sequence[Site]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.

@@ -68,9 +68,9 @@ def zeros_divided_by_their_norm(x):
 @pytest.mark.parametrize(
     ("fun", "operation", "cause"),
     [
-        (log_times_zero, "The derivative of `log`", "Look for a square root, norm or logarithm of zero"),
-        (softmax_of_an_empty_row, "`sub`", "Look for a square root, norm or logarithm of zero"),
-        (norm_of_zero, "`mul`", "Look for a square root, norm or logarithm of zero"),
+        (log_times_zero, "The derivative of `log`", "Look for a square root or logarithm of a negative number"),
+        (softmax_of_an_empty_row, "`sub`", "Look for a square root or logarithm of a negative number"),
+        (norm_of_zero, "`mul`", "Look for a square root or logarithm of a negative number"),
         (mean_of_an_empty_selection, "`div`", "Zero is divided by zero"),
         (mean_of_no_columns, "`div`", "Zero is divided by zero"),
         (zeros_divided_by_their_norm, "`div`", "Zero is divided by zero"),
@@ -264,15 +264,26 @@ def softmax_with_an_added_mask(x):
     return jnp.mean(jax.nn.softmax(x.astype(half) + mask).astype(jnp.float32)[:, 0])
 
 
+def cast_without_matmul(x):
+    y = (1e4 * x).astype(half)  # here
+    return jnp.mean(autocast(jnp.matmul)(x, x.T)) + jnp.mean(y.astype(jnp.float32))
+
+
+def tenth_power(x):
+    return jnp.mean(((x / 4.44).astype(half) ** 10).astype(jnp.float32))  # here
+
+
 @pytest.mark.parametrize(
     ("fun", "operation", "suggestion"),
     [
+        (cast_without_matmul, "convert_element_type", "Do not cast this value to half precision."),
+        (tenth_power, "mul", "Compute `integer_pow` in float32."),
         (softmax_without_a_maximum, "exp", "Subtract the maximum first"),
         (softmax_with_an_added_mask, "convert_element_type", "If this is the fill value of a mask, use `jnp.where("),
         (softmax_with_an_added_mask, "convert_element_type", "If the mask is added to the scores, use a smaller"),
     ],
 )
-def test_suggestion_for_an_overflow_in_a_softmax(fun, operation, suggestion):
+def test_suggestion_for_an_overflow(fun, operation, suggestion):
     worst = range_report(fun, jnp.full((2, 3), 12.0), loss_scale=1.0)[0]
     assert (worst.operation, worst.source) == (operation, line(fun))
     assert suggestion in worst.suggestion
