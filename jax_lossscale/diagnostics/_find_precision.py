@@ -197,11 +197,11 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
-    first, best = search.found()
-    verified = search.verified(best, policy(best))
+    first, best = search.run()
+    verified = search.verify(best, policy(best))
     while verified.ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
-        verified = search.verified(best, policy(best))
+        verified = search.verify(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "

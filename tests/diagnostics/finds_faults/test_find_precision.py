@@ -291,7 +291,7 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
         search.gradients.spent += 1
         return trial._replace(ratio=20.0, error=0.2, where="the value")
 
-    monkeypatch.setattr(Search, "verified", wrong)
+    monkeypatch.setattr(Search, "verify", wrong)
     with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         report = find_precision(energies, WEIGHTS, X)
     assert {*matmul_dtypes(jls.autocast(energies, policy=report.policy), WEIGHTS, X)} == {"float32"}
