@@ -167,7 +167,7 @@ class Wrapper:
         if params is None or not isinstance(grads, tuple) or len(grads) != 2:
             return
         loss = grads[0][0] if isinstance(grads[0], tuple) and len(grads[0]) == 2 else grads[0]
-        if is_number(loss) and jax.tree.structure(grads[1]) == jax.tree.structure(params):
+        if is_number(loss) and len({jax.tree.structure(tree) for tree in (grads[1], params)}) == 1:
             raise ValueError(
                 f"`{name}` must be the gradients, got a tuple of the value and the gradients. If you compute "
                 "`value, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
