@@ -41,12 +41,13 @@ def check_function(value: Any, name: str, fix: str = "") -> None:
 def shown(value: Any) -> str:
     """Return a one-line description of a value for an error message.
 
-    An array with more than one element is described by its dtype and shape, and a pytree with such arrays by its
-    structure.
+    An array with more than one element is described by its dtype and shape. A pytree with such arrays is described by
+    its structure, or by the name of its class if it is an object of another class than dict, list or tuple.
     """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
-        is_array = is_array_or_scalar(value)
-        text = f"{value.dtype}[{','.join(map(str, value.shape))}]" if is_array else str(jax.tree.structure(value))
+        text = str(jax.tree.structure(value)) if type(value) in (dict, list, tuple) else f"a `{type(value).__name__}`"
+        if is_array_or_scalar(value):
+            text = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     else:
         text = " ".join(repr(value).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

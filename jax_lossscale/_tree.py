@@ -66,8 +66,7 @@ def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     Inside a larger pytree, leaves of all types are accepted, because modules can contain functions and strings. A
     function or a string that is passed instead of a pytree usually means that the arguments are in the wrong order.
     """
-    is_number = is_array(tree) or isinstance(tree, (bool, int, float, complex))
-    if jax.tree_util.all_leaves([tree]) and not is_number:
+    if jax.tree_util.all_leaves([tree]) and not _is_array_or_number(tree):
         raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {suggestion}".rstrip())
 
 
@@ -280,7 +279,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
 
 def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
     """Return whether `select_tree` must select between two leaves, or raise a `ValueError` if they are incompatible."""
-    are_arrays = _is_selectable(a), _is_selectable(b)
+    are_arrays = _is_array_or_number(a), _is_array_or_number(b)
     of_a, of_b = (jax.typeof(leaf) if is_array else leaf for leaf, is_array in zip((a, b), are_arrays, strict=True))
     if all(are_arrays) and (of_a.shape, of_a.dtype) == (of_b.shape, of_b.dtype):
         return bool(of_a.dtype != jax.dtypes.float0)  # float0 arrays contain no data
@@ -293,7 +292,7 @@ def _is_chosen_between(path: tuple[Any, ...], a: Any, b: Any) -> bool:
     return False
 
 
-def _is_selectable(leaf: Any) -> bool:
+def _is_array_or_number(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 

@@ -10,12 +10,14 @@ from types import FrameType
 
 import jax
 
-# A stack frame whose file is in one of these folders is not part of the user's code.
-_LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent))
+# A stack frame whose file is in one of these folders is not part of the user's code. Flax and equinox, whose functions
+# call functions of this library, are usually installed in the same folder as JAX.
+_LIBRARIES = *(Path(jax.__file__).parents[1] / name for name in ("jax", "flax", "equinox")), Path(__file__).parent
+_LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in _LIBRARIES)
 
 
 def warn_user(message: str) -> None:
-    """Emit a `UserWarning` whose location is the innermost stack frame outside this library and JAX.
+    """Emit a `UserWarning` whose location is the innermost stack frame outside this library, JAX, flax and equinox.
 
     By default, Python shows a warning only once for each location. If the location were a line of this library, the
     warning would be shown only for the first call in a program.

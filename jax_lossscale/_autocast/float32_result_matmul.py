@@ -42,8 +42,7 @@ def _plain(*operands: Any, matmul: Primitive, **params: Any) -> jax.Array:
 
 
 def _type(*operands: Any, matmul: Primitive, **params: Any) -> Any:
-    result, _ = matmul.abstract_eval(*operands, **params)
-    return result
+    return matmul.abstract_eval(*operands, **params)[0]
 
 
 def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:

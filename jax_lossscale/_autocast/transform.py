@@ -120,7 +120,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
       ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` selects operations by lists. ``torch.autocast``
       selects the dtype of each operation separately. Both also use half precision for operations between matmuls.
     """
-    if _is_dtype(fun):
+    if isinstance(fun, (str, np.dtype, type(jnp.float16))) or (isinstance(fun, type) and issubclass(fun, np.generic)):
         if dtype is not jnp.float16:
             raise ValueError(
                 f"`autocast(fun=...)` must be a function, got the dtype {shown(fun)}. Call `autocast(fun, dtype)`, or "
@@ -168,12 +168,6 @@ class _Decorator:
 
     def __exit__(self, *_: object) -> None:
         """Do nothing. Python looks up this method before it calls `__enter__`."""
-
-
-def _is_dtype(value: Any) -> bool:
-    """Return whether a value is a dtype. Some dtypes, such as `jnp.float16`, are also callable."""
-    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
-    return is_scalar_type or isinstance(value, (str, np.dtype, type(jnp.float16)))
 
 
 def compute_with(

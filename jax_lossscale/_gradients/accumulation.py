@@ -6,8 +6,6 @@ memory.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +16,7 @@ import numpy as np
 
 from jax_lossscale import _compat, _tree
 from jax_lossscale._check import as_argnums, check_function, count
-from jax_lossscale._gradients.scaled import with_scaled_gradient
+from jax_lossscale._gradients.scaled import check_no_modules, with_scaled_gradient
 from jax_lossscale._gradients.warn import warn_if_frozen
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
@@ -116,7 +114,7 @@ def accumulate_gradients(
     batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
-        _check_no_modules((fun, args, kwargs))
+        check_no_modules((fun, args, kwargs), "accumulate_gradients")
         check_argnums(as_tuple(differentiated), batch_positions, len(args))
         seeded = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
         value_and_grads = jax.value_and_grad(seeded, differentiated, has_aux, allow_int=allow_int)
@@ -176,24 +174,6 @@ def sum_over_microbatches(
     (carry, sums), aux = jax.lax.scan(add, (carry, jax.tree.map(_zeros, types)), microbatches)
     value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
     return carry, AccumulatedGradients(value, loss_scale.scale(grads), aux)
-
-
-def _check_no_modules(tree: Any) -> None:
-    """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
-
-    The nnx module can also be the object to which a method is bound, or an argument of a `functools.partial`.
-    """
-    nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []
-    for leaf in leaves:
-        if isinstance(leaf, functools.partial):
-            _check_no_modules((leaf.func, leaf.args, leaf.keywords))
-        if isinstance(getattr(leaf, "__self__", leaf), nnx.Pytree):
-            raise ValueError(
-                "`accumulate_gradients` got an nnx module, but changes to the module, such as updates of batch "
-                "statistics, would be lost. Use the method of the optimizer instead: "
-                "`jax_lossscale.interop.flax.Optimizer.accumulate_gradients(fun, num_microbatches)`."
-            )
 
 
 def as_tuple(argnums: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ The forward pass computes the unscaled loss. The backward pass starts from a cot
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,8 @@ def value_and_scaled_grad(
 
     Raises:
       ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
+        The returned function raises a `ValueError` if the first argument is differentiated and contains an nnx module
+        with variables that are not parameters, such as batch statistics or random-number counters.
 
     Warns:
       UserWarning: if the dtype of the loss cannot represent the largest value that the scale can reach, or if a scale
@@ -74,7 +77,7 @@ def value_and_scaled_grad(
     """
     check_function(fun, "value_and_scaled_grad(fun=...)")
     seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)"), has_aux)
-    return jax.value_and_grad(seeded, argnums, has_aux, holomorphic, allow_int)
+    return _without_modules(jax.value_and_grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums)
 
 
 def with_scaled_gradient(
@@ -145,4 +148,36 @@ def scaled_grad(
     """
     check_function(fun, "scaled_grad(fun=...)")
     seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "scaled_grad(loss_scale=...)"), has_aux)
-    return jax.grad(seeded, argnums, has_aux, holomorphic, allow_int)
+    return _without_modules(jax.grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums)
+
+
+def _without_modules(gradient: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
+    """Return ``gradient`` with a check that the model is not an nnx module, unless it contains only parameters."""
+
+    @functools.wraps(gradient)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_no_modules(args[:1] if argnums == 0 else (), "value_and_scaled_grad", only_parameters=True)
+        return gradient(*args, **kwargs)
+
+    return checked
+
+
+def check_no_modules(tree: Any, name: str, *, only_parameters: bool = False) -> None:
+    """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
+
+    Args:
+      tree: any pytree. The nnx module can also be the object to which a method is bound, or an argument of a
+        `functools.partial`.
+      name: the name of the function, which is also the name of the method of `interop.flax.Optimizer` to use instead.
+      only_parameters: whether nnx modules are accepted if all of their variables are parameters.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []:
+        if isinstance(leaf, functools.partial):
+            check_no_modules((leaf.func, leaf.args, leaf.keywords), name)
+        module = getattr(leaf, "__self__", leaf)
+        if isinstance(module, nnx.Pytree) and not (only_parameters and not nnx.state(module, nnx.Not(nnx.Param))):
+            raise ValueError(
+                f"`{name}` got an nnx module, but changes to the module, such as updates of batch statistics, would "
+                f"be lost. Use the method of the optimizer instead: `jax_lossscale.interop.flax.Optimizer.{name}`."
+            )

@@ -113,6 +113,8 @@ def not_a_state(argument: Any, name: str) -> ValueError:
         got, fix = "the optimizer itself", "Pass `tx.init(params)`, or the state after the last step."
     elif isinstance(argument, LossScale):
         got, fix = f"a `{type(argument).__name__}`", "Pass the optimizer state instead."
+    elif any(kind.__module__.startswith("flax.nnx") for kind in type(argument).__mro__):
+        got, fix = f"a `{type(argument).__name__}`", "Pass the nnx optimizer, created with `loss_scaled`, instead."
     elif _is_from_checkpoint(argument):
         got = "a dictionary, as stored in a checkpoint"
         fix = (

@@ -92,6 +92,16 @@ def are_trained(tree: Any) -> list[bool]:
     ]
 
 
+def trained_and_others(tree: Any, wrt: Any = None) -> tuple[Any, Any]:
+    """Split an nnx object into a state of the variables that an optimizer trains and a state of all other variables.
+
+    Args:
+      tree: any tree. If it is not an nnx object, it is returned unchanged, together with ``None``.
+      wrt: the filter for the trained variables, as in `nnx.Optimizer`. The default is `nnx.Param`.
+    """
+    return _nnx().split(tree, wrt or _nnx().Param, ...)[1:] if _is_object(tree) else (tree, None)
+
+
 def with_its_object(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and a tuple with the nnx object that the function needs as its first argument.
 

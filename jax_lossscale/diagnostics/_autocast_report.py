@@ -275,18 +275,14 @@ def _bytes_accessed(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inner = jaxprs_in(eqn)
-        is_segment = eqn.primitive.name == REMAT and not any(map(_contains_checkpoint, inner))
+        names = (nested.eqn.primitive.name for each in inner for nested in nested_equations(each))
+        is_segment = eqn.primitive.name == REMAT and REMAT not in names  # the innermost `jax.checkpoint`
         if inner and not is_segment:
             total += eqn.params.get("length", 1) * sum(map(_bytes_accessed, inner))
         else:
             operands = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
             total += _size_in_bytes(operands) + _size_in_bytes(eqn.outvars)
     return total
-
-
-def _contains_checkpoint(jaxpr: Jaxpr) -> bool:
-    """Return whether a jaxpr contains `jax.checkpoint`, at any depth."""
-    return any(nested.eqn.primitive.name == REMAT for nested in nested_equations(jaxpr))
 
 
 def _size_in_bytes(variables: Iterable[Any]) -> int:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
-from jax_lossscale.diagnostics._gradient_errors import LeafGradientError, errors_by_scale
+from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, LARGE_LEAF_ERROR, LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
@@ -81,7 +81,10 @@ class GradientComparison(Report[LeafGradientError]):
         lines = [str(self.summary), self.verdict, losses]
         if self.will_train and len(self.working_scales) > 1:
             ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
-            lines.append(f"All gradients are accurate at every compared loss scale from {' to '.join(ends)}.")
+            lines.append(
+                f"At every compared loss scale between {' and '.join(ends)}, the error of all gradients together is at "
+                f"most {LARGE_ERROR:.0%}, and the error of each leaf is at most {LARGE_LEAF_ERROR:.0%}."
+            )
         if self.run_time_errors and self.cause != "run-time error":
             (first, message), *_ = self.run_time_errors
             lines.append(

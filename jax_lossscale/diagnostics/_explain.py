@@ -18,6 +18,7 @@ from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
 from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
+from jax_lossscale._program import nnx_objects
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 
@@ -123,7 +124,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
         parameters makes every later step non-finite. The path of the first non-finite leaf is also looked up in the
         parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in a
         part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there is
-        no such part, the report contains the index of the leaf.
+        no such part, the report contains the index of the leaf. If ``params`` is an nnx model, pass the nnx optimizer
+        as ``opt_state``. Its attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters, and the
+        report also states whether one of the other variables, such as a batch statistic, is not finite.
 
     Returns:
       A report whose entries are the printed sentences. Programs can read its attribute ``cause``, which is the first of
@@ -186,7 +189,13 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "`jax.tree.map(lambda leaf: leaf[0], opt_state)`."
         )
     text: list[str] = []
+    params, others = nnx_objects.trained_and_others(params, getattr(opt_state, "wrt", None))
     cause = _write_sentences(state, params, text.append)
+    if cause != "params" and _are_finite(others) is False:
+        text.append(
+            f"{leaf_path(others, first_nonfinite(others))}, which is not trained, is not finite. Most likely, a "
+            "skipped step changed it. Reset it, and pass `restore_from=nnx.clone(model)` to `update` in each step."
+        )
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
 
@@ -458,9 +467,7 @@ def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
         where = leaf.path or "the only leaf"
         add(
             f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "
-            "multiplied."
-        )
-        add(
+            "multiplied.\n"
             "If this parameter became this large during training, restart from a checkpoint with a smaller learning "
             "rate."
         )

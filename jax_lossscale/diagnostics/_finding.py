@@ -66,7 +66,6 @@ class Finder:
         # Each call compiles a program, so the range report at a loss scale is computed only if necessary.
         self._ranges = functools.cache(functools.partial(ranges_at, gradients))
         self._dtype = gradients.dtype.name
-        self._has_diverged = abs(errors.reference_value) > limits_of(gradients.dtype).largest
 
     def found(self) -> Finding:
         """Return the finding, including sentences about divergence, zero gradients, and constants rounded to zero."""
@@ -74,7 +73,7 @@ class Finder:
         if finding.cause == "no half precision":
             return finding
         sentences, is_in_vain = list(finding.sentences), finding.cause in ("reference not finite", "no gradients")
-        if "overflow" in finding.cause and self._has_diverged:
+        if "overflow" in finding.cause and abs(reference) > limits_of(self._gradients.dtype).largest:
             sentences.insert(
                 len(sentences) if finding.will_train else 0,
                 f"The loss is {reference:.2g} in float32 as well. If the loss has become this large during training, "
@@ -161,7 +160,7 @@ class Finder:
             f"The forward pass exceeds the range of {self._dtype}, perhaps because it divides by a constant that is "
             f"zero in {self._dtype}."
         )
-        begins = self._begins(locations, not self._has_diverged) or division
+        begins = self._begins(locations) or division
         casts = [each for each in report.forward_overflows() if each.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, but {end_of(self._dtype)}."
@@ -184,7 +183,7 @@ class Finder:
             f"The loss is finite, but the gradients of {_paths(bad)} are not finite at any of the loss scales that "
             "were compared."
         )
-        return Finding("backward overflow", [sentence, self._begins(locations, not self._has_diverged)], leaves=bad)
+        return Finding("backward overflow", [sentence, self._begins(locations)], leaves=bad)
 
     def _does_not_train(self, at: int) -> Finding:
         """Return the finding for gradients that are inaccurate at every loss scale at which they are finite."""
@@ -275,11 +274,10 @@ class Finder:
         elif errors.is_loss_noted:
             off_by = (errors.value - errors.reference_value) / abs(errors.reference_value or 1)
             sources = self._ranges(start).forward_error_sources()
-            has_suggestion = not (self._has_diverged and cause == "backward overflow")
             sentences += [
                 f"However, the loss is {errors.value:.4g} in {self._dtype} and {errors.reference_value:.4g} in float32 "
                 f"({off_by:+.0%}).",
-                self._begins(sources, has_suggestion),
+                self._begins(sources),
             ]
         worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
         if worse:
@@ -293,7 +291,7 @@ class Finder:
         too_small = f"The loss is {errors.reference_value:.2g}, which is too small for {errors.loss_dtype.name}."
         return too_small if errors.is_loss_too_small else ""
 
-    def _begins(self, locations: Sequence[OperationRange], has_suggestion: bool = True) -> str:
+    def _begins(self, locations: Sequence[OperationRange]) -> str:
         """Describe the error of the first operation and suggest a fix. Return "" if there are no operations."""
         if not locations:
             return ""
@@ -312,7 +310,7 @@ class Finder:
         else:
             errors = map(percent_of_error, (operation.input_error, operation.error))
             what = f"the error grows from {' to '.join(errors)} at {it}"
-        return f"{what[0].upper()}{what[1:]}. {operation.suggestion if has_suggestion else ''}".rstrip()
+        return f"{what[0].upper()}{what[1:]}. {operation.suggestion}".rstrip()
 
 
 def _of_half_parameters(dtype: str, names: Sequence[str]) -> str:

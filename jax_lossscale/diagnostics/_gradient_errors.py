@@ -37,7 +37,7 @@ NUDGE = 2.0**-22
 # a single leaf exceeds the second limit. If training works, the error of the whole gradient is usually below 0.01 in
 # float16 and below 0.05 in bfloat16.
 LARGE_ERROR = 0.1
-_LARGE_ERROR_OF_A_LEAF = 0.5
+LARGE_LEAF_ERROR = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
 # A loss scale counts as equally accurate if its error is at most this factor larger than the error at the best scale.
@@ -274,7 +274,7 @@ class GradientErrors(NamedTuple):
 
     def inaccurate_leaves(self, n: int) -> list[LeafGradientError]:
         """Return the leaves whose gradients are wrong at the loss scale with index ``n``, sorted by decreasing norm."""
-        wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > _LARGE_ERROR_OF_A_LEAF]
+        wrong = [leaf for leaf in self.true_leaves if leaf.relative_error[n] > LARGE_LEAF_ERROR]
         return sorted(wrong, key=lambda leaf: -leaf.norm)
 
     def working(self) -> list[int]:

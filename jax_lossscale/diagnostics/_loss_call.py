@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast.matmuls import TracedWithReasons, trace_with_reasons
+from jax_lossscale._autocast.matmuls import trace_with_reasons
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
@@ -59,15 +59,12 @@ class LossCall(NamedTuple):
         """Trace the value and the gradients of the loss function without a loss scale."""
         return Traced(jax.value_and_grad(self.fun, self.argnums, has_aux=True), self.args, self.kwargs)
 
-    def scaled(self) -> Traced:
-        """Trace the value and the scaled gradients. The first input of the program is the loss scale."""
-        return Traced(*self._scaled_call())
+    def scaled(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
+        """Return a function that computes the value and the scaled gradients, its arguments and keyword arguments.
 
-    def scaled_with_reasons(self) -> TracedWithReasons:
-        """Trace the value and the scaled gradients, and record why matmuls are not in half precision."""
-        return trace_with_reasons(*self._scaled_call())
+        The first argument is the loss scale.
+        """
 
-    def _scaled_call(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
         def scaled_gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
             return value_and_scaled_grad(self.fun, scale, self.argnums, has_aux=True)(*args, **kwargs)
 
@@ -232,7 +229,7 @@ class TracedGradients:
 
     def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
         self.call, self.dtype, self._has_reference = call, dtype, has_reference
-        self.program, self._used, self.is_autocast = call.scaled_with_reasons()
+        self.program, self._used, self.is_autocast = trace_with_reasons(*call.scaled())
 
     @property
     def input_names(self) -> list[str]:

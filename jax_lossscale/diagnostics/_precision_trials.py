@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._autocast import PrecisionPolicy, autocast
+from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics import _precision_probes as probes
 from jax_lossscale.diagnostics._loss_call import LossCall
@@ -77,7 +78,7 @@ class Gradients:
         self._steps = iter(progress(range(MOST_GRADIENTS)))
         found: probes.MatmulsBySite = {}
         probed = probes.with_probes(batches[0].fun, dtype, names_parameters, found)
-        self._traced = batches[0]._replace(fun=probed).scaled()
+        self._traced = Traced(*batches[0]._replace(fun=probed).scaled())
         self.sites = tuple(found)
         self.numbers = np.array([len(equations) for equations in found.values()], int)
         # For each row of measurements, the index of the matmul site and the role of the measured value.
@@ -107,7 +108,7 @@ class Gradients:
         """Evaluate the original function under `autocast` with a policy, for each batch."""
         self._count()
         call = self.batches[0]
-        traced = call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled()
+        traced = Traced(*call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled())
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
         return (Result(*call.value_and_leaves(traced, compiled(*each))) for each in inputs)

@@ -48,12 +48,9 @@ def register(kind: type[LossScale]) -> type[LossScale]:
     if not (isinstance(kind, type) and issubclass(kind, LossScale)):
         raise ValueError(f"`register(kind=...)` must be a subclass of `LossScale`, got {kind!r}.")
 
-    def children(loss_scale: Any) -> tuple[list[Any], Any]:
+    def children(root: Any) -> tuple[list[Any], Any]:
         # Only one level of the tree is flattened, because flax serializes each child. `None` is not a child.
-        def is_child(node: Any) -> bool:
-            return node is not loss_scale and node is not None
-
-        return jax.tree_util.tree_flatten_with_path(loss_scale, is_leaf=is_child)
+        return jax.tree_util.tree_flatten_with_path(root, is_leaf=lambda node: node is not root and node is not None)
 
     def to_state_dict(loss_scale: Any) -> dict[str, Any]:
         with_paths, _ = children(loss_scale)

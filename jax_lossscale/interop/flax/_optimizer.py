@@ -12,7 +12,6 @@ from flax import nnx
 from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.accumulation import AccumulatedGradients, as_tuple, check_argnums, sum_over_microbatches
 from jax_lossscale._gradients.scaled import with_scaled_gradient
-from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._optax import LossScaledTransformation
 from jax_lossscale._program import nnx_objects
@@ -85,7 +84,8 @@ class Optimizer(nnx.Optimizer):
           UserWarning: under the same conditions as `value_and_scaled_grad`.
         """
         check_function(fun, "Optimizer.value_and_scaled_grad(fun=...)")
-        return self._value_and_grad(with_scaled_gradient(fun, self._loss_scale(), has_aux), has_aux)
+        loss_scale = as_loss_scale(self.opt_state, "Optimizer.opt_state")
+        return self._value_and_grad(with_scaled_gradient(fun, loss_scale, has_aux), has_aux)
 
     def accumulate_gradients(
         self,
@@ -128,14 +128,13 @@ class Optimizer(nnx.Optimizer):
 
         def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
             check_argnums((0,), batch_positions, len(args))
-            loss_scale = self._loss_scale()
+            loss_scale = as_loss_scale(self.opt_state, "Optimizer.opt_state")
             scaled = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
             value_and_grad = self._value_and_grad(scaled, has_aux)
             split_positions = {position % len(args) for position in batch_positions}
             not_split = [None if position in split_positions else arg for position, arg in enumerate(args)]
             flattened = nnx_objects.flattened((not_split, kwargs))
-            state = nnx.state(flattened.objects)
-            leaves, structure = jax.tree.flatten(state)
+            leaves, structure = jax.tree.flatten(nnx.state(flattened.objects))
             constants = flattened.leaves[: len(flattened.leaves) - len(leaves)]
 
             def of_microbatch(leaves: list[Any], arguments: tuple[Any, ...]) -> tuple[list[Any], Any, chex.ArrayTree]:
@@ -159,9 +158,6 @@ class Optimizer(nnx.Optimizer):
             return mean
 
         return accumulate
-
-    def _loss_scale(self) -> LossScale:
-        return as_loss_scale(self.opt_state, "Optimizer.opt_state")
 
     def _value_and_grad(self, fun: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, chex.ArrayTree]]:
         return nnx.value_and_grad(fun, argnums=nnx.DiffState(0, self.wrt), has_aux=has_aux, **self._options)
@@ -187,18 +183,17 @@ class Optimizer(nnx.Optimizer):
         """
         if restore_from is not None:
             self._check_is_a_copy(restore_from, model)
-        params, grads = (_arrays(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
-        params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(kwargs))
+        params, grads = (nnx.pure(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
+        params, opt_state = self.tx.update_and_apply(grads, nnx.pure(self.opt_state), params, **nnx.pure(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, **self._options))
         self.step[...] += 1
         if restore_from is not None:
-            old, new = (_arrays(self._all_else(tree)) for tree in (restore_from, model))
+            old, new = (nnx.pure(self._all_else(tree)) for tree in (restore_from, model))
             # Variables that the forward pass has added cannot be restored, because `restore_from` does not contain
             # them.
-            kept = {path: leaf for path, leaf in new.items() if path in old}
-            old = {path: old[path] for path in kept}
-            kept = select_tree(opt_state.consecutive_skips == 0, kept, old)
+            old = {path: leaf for path, leaf in old.items() if path in new}
+            kept = select_tree(opt_state.consecutive_skips == 0, {path: new[path] for path in old}, old)
             nnx.update(model, nnx.from_flat_state(list(kept.items())))
 
     def _check_is_a_copy(self, copy: Any, model: Any) -> None:
@@ -225,12 +220,3 @@ class Optimizer(nnx.Optimizer):
         Some versions of flax, such as 0.12.0, do not have a graph mode. In this case, the returned dictionary is empty.
         """
         return {"graph": self.graph} if hasattr(self, "graph") else {}
-
-
-def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Replace each ``nnx.Variable`` in a tree with its value."""
-
-    def is_variable(node: Any) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    return jax.tree.map(lambda node: node[...] if is_variable(node) else node, tree, is_leaf=is_variable)

@@ -79,7 +79,10 @@ def zeros_divided_by_their_norm(x):
 def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cause):
     report = compare_gradients(fun, jnp.zeros((2, 3)), loss_scales=[1.0])
     assert report.cause == "reference not finite"
-    suggestion = f"The result is NaN in float32 as well, so no loss scale helps. {cause}"
+    suggestion = (
+        "The result is NaN in float32 as well, so no loss scale helps. The NaN is harmless only if a later operation, "
+        f"such as `jnp.where`, discards it. {cause}"
+    )
     where = f" not finite in float32 either. {operation} ({line(fun)}) returns NaN. "
     assert where + suggestion in report.verdict
     worst = range_report(fun, jnp.zeros((2, 3)), loss_scale=1.0).bad[0]
