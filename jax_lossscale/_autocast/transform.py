@@ -120,6 +120,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
       ``tf.train.experimental.enable_mixed_precision_graph_rewrite`` selects operations by lists. ``torch.autocast``
       selects the dtype of each operation separately. Both also use half precision for operations between matmuls.
     """
+    # Some dtypes, such as `jnp.float16`, are callable.
     if isinstance(fun, (str, np.dtype, type(jnp.float16))) or (isinstance(fun, type) and issubclass(fun, np.generic)):
         if dtype is not jnp.float16:
             raise ValueError(

@@ -183,6 +183,59 @@ def test_invalid_restore_from_raises_before_any_change(wrong, words):
         opt.value_and_scaled_grad(3.0)
 
 
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "adapter"])
+def test_explain_distinguishes_parameters_from_other_variables(wrt):
+    model = Deep()
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), wrt=wrt)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, wrt))
+    opt.update(model, grads | {"adapter": jax.tree.map(lambda leaf: leaf * jnp.nan, grads["adapter"])})
+    report = jls.diagnostics.explain(opt, model)
+    assert "there was a NaN in the gradients, first in ['adapter']['lora_a'].value." in report
+    assert "['norm']" not in report
+    model.norm.mean[...] *= jnp.inf
+    report = jls.diagnostics.explain(opt, model)
+    assert report.cause == "nan"
+    assert report[-1].startswith("['norm']['mean'].value, which is not trained, is not finite. Most likely, a skipped")
+    model.adapter.lora_a[...] *= jnp.nan
+    report = jls.diagnostics.explain(opt, model)
+    assert report.cause == "params"
+    assert "Some parameters in ['adapter']['lora_a'].value are not finite" in report
+    assert "not trained" not in report
+
+
+INSTEAD_OF_A_STATE = {
+    "a state": (lambda model, opt: nnx.state(opt), "a `State`. Pass the nnx optimizer, created with `loss_scaled`,"),
+    "a module": (lambda model, opt: model, "a `Deep`. Pass the nnx optimizer"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "got"), INSTEAD_OF_A_STATE.values(), ids=INSTEAD_OF_A_STATE)
+def test_error_names_the_nnx_object_passed_instead_of_an_optimizer_state(wrong, got):
+    model = Deep()
+    opt = Optimizer(model, jls.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=rf"explain\(opt_state=\.\.\.\)` must be or contain .*; got {got}"):
+        jls.diagnostics.explain(wrong(model, opt))
+
+
+@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
+def test_scaled_gradients_reject_nnx_modules_unless_they_contain_only_parameters(function):
+    gradient = function(loss_fn, 8.0)
+    with pytest.raises(ValueError, match=r"an nnx module.*flax\.Optimizer\.value_and_scaled_grad"):
+        gradient(Line(), XS[0])
+    function(lambda w, model: jnp.sum(w * model.seen[...]), 8.0)(jnp.ones(2), Line())  # not differentiated
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    grads = jax.tree.leaves(function(lambda model, x: jnp.sum(model(x)), 8.0)(model, jnp.ones((3, 2))))[-2:]
+    assert_same_bits(grads, [jnp.full(1, 24.0), jnp.full((2, 1), 24.0)])
+
+
+def test_warning_points_to_the_line_that_calls_flax():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    opt = Optimizer(model, jls.loss_scaled(optax.sgd(0.1), 2.0**20), wrt=nnx.Param)
+    with pytest.warns(UserWarning, match="The loss is float16") as caught:
+        opt.value_and_scaled_grad(lambda model: jnp.sum(model(jnp.ones(2))).astype(jnp.float16))(model)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_nnx_optimizer_rejects_an_optimizer_without_a_loss_scale():
     with pytest.raises(ValueError, match=r"jls\.loss_scaled\(tx, None\)"):
         Optimizer(Line(), optax.sgd(0.1), wrt=nnx.Param)

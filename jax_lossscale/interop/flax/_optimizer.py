@@ -17,6 +17,9 @@ from jax_lossscale._optax import LossScaledTransformation
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._tree import select_tree
 
+# Replace each ``nnx.Variable`` in a tree with its value. In flax 0.12.2, the function is called ``pure``.
+_arrays = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
+
 
 def checked(tx: Any, name: str) -> LossScaledTransformation:
     """Return ``tx``, or raise a `ValueError` that names the argument if ``tx`` was not created with `loss_scaled`."""
@@ -183,13 +186,13 @@ class Optimizer(nnx.Optimizer):
         """
         if restore_from is not None:
             self._check_is_a_copy(restore_from, model)
-        params, grads = (nnx.pure(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
-        params, opt_state = self.tx.update_and_apply(grads, nnx.pure(self.opt_state), params, **nnx.pure(kwargs))
+        params, grads = (_arrays(nnx.state(tree, self.wrt, **self._options)) for tree in (model, grads))
+        params, opt_state = self.tx.update_and_apply(grads, _arrays(self.opt_state), params, **_arrays(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state, **self._options))
         self.step[...] += 1
         if restore_from is not None:
-            old, new = (nnx.pure(self._all_else(tree)) for tree in (restore_from, model))
+            old, new = (_arrays(self._all_else(tree)) for tree in (restore_from, model))
             # Variables that the forward pass has added cannot be restored, because `restore_from` does not contain
             # them.
             old = {path: leaf for path, leaf in old.items() if path in new}

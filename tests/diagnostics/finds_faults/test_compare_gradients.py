@@ -81,7 +81,8 @@ def test_range_of_working_scales_is_reported():
     report = compared("healthy")
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"loss scale from 2^{jnp.log2(low):.0f} to 2^{jnp.log2(high):.0f}." in repr(report)
+    assert f"loss scale between 2^{jnp.log2(low):.0f} and 2^{jnp.log2(high):.0f}, the error of all" in repr(report)
+    assert "is at most 10%, and the error of each leaf is at most 50%." in repr(report)
     grad = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))
     for scale in report.loss_scales:
         assert bool(jls.all_finite(grad(jnp.float32(scale)))) == (scale <= high)
