@@ -43,7 +43,7 @@ STUCK = {
     "auto, at its floor": (lambda: skipping("auto", 10), "cannot go lower"),
     "at the floor": (
         lambda: skipping(jls.DynamicLossScale(1.0), 10),
-        r"last 10 steps were skipped, and the loss scale cannot go lower \(it is 1.*cause if you use `record_bad_steps=",
+        r"last 10 steps were skipped, and the loss scale cannot go lower \(it is 1.*if you use `record_bad_steps=",
     ),
     "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "cannot go lower"),
     "hysteresis left": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
@@ -54,7 +54,7 @@ STUCK = {
     "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "cannot go lower"),
     "10 NaN losses": (
         lambda: skipping("auto", 10, record=True, value=jnp.float32(jnp.nan)),
-        r"last 10 steps were skipped, the last one because its loss was not finite.*\(it is 256.0\).*reports the cause, "
+        r"last 10 steps were skipped, the last one because its loss was not finite.*\(it is 256.0\).*the cause, "
         r"and `compare_gradients\(loss_fn, params, batch\)` shows",
     ),
     "9 NaN losses": (lambda: skipping("auto", 9, record=True, value=jnp.float32(jnp.nan)), None),
