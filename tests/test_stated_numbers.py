@@ -126,12 +126,36 @@ def test_compile_time_of_a_training_step():
     assert f"step that skips non-finite gradients takes {over['handwritten']} times as long." in page
 
 
-def test_time_and_memory_in_the_readme():
-    readme = words(ROOT / "README.md")
-    stated = rows(ROOT / "docs" / "performance.md", "## Is it faster than float32?")
-    largest = next(row for row in stated if row[0] == "transformer 12 x 768")
-    assert f"takes an estimated {largest[1]} times as long as in float32" in readme
-    assert f"with {largest[3]} times the temporary memory" in readme
+def test_times_on_a_gpu():
+    stated = rows(ROOT / "docs" / "performance.md", "## Training steps measured on an H100")
+    measured = {name: cells for name, *cells in rows(RESULTS / "on_gpu.md", "### Training steps on NVIDIA H100")}
+    assert [name for name, *_ in stated] == list(measured)
+    for name, ours, *ratios in stated:
+        assert ours == f"{number(measured[name][2]):.2f} ms", name
+        assert ratios == [measured[name][column] for column in (3, 4, 6, 7)], name
+    page, readme = words(ROOT / "docs" / "performance.md"), words(ROOT / "README.md")
+    float32, manual, *_ = measured["DLRM"]
+    assert f"takes {number(manual) / number(float32):.1f} times as long as in float32" in page
+    assert f"lies between {measured['LSTM'][5].replace('to', 'and')}" in page
+    estimated = {row[0]: number(row[2]) for row in rows(RESULTS / "untuned.md", "### Training steps of models")}
+    assert f"two models ({estimated['graph transformer']:.2f} and {estimated['DLRM']:.2f})" in page
+    times, memory = measured["transformer 12 x 768"][3:5], measured["transformer 12 x 768"][6:]
+    assert "takes {} times as long as in float32 and {} times as long as with manual casts".format(*times) in readme
+    assert "with {} and {} times the temporary memory".format(*memory) in readme
+
+
+def test_cost_of_an_optimizer_step_on_a_gpu():
+    over = {}
+    for size in ("100.0", "1000.0"):
+        for gradients in ("float32", "float16"):
+            heading = f"### Adam, {size} M float32 parameters in 57 leaves, {gradients} gradients"
+            for name, _, _, ratio, spread, *_ in rows(RESULTS / "optimizer_on_gpu.md", heading):
+                over.setdefault((size, name), []).extend([ratio, spread])
+    page, ours = words(ROOT / "docs" / "performance.md"), "ours, update_and_apply"
+    large = "{} times as long with float32 gradients, and {} times with float16 gradients"
+    assert large.format(*over["1000.0", ours][::2]) in page
+    small = "{} ({}) with float32 gradients, and {} ({}) with float16 gradients, compared with {} and {} with jmp"
+    assert small.format(*over["100.0", ours], *over["100.0", "jmp"][::2]) in page
 
 
 # The keys are rows of `docs/performance.md`, and the values are rows of the benchmark.
