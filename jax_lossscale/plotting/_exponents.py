@@ -190,7 +190,7 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     borders = left, bottom, normal, top, right
     place: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
     for (name, color), (start, end) in zip(names.items(), itertools.pairwise(borders), strict=True):
-        rotation = 90 if end - start < 0.085 * (right - left) else 0  # In a narrow range, the label is vertical.
+        rotation = 90 if end - start < 0.085 * (right - left) else 0  # The label of a narrow range is vertical.
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
         ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
         ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **place)
