@@ -260,7 +260,7 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     return {operand for result, operand in carried if ends[result].get(operand) and operand in additions.used}
 
 
-# The information about a value: a dictionary from tracked values to booleans.
+# The keys are tracked values. `_Additions` describes the meaning of the booleans.
 _Tracked: TypeAlias = Mapping[Any, bool]
 
 
