@@ -41,7 +41,8 @@ def check_function(value: Any, name: str, fix: str = "") -> None:
 def shown(value: Any) -> str:
     """Return a one-line description of a value for an error message.
 
-    An array is described by its dtype and shape, and a pytree with arrays by its structure.
+    An array with more than one element is described by its dtype and shape, and a pytree with such arrays by its
+    structure.
     """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         is_array = is_array_or_scalar(value)
@@ -70,7 +71,8 @@ def checked_dtype(dtype: Any, name: str) -> jnp.dtype:
       ValueError: if ``dtype`` cannot be converted to a dtype. The error message contains the name of the argument.
     """
     try:
-        # `None` and arrays are rejected because `jnp.dtype` would convert `None` to float64, and an array to its dtype.
+        # `None` and arrays are rejected because `jnp.dtype` would convert `None` to float64, and a JAX array to its
+        # dtype.
         if dtype is None or is_array_or_scalar(dtype):
             raise TypeError
         return jnp.dtype(dtype)
@@ -92,12 +94,10 @@ def checked_floating_dtype(dtype: Any, name: str) -> jnp.dtype:
 
 def check_bool_scalar(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument if ``value`` is not a boolean scalar."""
-    is_array = is_array_or_scalar(value)
-    if isinstance(value, bool) or (is_array and value.shape == () and value.dtype == np.bool_):
+    if isinstance(value, bool) or (is_array_or_scalar(value) and value.shape == () and value.dtype == np.bool_):
         return
     raise ValueError(
-        f"`{name}` must be a boolean scalar, got {jax.typeof(value) if is_array else shown(value)}. Reduce the "
-        "value with `jnp.all` or `jnp.any`."
+        f"`{name}` must be a boolean scalar, got {shown(value)}. Reduce the value with `jnp.all` or `jnp.any`."
     )
 
 

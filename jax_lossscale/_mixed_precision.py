@@ -365,7 +365,7 @@ class _SharedLossScale:
             self._reference = self._new_reference(mesh, is_context=not context.empty)
         elif mesh is not None and mesh.size != self._reference.num_devices:
             raise ValueError(
-                f"`MixedPrecision.{method}` was called with arrays on a mesh of {mesh.size} devices, but the loss "
+                f"`MixedPrecision.{method}` was called with a mesh of {mesh.size} devices, but the loss "
                 f"scale is stored on {self._reference.num_devices}. {_PASS_MESH}"
             )
         return self._reference
@@ -383,7 +383,7 @@ class _SharedLossScale:
             self._value.reset(token)
 
     def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, select these devices for the reference.
+        """If the parameters are committed to devices, select their mesh or the device of the first committed leaf.
 
         This has no effect after the reference has been created. A single CPU is ignored if there is an accelerator,
         because parameters that were created on the CPU are usually moved to the accelerator before the first step.
@@ -416,8 +416,9 @@ class _SharedLossScale:
     def _device_or_sharding(self, mesh: Any) -> Any:
         """Return the device or the sharding of the reference, or ``None`` for the default device.
 
-        If the arguments are traced, they determine only the number of devices. The devices are then those of the
-        argument ``mesh`` of `MixedPrecision` or of the parameters, or else all devices.
+        The mesh of the arguments may be an abstract mesh, which determines only the number of devices. A mesh of the
+        same size that is known from the argument ``mesh`` of `MixedPrecision` or from the parameters takes precedence
+        over any mesh of the arguments. Without a known mesh, an abstract mesh must contain all devices.
         """
         known = self._placement
         if mesh is None or (isinstance(known, Mesh) and known.size == mesh.size):

@@ -25,7 +25,7 @@ class NodeKind(enum.Enum):
     DATA_MOVEMENT = enum.auto()
     SELECTION = enum.auto()  # A selection preserves the dtype of its operands. Its derivative needs a mask.
     LOOKUP = enum.auto()  # A gather from an array that is rounded to half precision.
-    CALL = enum.auto()  # An equation whose jaxprs are rewritten.
+    CALL = enum.auto()  # An equation whose jaxprs are planned, and rewritten if necessary.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
     OTHER = enum.auto()
 

@@ -90,20 +90,20 @@ class Planner:
         node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
-        half, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        stored, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
         if self._recomputes(context.within):
-            graph, node_plans = _with_functions_by_result(graph, node_plans, half, constants)
+            graph, node_plans = _with_functions_by_result(graph, node_plans, stored, constants)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
             plan.is_half for call in calls.values() for plan in call.plans
         )
         if is_half:
-            groups, half = self._group(graph, node_plans, half, context.within, constants)
+            grouped, stored = self._group(graph, node_plans, stored, context.within, constants)
         else:
-            groups = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
+            grouped = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
-        chosen = tuple(node_plans), frozenset(half), half_inputs, calls, tuple(groups)
+        chosen = tuple(node_plans), frozenset(stored), half_inputs, calls, tuple(grouped)
         return Plan(graph, *chosen, within=context.within, is_half=is_half, reasons=reasons)
 
     def _choose_dtypes(
@@ -116,8 +116,8 @@ class Planner:
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
-        If nothing in the jaxprs of a node is rewritten, the entry for the node in ``node_plans`` is changed in place
-        from `NodeKind.CALL` to `NodeKind.OTHER`.
+        If nothing in the jaxprs of a node is rewritten, and the node is not a `jax.custom_vjp` function, the entry for
+        the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
 
         Returns:
           The values that are stored in half precision, the `CallPlan` of each node whose jaxprs are rewritten, and the
@@ -235,25 +235,25 @@ class Planner:
           ``half`` and, if the policy requires it, the non-constant values of the residual streams.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
-        groups = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+        grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         # The residual streams are added first, because the attributes of the segments depend on the stored values.
         stored = {*half}
         if self.policy.half_residual_stream:
-            stream = {value for segment in groups for value in uses.residual_stream(graph, node_plans, segment)}
+            stream = {value for segment in grouped for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
             stored |= {value for value in stream if constants.of(value) is None}
-        groups = [
+        grouped = [
             segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), stored)))
-            for segment in groups
+            for segment in grouped
         ]
-        bias_sums = uses.sums_with_a_bias(graph, node_plans, groups, stored)
-        groups = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in groups]
+        bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, stored)
+        grouped = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in grouped]
         if self._recomputes(within):
-            groups = self._with_saved_values(groups, graph, node_plans, stored)
-        return groups, stored
+            grouped = self._with_saved_values(grouped, graph, node_plans, stored)
+        return grouped, stored
 
     def _with_saved_values(
-        self, groups: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
+        self, grouped: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
     ) -> list[Segment]:
         """Return the segments with the values that each segment saves.
 
@@ -263,7 +263,7 @@ class Planner:
         price_saved = float(self.policy.recompute)
         min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
         found = []
-        for segment in groups:
+        for segment in grouped:
             nodes = _nodes_of(segment, graph, node_plans)
             moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
             computes = any(plan.kind not in moving for _, plan in nodes)

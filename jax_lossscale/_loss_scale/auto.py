@@ -24,8 +24,11 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 # The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
 LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and maximum plausible increase in the peak
-_LOG2_FORGOTTEN = 1 / 64  # decay of the peak and of the margin per step, if there is no allowance
-_LOG2_HARDLY_FORGOTTEN = 1 / 768  # decay of the allowance per step, and of the peak if there is an allowance
+# Decay of the peak and of the margin per step with finite nonzero gradients, if there is no allowance.
+_LOG2_FORGOTTEN = 1 / 64
+# Decay of the allowance per step with finite nonzero gradients, and of the peak if there is an allowance or if all
+# gradients are zero.
+_LOG2_HARDLY_FORGOTTEN = 1 / 768
 _LOG2_LEAST_MARGIN = 1
 # If gradients overflow even though the scale is below its target, the new margin is at most this number of bits minus
 # the magnitude of the allowance. Normal float16 numbers span 30 powers of two.
@@ -101,8 +104,8 @@ class AutoLossScale(BoundedLossScale):
       log2_peak: ``float32[]``, the base-2 logarithm of the largest recent gradient, or -127 before the first gradient
         that is not zero. The peak is a leaf of the pytree.
       log2_margin: ``float32[]``, the number of bits above the peak that must remain free, from 1 to 30. Before the
-        first gradient that is not zero, the margin can be larger than 30, because there is no peak and the margin alone
-        determines the target. The margin is a leaf of the pytree.
+        first gradient that is not zero, the margin can be larger than 30, because there is no peak and only the margin
+        and the allowance determine the target. The margin is a leaf of the pytree.
       log2_allowance: ``float32[]``, a number from -8 to 8. The magnitude of the allowance is the number of bits that
         must remain free in addition to the margin. This magnitude decays over time. The allowance is negative if
         lowering the scale did not prevent the most recent overflows. The allowance is a leaf of the pytree.
@@ -140,11 +143,13 @@ class AutoLossScale(BoundedLossScale):
 
     **Details.** The following special cases complete the rule:
 
-    - Before the first gradient that is not zero, the state has no peak, and the margin alone sets the target. The
-      initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all gradients of the first
-      step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8 bits below the target
-      sets the target to 24 bits below the scale (see the row "no peak"). Each step in which all gradients are zero
-      decreases the margin by 1/64, until it returns to its initial value.
+    - Before the first gradient that is not zero, the state has no peak, and only the margin and the allowance determine
+      the target. The initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all
+      gradients of the first step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8
+      bits below the target sets the target to 24 bits below the scale, but not above its old value (see the row "no
+      peak"). In each step in which all gradients are zero, a margin above its initial value decreases by 1/64, and a
+      margin below its initial value returns to it at once. A margin can be below its initial value if the peak has
+      decayed to -127, which means that there is no peak again.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from
@@ -250,14 +255,14 @@ class AutoLossScale(BoundedLossScale):
         margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
-        increased = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
+        allowance_after_overflow = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
         # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
         # uses the first row whose condition is true.
         conditions, margins, allowances = zip(
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_without_peak, allowance),
             (allowance_is_large & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
-            (s < target, margin_for_lower_target, increased),
+            (s < target, margin_for_lower_target, allowance_after_overflow),
             (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number
+from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip, run_or_skip
@@ -130,7 +131,7 @@ class Wrapper:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
         check_state(state, "update", "updates, state, params")
-        _check_keyword_arguments("update", inputs, extra_args)
+        self._check_keyword_arguments("update", inputs, extra_args)
         self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
         new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
         return combine(new_updates, lambda: updates_of_untrained(updates, params)), state
@@ -150,7 +151,7 @@ class Wrapper:
                 "parameters, use `update`."
             )
         check_state(state, "update_and_apply", "scaled_grads, state, params")
-        _check_keyword_arguments("update_and_apply", inputs, extra_args)
+        self._check_keyword_arguments("update_and_apply", inputs, extra_args)
         self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
         trained = only_with_gradients(params, scaled_grads)
@@ -160,16 +161,38 @@ class Wrapper:
     def _check_gradients(
         self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
     ) -> None:
-        """Raise a `ValueError` if ``grads`` is not a pytree, contains a masked leaf, or is a pair with the loss."""
+        """Raise a `ValueError` if ``grads`` is not a pytree, contains a masked leaf, or is a pair with the value."""
         _tree.check_tree(grads, name)
         self._check_not_masked(name, grads, loss_scale)
         if params is None or not isinstance(grads, tuple) or len(grads) != 2:
             return
-        structures = {jax.tree.structure(tree) for tree in (grads[1], params)}
-        if is_number(grads[0]) and len(structures) == 1:
+        loss = grads[0][0] if isinstance(grads[0], tuple) and len(grads[0]) == 2 else grads[0]
+        if is_number(loss) and len({jax.tree.structure(tree) for tree in (grads[1], params)}) == 1:
             raise ValueError(
-                f"`{name}` must be the gradients, got a tuple of a number and the gradients. If you compute "
-                "`loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
+                f"`{name}` must be the gradients, got a tuple of the value and the gradients. If you compute "
+                "`value, grads = value_and_scaled_grad(...)(params)`, pass only `grads`."
+            )
+
+    def _check_keyword_arguments(self, method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
+        """Raise a `ValueError` that names the method and the argument if an optional or extra argument is not valid."""
+        if inputs.value is not None and not is_number(inputs.value):
+            raise ValueError(
+                f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {shown(inputs.value)}. If your "
+                "loss function returns `(loss, aux)`, pass only `loss`."
+            )
+        for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
+            if flag is not None:
+                check_bool_scalar(flag, f"{method}({name}=...)")
+        # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
+        for argument in extra_args:
+            hint = did_you_mean(argument, StepInputs._fields)
+            if hint and argument not in inspect.signature(self.inner.update).parameters:
+                raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
+        # `restore_from` is an argument of `interop.flax.Optimizer.update`. Here, it would have no effect.
+        if "restore_from" in extra_args:
+            raise ValueError(
+                f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
+                "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
             )
 
     def _check_not_masked(self, name: str, tree: optax.Params, loss_scale: LossScale) -> None:
@@ -277,30 +300,6 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
     """
     keep: tuple[DTypeLike, ...] = () if loss_scale.checks_gradients else (jnp.bfloat16,)
     return _tree.widen(tree, keep=keep)
-
-
-def _check_keyword_arguments(method: str, inputs: StepInputs, extra_args: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names the method and the argument if an optional or extra argument is not valid."""
-    if inputs.value is not None and not is_number(inputs.value):
-        got = jax.typeof(inputs.value) if isinstance(inputs.value, jax.Array) else repr(inputs.value)
-        raise ValueError(
-            f"`{method}(value=...)` must be a real scalar, the unscaled loss, got {got}. If your loss "
-            "function returns `(loss, aux)`, pass only `loss`."
-        )
-    for name, flag in (("skip_if", inputs.skip_if), ("grads_finite", inputs.grads_finite)):
-        if flag is not None:
-            check_bool_scalar(flag, f"{method}({name}=...)")
-    # The inner optimizer ignores arguments that it does not use, so a misspelled name would have no effect.
-    for argument in extra_args:
-        hint = did_you_mean(argument, StepInputs._fields)
-        if hint:
-            raise ValueError(f"`{method}` has no argument `{argument}`.{hint}")
-    # `restore_from` is an argument of `interop.flax.Optimizer.update`. Here, it would have no effect.
-    if "restore_from" in extra_args:
-        raise ValueError(
-            f"`{method}(restore_from=...)` is supported only by `jax_lossscale.interop.flax.Optimizer`. To restore "
-            "other values after a skipped step, use `select_tree(state.consecutive_skips == 0, new, old)`."
-        )
 
 
 def is_concrete_array(leaf: Any) -> bool:

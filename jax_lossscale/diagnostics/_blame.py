@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from jax_lossscale._program.jaxpr import is_half
-from jax_lossscale._program.primitives import MATMULS, SUMS, SUMS_OF_MANY
+from jax_lossscale._program.primitives import MATMULS, STEEP_AT_ZERO, SUMS, SUMS_OF_MANY
 from jax_lossscale.diagnostics._report import at
 from jax_lossscale.diagnostics._shadow import Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
@@ -101,16 +101,18 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
 
 # The suggestions for fixing an operation. The names in braces are keys of the dictionary ``facts`` in `suggestion_for`.
 _SUGGESTIONS = {
+    "index out of range": "An index is out of range. For such an index, `jnp.take` and similar functions return NaN.",
+    "data movement": "",
     "division by zero": "The result is NaN in float32 as well, so no loss scale helps. Zero is divided by zero (or "
     "infinity by infinity). Look for the mean of an empty selection, and for a vector of zeros that is divided by its "
     "norm.",
-    "nan": "The result is NaN in float32 as well, so no loss scale helps. Look for a square root, norm or logarithm of "
-    "zero, and for 0 * inf hidden by a `jnp.where`.",
+    "nan": "The result is NaN in float32 as well, so no loss scale helps. Look for a square root or logarithm of a "
+    "negative number, for the gradient of a square root, norm or logarithm at zero, for inf - inf, and for 0 * inf "
+    "hidden by a `jnp.where`.",
     "derivative overflows": "The derivative of `{derivative}` is computed in the forward pass, so no loss scale helps. "
-    "Compute `{derivative}` in float32 (like all statistics of a normalization layer), or use a larger epsilon to keep "
-    "its operand away from zero.",
+    "Compute `{derivative}` in float32{epsilon}.",
     "backward pass overflows": "Use a smaller loss scale. If other gradients then underflow, give this part of the "
-    "model a separate loss scale.",
+    "model a separate loss scale. If it overflows at every loss scale, compute it in float32.",
     "cast by autocast overflows": "`autocast` casts this value, an operand of a matmul on the same line. Keep the "
     "matmul in float32 with `jls.keep_float32`, or use `find_precision` to determine which operations must be in "
     "float32.",
@@ -130,6 +132,7 @@ _SUGGESTIONS = {
     "sum. Compute the sum in float32.",
     "amplified here": "This operation amplifies the rounding errors of its operands. Compute {in_float32}.",
 }
+_EPSILON = " (like all statistics of a normalization layer), or use a larger epsilon to keep its operand away from zero"
 # For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
 # applies.
 _FORWARD_OVERFLOWS = {
@@ -166,27 +169,28 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     # origin of errors also counts as an underflow if only a single element becomes zero or subnormal.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0))
-    may_be_mask = measured.largest >= _MASK and operation in _MAY_MASK
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit
-    cancels = is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
     conditions = {
+        "index out of range": measured.nan > 0 and operation == "gather",
+        "data movement": operation == "gather",
         "division by zero": is_nan and operation == "div",
         "nan": is_nan,
         "derivative overflows": overflows and derivative != "",
         "backward pass overflows": overflows and is_backward,
-        "cast by autocast overflows": overflows and is_autocast and operation == "convert_element_type",
-        "mask overflows": overflows and may_be_mask,
+        "cast by autocast overflows": overflows and site.is_cast_for_matmul,
+        "mask overflows": overflows and measured.largest >= _MASK and operation in _MAY_MASK,
         "overflow": overflows,
         "backward pass underflows": underflows,
         "forward pass underflows": vanishes,
         "amplified later": amplifier != "" and not is_origin,
-        "terms cancel": cancels,
+        "terms cancel": is_origin and not is_in_half and operation in SUMS | MATMULS and factor > 1,
         "sum in 16 bits": is_origin and accumulates,
         "amplified here": is_origin,
     }
     facts = {
         "derivative": derivative,
+        "epsilon": _EPSILON * (derivative in STEEP_AT_ZERO),
         "of_operation": _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32."),
         "amplifier": amplifier,
         "how": ", this operation with `jls.keep_float32`" if is_autocast else "",

@@ -19,7 +19,7 @@ from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
-from jax_lossscale.diagnostics._report import Report, power_of_two
+from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -75,7 +75,6 @@ _BATCH_CHECKS = (
     "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
     "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
-_THE_BATCH = "Therefore, the cause was the batch, not the loss scale."
 _IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
 _IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {_HOW_TO_SCALE}"
 _LOG_BATCHES = (
@@ -173,8 +172,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       not finite, and whether it contained NaN or infinity. Otherwise, the text lists the possible causes.
     - With an `AutoLossScale`, the text reports the largest gradient. From step 20 on, it also reports if the gradients
       do not seem to be scaled (see `raise_if_stuck`).
-    - With any other loss scale, if no step was skipped, the text ends with a reminder to check whether the gradients
-      are scaled.
+    - With any other loss scale, the text ends with a reminder to check whether the gradients are scaled if a step was
+      applied, no step was skipped, and the loss scale is not 1.
 
     The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
     `range_report`, which find the operation.
@@ -282,17 +281,19 @@ def _advise_on_skipped_step(cause: str, state: LossScaledState, add: _Add) -> No
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
     if cause == "gradients":
         add(_HOW_TO_RECORD)
-    if is_at_floor:
+    if is_at_floor and not isinstance(loss_scale, FixedLossScale):
         add("The loss scale is at its lower bound.")
     if not is_at_floor and cause == "infinity":
-        add("Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.")
+        do_nothing = "" if are_many else " You do not need to do anything."
+        add(f"Skipping steps is how the loss scale adapts to the size of the gradients.{do_nothing}")
     elif not is_at_floor and not are_many:
         add("If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything.")
-    elif cause == "gradients":
-        add("To find the non-finite leaf, you can also call `nonfinite_report(grads)`.")
-        add(_ADVICE["loss_or_skip_if"])
-    elif cause == "nan":
-        add(f"A lower loss scale fixes an overflow, but it did not fix this NaN. {_COMPARE} where the NaN begins.")
+    elif cause != "infinity":
+        if cause == "gradients":
+            add("To find the non-finite leaf, you can also call `nonfinite_report(grads)`.")
+        what = "NaN" if cause == "nan" else "problem"
+        but = f"it did not fix this {what}" if _log2_lowered(loss_scale) else f"this {what} may have another cause"
+        add(f"A lower loss scale fixes an overflow, but {but}. {_COMPARE} where the {what} begins.")
     elif isinstance(loss_scale, FixedLossScale):
         add('Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.')
     elif loss_scale() <= 1:
@@ -319,14 +320,10 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         add(f"The last non-finite or skipped step was {ago} ago: {_clause(cause, state, params)}.")
         _conclude(record, loss_scale, add)
     nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
-    is_dynamic = loss_scale.skip_nonfinite and not isinstance(loss_scale, FixedLossScale)
-    was_lowered_to_its_floor = is_dynamic and skipped > 0 and bool(monitoring.is_at_its_floor(loss_scale))
+    was_lowered_to_its_floor = bool(skipped and _log2_lowered(loss_scale) and monitoring.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
-        add(
-            "The loss scale is at its lower bound because of non-finite steps. At this loss scale, gradients below "
-            f"{zero:.1g} become zero in float16."
-        )
+        add(f"The loss scale is at its lower bound, so gradients below {zero:.1g} become zero in float16.")
         if record is None:
             add(_HOW_TO_RECORD)
     are_many = _about_frequent_skips(cause, nan_is_from_batch, state, add)
@@ -346,20 +343,16 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
     # The steps that lowered the loss scale from its initial value are not counted. Each of them is assumed to lower the
     # scale by 1 bit, as with a `DynamicLossScale`.
-    start = getattr(loss_scale, "initial_loss_scale", None) or float(loss_scale())
-    unexplained = skipped - max(0.0, math.log2(start) - math.log2(float(loss_scale())))
+    unexplained = skipped - _log2_lowered(loss_scale)
     are_many = steps >= _FEW_STEPS and unexplained > _LARGE_FRACTION_OF_SKIPS * steps
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
-    may_be_of_one_kind = loss_scale.skip_nonfinite and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
-    if nan_is_from_batch or cause not in (None, *_GRADIENT_CAUSES):
-        may_be_of_one_kind = False
-    if are_many:
-        add(f"{skipped / steps:.0%} of all steps were skipped.")
-        if not nan_is_from_batch:
-            _advise_on_many_skips(cause, loss_scale, add)
-    elif may_be_of_one_kind:
-        add(f"{skipped / steps:.1%} of all steps were skipped.")
+    is_unknown = loss_scale.skip_nonfinite and cause in (None, *_GRADIENT_CAUSES) and not nan_is_from_batch
+    may_be_of_one_kind = is_unknown and unexplained >= _SKIPS_OF_A_KIND and unexplained > share * steps
+    if are_many or may_be_of_one_kind:
+        add(f"{percent(skipped / steps)} of all steps were skipped.")
+    if are_many and not nan_is_from_batch:
+        _advise_on_many_skips(cause, loss_scale, add)
     if may_be_of_one_kind:
         add(_LOG_BATCHES)
     return are_many or may_be_of_one_kind
@@ -368,7 +361,7 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
 def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> None:
     """Add a conclusion that is based on all steps since the recorded step."""
     if record.cause == "loss":
-        add(f"All later losses were finite, and the loss does not depend on the loss scale. {_THE_BATCH}")
+        add("No later loss that was passed to `update` was non-finite. The loss does not depend on the loss scale.")
         add(_IF_AGAIN)
     elif record.cause == "grads_finite":
         add(_ADVICE["grads_finite"])
@@ -385,7 +378,7 @@ def _conclude(record: BadStep, loss_scale: LossScale, add: _Add) -> None:
             )
         elif record.largest > 0:
             add("A later step at the same or a higher loss scale, with gradients at least as large, was finite.")
-            add(_THE_BATCH)
+            add("Therefore, the cause was the batch, not the loss scale.")
         else:
             add("A later step at the same or a higher loss scale was finite, so the batch is a possible cause.")
         add(_IF_AGAIN)
@@ -471,6 +464,12 @@ def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
             "If this parameter became this large during training, restart from a checkpoint with a smaller learning "
             "rate."
         )
+
+
+def _log2_lowered(loss_scale: LossScale) -> float:
+    """Return the number of bits by which the loss scale is below its initial value, or 0 if there is no such value."""
+    start = getattr(loss_scale, "initial_loss_scale", None) or float(loss_scale())
+    return max(0.0, math.log2(start) - math.log2(float(loss_scale())))
 
 
 def _steps(number: int) -> str:

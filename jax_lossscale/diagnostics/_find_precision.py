@@ -156,7 +156,8 @@ def find_precision(
         leaf is ten times as large.
       - If the norm of the gradient of a leaf is less than 0.1% of the norm of the whole gradient, only elements that
         become zero or non-finite count as errors.
-      - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored.
+      - If the gradient of a leaf is zero in float32, or consists of rounding errors, the leaf is ignored as long as it
+        is finite in half precision.
       - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
         tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
@@ -196,11 +197,11 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
         return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
-    first, best = search.found()
-    verified = search.verified(best, policy(best))
+    first, best = search.run()
+    verified = search.verify(best, policy(best))
     while verified.ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
-        verified = search.verified(best, policy(best))
+        verified = search.verify(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "

@@ -40,7 +40,7 @@ LARGE_ERROR = 0.1
 _LARGE_ERROR_OF_A_LEAF = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# Loss scales count as equally accurate if their errors exceed the smallest error by at most this factor.
+# A loss scale counts as equally accurate if its error is at most this factor larger than the error at the best scale.
 _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
@@ -63,7 +63,8 @@ class LeafGradientError:
       nonzero: the number of nonzero elements of the float32 gradient.
       relative_error: for each loss scale, the norm of the difference between the half-precision and the float32
         gradient, divided by the norm of the float32 gradient. The relative error is infinite if the half-precision
-        gradient is not finite.
+        gradient is not finite. The error of all leaves together does not include finite differences in leaves whose
+        float32 gradient is zero.
       lost: for each loss scale, the fraction of the nonzero elements of the float32 gradient that are zero in half
         precision.
       nonfinite: for each loss scale, the fraction of the elements that are not finite in half precision.
@@ -183,9 +184,10 @@ def reports_of(
     with np.errstate(all="ignore"):
         norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
         relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
-        parts = np.where((relative > 0) & (norms != 0), relative * norms, 0)
+        # Errors of leaves whose float32 gradient is zero count only if they are not finite.
+        parts = np.where(of.nonfinite > 0, math.inf, np.where((relative > 0) & (norms != 0), relative * norms, 0))
         norm = math.hypot(*norms)
-        relative_of_all = [math.hypot(*row) / norm if norm else 0.0 for row in parts]
+        relative_of_all = [math.hypot(*row) / (norm or 1.0) for row in parts]
     columns = zip(
         [*exact, "all leaves"],
         [*map(np.shape, exact.values()), (int(sizes.sum()),)],

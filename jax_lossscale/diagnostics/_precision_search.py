@@ -56,12 +56,12 @@ class Search:
 
     1. The constructor measures the gradients in float32, and the magnitudes and rounding errors of all operands,
        results and cotangents of the matmuls.
-    2. `found` first evaluates the gradients with all matmuls in half precision. If these gradients are not accurate,
-       `found` raises the precision of matmuls until the gradients are accurate, and then lowers the precision of
-       matmuls as long as the gradients stay accurate. The precision is raised first where values overflow, then where
-       values underflow, and then where rounding does the most damage.
-    3. `verified` evaluates the function under `autocast` with a policy for the precisions that `found` returned. While
-       the policy is not accurate, `find_precision` calls `raise_levels` and `verified` in turn.
+    2. `run` first evaluates the gradients with all matmuls in half precision. If these gradients are not accurate,
+       `run` raises the precision of matmuls until the gradients are accurate, and then lowers the precision of matmuls
+       as long as the gradients stay accurate. The precision is raised first where values overflow, then where values
+       underflow, and then where rounding does the most damage.
+    3. `verify` evaluates the function under `autocast` with a policy for the precisions that `run` returned. While the
+       policy is not accurate, `find_precision` calls `raise_levels` and `verify` in turn.
     4. `reasons` describes why each matmul is not in half precision.
 
     The methods stop early enough that at most `MOST_GRADIENTS` evaluations of the gradients are needed.
@@ -85,7 +85,7 @@ class Search:
         self._damages = np.stack([damage[:, probes.RESULT], damage[:, [probes.LEFT, probes.RIGHT]].sum(axis=1)], axis=1)
         self._known: dict[bytes, Trial] = {}
 
-    def found(self) -> tuple[Trial, Trial]:
+    def run(self) -> tuple[Trial, Trial]:
         """Return the trial with all matmuls in half precision, and the result of the search.
 
         The result is an accurate trial whose precision the search could not lower further, or the trial with all
@@ -115,8 +115,9 @@ class Search:
         in float32.
         """
         # A step of the search raises the precision of one matmul site. A step is an index of the flattened array
-        # `_damages`, whose columns 0 and 1 contain the damage to the result and to the operands. A float32 result
-        # avoids only the damage to the result, whereas float32 operands avoid both kinds of damage.
+        # `_damages`, whose columns 0 and 1 contain the damage if only the result is rounded, and the damage if only the
+        # operands are rounded. A float32 result avoids only the first kind of damage, whereas float32 operands avoid
+        # both kinds.
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
@@ -188,15 +189,15 @@ class Search:
         """
         return np.asarray(measured.error > 2 * float(jnp.finfo(self.gradients.dtype).eps))
 
-    def verified(self, trial: Trial, policy: PrecisionPolicy) -> Trial:
+    def verify(self, trial: Trial, policy: PrecisionPolicy) -> Trial:
         """Evaluate the function under `autocast` with the policy for ``trial``, and return a trial with its errors."""
         return self._compared(self.gradients.with_policy(policy, trial.scale), trial.levels, trial.scale)
 
     def reasons(self, trial: Trial) -> list[str]:
         """Return, for each site, why its matmuls are not in half precision, or "" if they are in half precision.
 
-        If the limit on gradient evaluations is reached, a generic sentence is used for each reason that is still
-        unknown.
+        If the limit on gradient evaluations is reached, the reason "not tested separately" is used for each reason that
+        is still unknown.
         """
         measured: dict[float, probes.Measured] = {}
         reasons = [""] * len(trial.levels)
@@ -210,7 +211,7 @@ class Search:
             if not reason and self.gradients.spent < MOST_GRADIENTS:
                 without = self._trial(levels)
                 reason = f"in half precision, {without.where} is {off(without.error)}"
-            reasons[site] = reason or "the rest of the computation is sensitive to its rounding errors"
+            reasons[site] = reason or "not tested separately"
         return reasons
 
     def _out_of_range(self, measured: probes.Measured, site: int, levels: np.ndarray, scale: float) -> str:

@@ -147,7 +147,8 @@ class Reference(NamedTuple):
       leaves: the gradients by path.
       rounding: the measurements of the gradients of each leaf at slightly changed parameters, which show the rounding
         errors of the float32 gradients.
-      tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored.
+      tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored, unless
+        it is infinite because a result in half precision is not finite.
       total: the norm of the whole gradient.
     """
 
@@ -168,6 +169,8 @@ class Reference(NamedTuple):
           result: the result of an evaluation for the same batch.
           scale: the loss scale of this evaluation.
         """
+        if not math.isfinite(result.value):
+            return [(math.inf, math.inf, "the value")]
         measured = errors.measure(result.leaves, self.leaves, scale)
         reports, total = errors.reports_of(self.leaves, [measured], self.rounding)
         found = [("the value", errors.relative_error(result.value, self.value))]

@@ -46,7 +46,8 @@ class OperationRange:
       shape: the shape of the result.
       dtype: the dtype of the result in the function. The measurements are made in float32.
       largest: the largest magnitude; infinite or NaN if the result is not finite in float32 either.
-      overflow: the fraction of elements that would be infinite in the dtype, or that are not finite in float32.
+      overflow: the fraction of elements that would be infinite in the dtype, or that become NaN in this operation in
+        float32 as well.
       zero: the fraction of the nonzero elements that would become zero.
       subnormal: the fraction of the nonzero elements that would become subnormal and lose digits.
       log2_overflow: ``ceil(log2(largest / finfo(dtype).max))`` if the result overflows, otherwise 0.
@@ -170,8 +171,7 @@ class RangeReport(Report[OperationRange]):
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
         counts = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
-        rounding = f" Rounding in {counts} operation{'s' * (len(rest) > 1)} changes the value or a gradient."
-        also = rounding if rest else ""
+        also = f" Rounding in {counts} operation{'s' * (len(rest) > 1)} changes the value or a gradient." * bool(rest)
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
         scale = power_of_two(self.loss_scale)
         if not over and not zero:

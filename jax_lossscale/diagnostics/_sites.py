@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
@@ -17,7 +18,8 @@ from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS
 from jax_lossscale._program.propagation import Propagation
 
 # Operations that are not measured. Except for the sign, the results of these operations contain only elements of the
-# operands, which have already been measured.
+# operands, which have already been measured. The exception is a `gather` that fills its result with NaN for each index
+# that is out of range.
 _UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
 # Operations whose derivatives may be out of range even if their results are in range.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
@@ -34,12 +36,14 @@ class Site(NamedTuple):
       aval: the type of the result.
       derivative_of: if ``operation`` is part of a derivative that is computed in the forward pass, the name of the
         operation that is differentiated; otherwise "".
+      is_cast_for_matmul: whether ``operation`` is a cast of an operand of a matmul under `autocast`.
     """
 
     operation: str
     location: Location
     aval: Any
     derivative_of: str
+    is_cast_for_matmul: bool = False
 
 
 class Dataflow(Propagation[frozenset[int]]):
@@ -69,7 +73,7 @@ class Dataflow(Propagation[frozenset[int]]):
         return frozenset[int]().union(*values)
 
     def carried(self, start: frozenset[int]) -> frozenset[int]:
-        return frozenset({self._node(start)})
+        return self._node(start)
 
     def carried_on(self, within: frozenset[int], at_end: frozenset[int]) -> None:
         (node,) = within  # the node that `carried` created for this carry
@@ -92,12 +96,9 @@ class Dataflow(Propagation[frozenset[int]]):
             name = latest  # the cast of a sum or matmul is reported as the sum or matmul
         results = []
         for variable in eqn.outvars:
-            if is_measured(eqn, variable):
-                node = self._node(nodes)
-                self.sites[node] = Site(name, location, variable.aval, derivative_of)
-                results.append(frozenset({node}))
-            else:
-                results.append(nodes)  # a result that is not measured has the nodes of the operands
+            site = Site(name, location, variable.aval, derivative_of)
+            # A result that is not measured has the nodes of the operands.
+            results.append(self._node(nodes, site) if is_measured(eqn, variable) else nodes)
         return results
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
@@ -110,13 +111,18 @@ class Dataflow(Propagation[frozenset[int]]):
             site = self.sites.get(node)
             if site is None or not location.source:
                 continue
-            is_added = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
-            if is_added or not site.location.source:
-                self.sites[node] = site._replace(location=location._replace(is_backward=site.location.is_backward))
+            is_cast = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
+            if is_cast or not site.location.source:
+                location_of_cast = location._replace(is_backward=site.location.is_backward)
+                self.sites[node] = site._replace(location=location_of_cast, is_cast_for_matmul=is_cast)
 
-    def _node(self, sources: frozenset[int]) -> int:
+    def _node(self, sources: frozenset[int], site: Site | None = None) -> frozenset[int]:
+        """Add a node to the graph and return a set that contains only this node."""
+        node = len(self.sources)
         self.sources.append(sources)
-        return len(self.sources) - 1
+        if site is not None:
+            self.sites[node] = site
+        return frozenset({node})
 
     def _derivative_of(self, eqn: Any, location: Location, operand_sites: Sequence[Site]) -> str:
         """Return the name of the operation whose derivative an equation computes, or "" if there is none.
@@ -145,4 +151,6 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     is_float = has_dtype(aval, jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
+    if name == "gather":
+        return is_float and eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     return is_float and name not in _UNMEASURED

@@ -38,6 +38,12 @@ def squares(weights, x):
     return jnp.mean(jnp.log(jnp.einsum("bi,bi->b", energy, energy)))
 
 
+@sample(FAULTS, {"used": WEIGHTS, "unused": 3e4 * WEIGHTS[0]}, X)
+def unused_branch(weights, x):
+    unused = x @ weights["unused"]
+    return jnp.mean(mlp(weights["used"], x) ** 2) + jnp.where(x.size < 0, jnp.mean(unused**2), 0.0)
+
+
 @sample(FAULTS, WEIGHTS, 1e-6 * X)
 def small_epsilon(weights, x):
     y = jnp.tanh(x @ weights[0])

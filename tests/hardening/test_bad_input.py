@@ -180,19 +180,21 @@ TX.update(PARAMS, STATE, PARAMS, restore_from=PARAMS)
 TX.update(PARAMS, STATE, PARAMS, grads_finite=1)
     `update(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
 TX.update(PARAMS, STATE, PARAMS, skip_if=1) -> `update(skip_if=...)` must be a boolean scalar, got 1. REDUCE_IT
+TX.update(PARAMS, STATE, PARAMS, skip_if=np.array("x"))
+    `update(skip_if=...)` must be a boolean scalar, got array('x', dtype='<U1'). REDUCE_IT
 TX.update(PARAMS, (), PARAMS)
     `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
 TX.update("x", STATE, PARAMS) -> `update(updates=...)` must be a pytree of arrays, got 'x'.
-ADAM.update((LOSS, PARAMS), ADAM.init(PARAMS), PARAMS)
-    `update(updates=...)` must be the gradients, got a tuple of a number and the gradients. If you compute `loss,
+ADAM.update(((LOSS, 0), PARAMS), ADAM.init(PARAMS), PARAMS)
+    `update(updates=...)` must be the gradients, got a tuple of the value and the gradients. If you compute `value,
     grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square) -> `init(params=...)` must be a pytree of arrays, got SQUARE.
 TX.update_and_apply(STATE, PARAMS, PARAMS)
     `update_and_apply(state=...)` STATE_EXPECTED; got float32[2]. The order is `update_and_apply(scaled_grads, state,
     params)`.
 TX.update_and_apply((LOSS, {"kernel": PARAMS}), STATE, {"kernel": PARAMS})
-    `update_and_apply(scaled_grads=...)` must be the gradients, got a tuple of a number and the gradients. If you
-    compute `loss, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
+    `update_and_apply(scaled_grads=...)` must be the gradients, got a tuple of the value and the gradients. If you
+    compute `value, grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.update_and_apply(PARAMS, STATE, "x") -> `update_and_apply(params=...)` must be a pytree of arrays, got 'x'.
 TX.update_and_apply(PARAMS, STATE, None)
     `update_and_apply(params=...)` must be the parameters, got None. To compute updates without parameters, use

@@ -184,3 +184,9 @@ def test_misspelled_argument_raises_an_error_that_suggests_the_name(name, meant)
     for method in (tx.update, tx.update_and_apply):
         with pytest.raises(ValueError, match=f"has no argument `{name}`. Did you mean '{meant}'"):
             method(params, tx.init(params), params, **{name: False})
+
+
+def test_similar_argument_of_the_inner_optimizer_is_passed_on():
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), lambda grads, state, params, values: (values, ()))
+    tx = jls.loss_scaled(inner)
+    assert tx.update(PARAMS, tx.init(PARAMS), PARAMS, values=GRADS)[0]["bias"] == 4

@@ -32,6 +32,7 @@ ERROR = re.compile(r"([\d.]+)%")
 # For each fault: the numbers of matmuls in float32 and with a float32 result, and the start of the first reason. Errors
 # differ from processor to processor in the last digit that is shown.
 FOUND = {
+    "unused_branch": (0, 1, "its result reaches"),
     "squares": (0, 1, "its result reaches 6.7e+05"),
     "small_epsilon": (1, 0, "an operand is at most 3.2e-06, and many of its elements are too small for float16"),
     "second_differences": (2, 0, "in half precision, the whole gradient is not finite"),
@@ -70,8 +71,8 @@ def with_square_error(body):
 SOUND = HEALTHY | {
     body.__name__: (with_square_error(body), (test_healthy.PARAMS, test_healthy.X)) for body in test_healthy.BODIES
 }
-# Two quick faults: one needs a matmul in float32, and one needs a loss scale. All others take longer.
-QUICK = ("small_epsilon", "small_unit")
+# Quick faults: one needs a matmul in float32, one needs a loss scale, and one has no effect on the float32 gradients.
+QUICK = ("small_epsilon", "small_unit", "unused_branch")
 
 
 @UNUSED
@@ -255,6 +256,12 @@ def test_reported_errors_equal_those_of_compare_gradients():
     assert report.errors[0] == pytest.approx(reported, rel=0.1)
 
 
+def test_value_that_consists_of_rounding_errors_must_be_finite():
+    weights = 3e4 * WEIGHTS[0]
+    report = find_precision(lambda w, x: jnp.mean(x @ w[0] - x @ w[1]), [weights, weights[:, ::-1] * 1.000001], X)
+    assert ["its result reaches" in rule.reason for rule in report.rules] == [True, True]
+
+
 def test_error_of_a_negligible_leaf_is_ignored():
     assert find_precision(*with_a_bias(1.0)).rules == ()
 
@@ -284,7 +291,7 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
         search.gradients.spent += 1
         return trial._replace(ratio=20.0, error=0.2, where="the value")
 
-    monkeypatch.setattr(Search, "verified", wrong)
+    monkeypatch.setattr(Search, "verify", wrong)
     with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%"):
         report = find_precision(energies, WEIGHTS, X)
     assert {*matmul_dtypes(jls.autocast(energies, policy=report.policy), WEIGHTS, X)} == {"float32"}

@@ -31,7 +31,7 @@ KNOWN = {
     "layer_norm": ("div", "rsqrt", "norm", False, "The derivative of `rsqrt`"),
     "mask_of_minus_a_billion": ("convert_element_type", "", "attention", False, "If this is the fill value of a mask"),
     "mean_over_a_million": ("reduce_sum", "", "mean", False, "Compute the sum and the subsequent division in float32"),
-    "sum_for_a_mean": ("convert_element_type", "", "", True, "Use a smaller loss scale"),
+    "sum_for_a_mean": ("convert_element_type", "", "", True, "If it overflows at every loss scale, compute"),
     "two_branches": ("convert_element_type", "", "", True, "give this branch a separate loss scale"),
     "tiny_loss": ("convert_element_type", "", "", True, "Use a larger loss scale"),
 }

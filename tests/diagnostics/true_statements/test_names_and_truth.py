@@ -68,9 +68,9 @@ def zeros_divided_by_their_norm(x):
 @pytest.mark.parametrize(
     ("fun", "operation", "cause"),
     [
-        (log_times_zero, "The derivative of `log`", "Look for a square root, norm or logarithm of zero"),
-        (softmax_of_an_empty_row, "`sub`", "Look for a square root, norm or logarithm of zero"),
-        (norm_of_zero, "`mul`", "Look for a square root, norm or logarithm of zero"),
+        (log_times_zero, "The derivative of `log`", "Look for a square root or logarithm of a negative number"),
+        (softmax_of_an_empty_row, "`sub`", "Look for a square root or logarithm of a negative number"),
+        (norm_of_zero, "`mul`", "Look for a square root or logarithm of a negative number"),
         (mean_of_an_empty_selection, "`div`", "Zero is divided by zero"),
         (mean_of_no_columns, "`div`", "Zero is divided by zero"),
         (zeros_divided_by_their_norm, "`div`", "Zero is divided by zero"),
@@ -87,12 +87,20 @@ def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cau
     assert worst.suggestion.startswith(suggestion)
 
 
-def test_index_out_of_range_is_a_possible_cause_of_a_nan():
-    report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
-    assert report.verdict.startswith(
-        "The loss is not finite in float32 either. No arithmetic operation causes this. "
-        "Look for a constant that is NaN, and for an index that is out of range."
-    )
+def test_index_out_of_range_is_the_cause_of_a_nan():
+    def fun(x, index):
+        return jnp.take(x.astype(half), index).astype(jnp.float32)  # here
+
+    cause = "An index is out of range. For such an index, `jnp.take` and similar functions return NaN."
+    assert f"`gather` ({line(fun)}) returns NaN. {cause}" in compare_gradients(fun, jnp.ones(3), 3).verdict
+    assert range_report(fun, jnp.ones(3), 3).bad[0].suggestion == cause
+    # With a valid index, `gather` only moves the infinity.
+    assert [bad.operation for bad in range_report(fun, jnp.full(3, 1e5), 2).bad] == ["convert_element_type"]
+
+
+def test_constant_is_the_cause_of_a_nan():
+    report = compare_gradients(lambda x: jnp.nan * x.astype(half).astype(jnp.float32), jnp.ones(()))
+    assert report.verdict.endswith(" either. No operation causes this. Look for a constant that is NaN.")
 
 
 def test_effect_handlers_are_not_layers():
@@ -256,15 +264,26 @@ def softmax_with_an_added_mask(x):
     return jnp.mean(jax.nn.softmax(x.astype(half) + mask).astype(jnp.float32)[:, 0])
 
 
+def cast_without_matmul(x):
+    y = (1e4 * x).astype(half)  # here
+    return jnp.mean(autocast(jnp.matmul)(x, x.T)) + jnp.mean(y.astype(jnp.float32))
+
+
+def tenth_power(x):
+    return jnp.mean(((x / 4.44).astype(half) ** 10).astype(jnp.float32))  # here
+
+
 @pytest.mark.parametrize(
     ("fun", "operation", "suggestion"),
     [
+        (cast_without_matmul, "convert_element_type", "Do not cast this value to half precision."),
+        (tenth_power, "mul", "Compute `integer_pow` in float32."),
         (softmax_without_a_maximum, "exp", "Subtract the maximum first"),
         (softmax_with_an_added_mask, "convert_element_type", "If this is the fill value of a mask, use `jnp.where("),
         (softmax_with_an_added_mask, "convert_element_type", "If the mask is added to the scores, use a smaller"),
     ],
 )
-def test_suggestion_for_an_overflow_in_a_softmax(fun, operation, suggestion):
+def test_suggestion_for_an_overflow(fun, operation, suggestion):
     worst = range_report(fun, jnp.full((2, 3), 12.0), loss_scale=1.0)[0]
     assert (worst.operation, worst.source) == (operation, line(fun))
     assert suggestion in worst.suggestion
