@@ -110,15 +110,14 @@ def test_float64_gradients_stay_float64():
         assert value.dtype == grads.dtype == jnp.float64
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(jnp.float32, 2.0**24), (jnp.float16, 2.0**15)])
-def test_value_is_correct_if_the_gradients_overflow(dtype, scale):
-    weights = jnp.array([3.0, 6.0, 9.0], jnp.float16)
+def test_value_is_correct_if_the_gradients_overflow():
+    weights = jnp.array([1.0, 2.0, 3.0], jnp.float16)
 
     def half_precision_loss(w):
-        return jnp.mean(w * w).astype(dtype)
+        return jnp.mean(w * w).astype(jnp.float32)
 
     for jit in (lambda function: function, jax.jit):
-        value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, scale))(weights)
+        value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, 2.0**24))(weights)
         assert_same_bits(value, jit(half_precision_loss)(weights))
         assert not np.isfinite(grads).any()
 
