@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from any_jax import enable_x64, set_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -100,6 +102,18 @@ def test_cotangent_is_multiplied_or_divided_by_the_scale(dtype, cotangent, scale
                 expected = np.array([complex(*real, *imaginary)] if dtype == "complex64" else real).astype(result.dtype)
             assert result.dtype == cotangent.dtype
             np.testing.assert_array_equal(result, expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(1.0, 2.0, exclude_max=True, width=32), st.integers(-126, 127), st.integers(0, 126))
+def test_power_of_two_scales_are_exact_for_normal_results(mantissa, exponent, log2_scale):
+    cotangent, scale = np.float32(np.ldexp(mantissa, exponent)), 2.0**log2_scale
+    if exponent + log2_scale <= 127:
+        scaled = pulled_back(jls.scale_gradient, np.float32(0), cotangent, scale)
+        assert scaled == np.ldexp(cotangent, log2_scale)
+    if exponent - log2_scale >= -126:
+        unscaled = pulled_back(jls.unscale_gradient, np.float32(0), cotangent, scale)
+        assert unscaled == np.ldexp(cotangent, -log2_scale)
 
 
 @BOTH
