@@ -5,6 +5,8 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
+
 from benchmarks import BENCHMARKS, ON_REQUEST
 from benchmarks.harness.report import index
 
@@ -246,6 +248,7 @@ def test_every_benchmark_has_an_existing_module():
 def test_bytes_and_times_of_16_bit_parameters():
     names = {
         "none, float32 parameters": "float32 parameters, autocast",
+        "none, bfloat16 parameters (loses updates)": "rounded to nearest (loses updates)",
         "`master_weights`": "master weights",
         "`stochastic_rounding`": "stochastic rounding",
         "`half_precision_state`, float32 parameters": "float32 parameters, half-precision state",
@@ -257,15 +260,13 @@ def test_bytes_and_times_of_16_bit_parameters():
         (batch, step): (number(stored), number(over))
         for batch, step, stored, _, over, *_ in rows(results, "### Steps for one H100")
     }
-    what = "estimated time over float32 parameters under autocast"
-    times = {name.removeprefix(f"{what}, "): time for (name, _), time in marks("sixteen_bit_steps").items()}
     path = ROOT / "docs" / "guide" / "sixteen_bit.md"
     stated = rows(path, "## Which wrapper when")
     assert [wrapper for wrapper, *_ in stated] == list(names)
     timed = {name: cells for name, *cells in rows(RESULTS / "sixteen_bit_times.md", "### Measured on")}
     for wrapper, *_, stored, over, measured in stated:
-        assert float(stored) == steps["2 x 512", names[wrapper]][0], wrapper
-        assert over == times.get(names[wrapper], "1.00"), wrapper
+        # The ratios in the results have three decimals.
+        assert (float(stored), float(over)) == pytest.approx(steps["2 x 512", names[wrapper]], abs=0.0051), wrapper
         assert measured == f"{number(timed[names[wrapper]][2]):.2f}", wrapper
     medians = [
         number(timed[f"float32{step}"][0]) for step in (" parameters, autocast", "", " parameters, manual casts")
@@ -274,7 +275,7 @@ def test_bytes_and_times_of_16_bit_parameters():
     in_words = "takes {:.2f} ms, compared with {:.2f} ms in float32 and {:.2f} ms with manual casts".format(*medians)
     assert in_words in readme
     small = number(timed["stochastic rounding, half-precision state"][2])
-    assert f"with a small batch takes {small:.2f} times as long (measured on an H100)" in readme
+    assert f"On an H100, a step with a small batch takes {small:.2f} times as long as" in readme
     moved = {(layout, step): number(over) for layout, step, *_, over, _ in rows(results, "### Collectives of one of")}
     page = words(path)
     assert f"move {moved['FSDP, explicit axes', 'master weights']:.2f} times as many bytes" in page
@@ -297,8 +298,8 @@ def test_final_losses_of_16_bit_parameters():
     small = "stochastic rounding, half-precision state"
     assert largest(small) <= 0.2
     assert (
-        "in all of our small training runs with bfloat16 parameters, the final loss with this setting is within 0.2% "
-        "of float32 or within the noise floor" in words(ROOT / "README.md")
+        "in all of our small training runs with bfloat16 parameters, the final loss is within 0.2% of float32 or "
+        "within the noise floor" in words(ROOT / "README.md")
     )
     page = words(ROOT / "docs" / "guide" / "sixteen_bit.md")
     for column in ("stochastic rounding", small):
