@@ -48,7 +48,7 @@ ON_REQUEST = {
     "cudnn": Benchmark(
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
     ),
-    "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (15 minutes)"),
+    "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (5 minutes)"),
     "optimizer_on_gpu": Benchmark(
         "optimizer.step_on_gpu", "time of an optimizer step on a GPU: Adam over 100 M and 1,000 M parameters"
     ),

@@ -473,10 +473,10 @@ class _UnscaledWrapper(Wrapper):
                 f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
                 f"{jax.tree_util.keystr(arrays[0][0])!r}). `MixedPrecision` converts only float32 values, so "
                 "matrix multiplications with bfloat16 parameters are computed in float16 only if the model casts "
-                "these parameters to float32. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. To "
-                "train bfloat16 parameters without losing updates, use "
-                "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)`. Otherwise, load the "
-                "parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`."
+                "these parameters to float32. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. "
+                "Load the parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`. "
+                "To train bfloat16 parameters without losing updates, use "
+                "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)` instead."
             )
 
     def _step(

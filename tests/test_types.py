@@ -46,31 +46,17 @@ def test_autocast_keeps_the_signature() -> None:
 
 
 def test_decorators_keep_the_signature() -> None:
-    @jls.autocast()
-    def without_arguments(x: jax.Array) -> jax.Array:
+    def squared(x: jax.Array) -> jax.Array:
         return x @ x
 
-    @jls.autocast(dtype=jnp.bfloat16)
-    def with_a_keyword(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    @jls.autocast(policy=jls.PrecisionPolicy(recompute=False))
-    def with_a_policy(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    @jls.autocast("bfloat16", policy=jls.PrecisionPolicy())
-    def with_a_name(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    @jls.autocast(np.dtype("float16"))
-    def with_a_dtype(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    @jls.autocast(np.float16)
-    def with_a_scalar_type(x: jax.Array) -> jax.Array:
-        return x @ x
-
-    for each in (without_arguments, with_a_keyword, with_a_policy, with_a_name, with_a_dtype, with_a_scalar_type):
+    for each in (
+        jls.autocast()(squared),
+        jls.autocast(dtype=jnp.bfloat16)(squared),
+        jls.autocast(policy=jls.PrecisionPolicy(recompute=False))(squared),
+        jls.autocast("bfloat16", policy=jls.PrecisionPolicy())(squared),
+        jls.autocast(np.dtype("float16"))(squared),
+        jls.autocast(np.float16)(squared),
+    ):
         assert_type(each(X), jax.Array)
         assert each(X).dtype == jnp.float32
 

@@ -26,9 +26,9 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
-# The additional price of each saved value, as a fraction of the sum of all prices. If several cuts have the same price,
-# the cut with the fewest saved values is therefore selected. The additional price is larger than the rounding errors of
-# the capacities.
+# This fraction of the sum of all prices is added to the price of each saved value. If several cuts have the same price,
+# the cut with the fewest saved values is therefore selected. The fraction is large enough that the result is not
+# changed by the rounding of prices to integer capacities.
 _PRICE_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
 # byte of the largest array from which the value is computed is read again. The two constants are the prices of a

@@ -1,4 +1,4 @@
-"""`Planner`, which creates the plan of a jaxpr in three passes over its graph.
+"""The class `Planner` creates the plan of a jaxpr in three passes over its graph.
 
 1. Determine the `NodePlan` of each node, which describes how the node is evaluated.
 2. Choose the dtype of each value. The second pass also plans the jaxprs in the nodes, by recursive calls.

@@ -154,9 +154,9 @@ def _path_of(node: Node) -> Path:
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
     """Return those half-precision values of a segment whose cotangents are added in float32.
 
-    A value is returned if the segment uses the value several times, and at least one of these uses is an operation in
-    float32. If a value is returned, the results of all data movement and selections that use the value are returned as
-    well. Each returned value is converted to float32 once, so that the cotangents of the value are added in float32.
+    These are the values that the segment uses several times, at least once in a float32 operation. The results of all
+    data movement and selections that use such a value are also returned. Each returned value is converted to float32
+    once, so that its cotangents are added in float32.
     """
     into_arithmetic: set[ValueId] = set()
     uses: Counter[ValueId] = Counter()
@@ -260,7 +260,7 @@ def carried_residual_stream(eqn: Any) -> set[int]:
     return {operand for result, operand in carried if ends[result].get(operand) and operand in additions.used}
 
 
-# The information about a value: a dictionary from tracked values to booleans.
+# The keys are tracked values. `_Additions` describes the meaning of the booleans.
 _Tracked: TypeAlias = Mapping[Any, bool]
 
 

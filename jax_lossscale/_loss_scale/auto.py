@@ -30,8 +30,8 @@ _LOG2_FORGOTTEN = 1 / 64
 # gradients are zero.
 _LOG2_HARDLY_FORGOTTEN = 1 / 768
 _LOG2_LEAST_MARGIN = 1
-# If gradients overflow even though the scale is below its target, the new margin is at most this number of bits minus
-# the magnitude of the allowance. Normal float16 numbers span 30 powers of two.
+# If gradients overflow even though the scale is below its target, the new margin is limited so that the sum of the
+# margin and the magnitude of the allowance is at most this number. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # The base-2 logarithm of the target that is used until the first nonzero gradient. If all gradients of a step are zero,
 # the scale is set to 2**39, 1 bit below this target. At this scale, gradients above 2**-64 do not underflow in float16.

@@ -531,7 +531,7 @@ def _weights(leaf: Any, remainder: jax.Array | None) -> Any:
 
 
 def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:
-    """Return the remainder of each parameter. Raise a `ValueError` if the remainders do not match the parameters."""
+    """Return the bits that each parameter lacks. Raise a `ValueError` if they do not match the parameters."""
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:

@@ -18,8 +18,8 @@ CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` t
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
-# Primitives whose jaxprs `with_jaxprs` can replace.
-REBOUND = frozenset({*CALLS, REMAT, *LOOPS, "cond"})
+# Primitives whose jaxprs `with_jaxprs` can replace. `program_order` is in `jax.experimental.overlap` since JAX 0.11.
+REBOUND = frozenset({*CALLS, "program_order", REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
@@ -131,7 +131,7 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 _RULES: dict[str, Callable[[Any], SubJaxprs]] = {
     **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
-    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite"), _called),
+    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite", "program_order"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -193,7 +193,7 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     facts = {
         "nan": _NAN,
         "derivative": derivative,
-        "epsilon": _EPSILON * (derivative in STEEP_AT_ZERO),
+        "epsilon": _EPSILON if derivative in STEEP_AT_ZERO else "",
         "of_operation": _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32."),
         "amplifier": amplifier,
         "how": ", this operation with `jls.keep_float32`" if is_autocast else "",

@@ -145,8 +145,8 @@ def check_call(
 class Leaves(dict[str, Any]):
     """A dictionary from the paths of the differentiable leaves of an argument to these leaves.
 
-    Unlike other dictionaries, it is flattened in the order of its keys, and the path of a leaf in it is equal to the
-    path of the leaf in the argument.
+    JAX sorts the keys of other dictionaries, but not the keys of this one. In this dictionary, a leaf has the same path
+    as in the argument.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:

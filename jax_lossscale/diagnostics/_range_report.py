@@ -170,8 +170,8 @@ class RangeReport(Report[OperationRange]):
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
-        counts = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
-        also = f" Rounding in {counts} operation{'s' * (len(rest) > 1)} changes the value or a gradient." * bool(rest)
+        count = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
+        also = f" Rounding in {count} operation{'s' * (len(rest) > 1)} changes the value or a gradient." if rest else ""
         operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
         scale = power_of_two(self.loss_scale)
         if not over and not zero:

@@ -106,8 +106,8 @@ def plot_exponents(
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
         words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
-        # Hatch the parts of the bars below the range of the dtype, and then the parts above the range. In each case,
-        # the edges are clipped at the limit of the range, so all other parts of the bars have a width of zero.
+        # Hatch the parts of the bars below the range of the dtype, and then the parts above the range. Clipping the
+        # edges of the bars at the limit of the range reduces the width of all other parts to zero.
         hatched: Any = {"facecolor": VERMILLION + "40", "edgecolor": VERMILLION, "hatch": "////", "linewidth": 0.0}
         for beyond in np.clip(bars + moved, None, bottom), np.clip(bars + moved, top, None):
             if np.any(np.diff(beyond) * heights):
@@ -190,7 +190,7 @@ def _draw_ranges(ax: Axes, dtype: Any) -> None:
     borders = left, bottom, normal, top, right
     place: Any = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top", "fontsize": "small"}
     for (name, color), (start, end) in zip(names.items(), itertools.pairwise(borders), strict=True):
-        rotation = 90 if end - start < 0.085 * (right - left) else 0  # In a narrow range, the label is vertical.
+        rotation = 90 if end - start < 0.085 * (right - left) else 0  # The label of a narrow range is vertical.
         box = {"facecolor": color, "edgecolor": "none", "pad": 1.0}
         ax.axvspan(start, end, facecolor=color, edgecolor="none", zorder=0)
         ax.text((start + end) / 2, 0.985, name, rotation=rotation, bbox=box, **place)

@@ -45,9 +45,11 @@ def function_with(primitive, parameter):
     return function
 
 
-def test_jaxpr_of_a_call_is_rewritten():
-    function = function_with(call("eval_jaxpr", "call_jaxpr"), "call_jaxpr")
-    assert matmul_dtypes(jls.autocast(function), W, X) == ["float16"]
+@pytest.mark.parametrize(("name", "is_kept"), [("eval_jaxpr", False), ("program_order", True)])
+def test_jaxpr_of_a_call_is_rewritten(name, is_kept):
+    function = jls.autocast(function_with(call(name, "call_jaxpr"), "call_jaxpr"))
+    assert matmul_dtypes(function, W, X) == ["float16"]
+    assert (f" {name}[" in str(jax.make_jaxpr(function)(W, X))) is is_kept
 
 
 @pytest.mark.parametrize("name", ["compute_on", "fused_call"])
@@ -69,5 +71,5 @@ def test_collectives_are_computed_once_in_float32():
 
 
 def test_new_primitives_are_known():
-    names = {"broadcast_to", "compute_on", "eval_jaxpr", "fused_call", "stage", *COLLECTIVES}
+    names = {"broadcast_to", "compute_on", "eval_jaxpr", "fused_call", "program_order", "stage", *COLLECTIVES}
     assert names <= KNOWN | HIGHER_ORDER

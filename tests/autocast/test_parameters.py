@@ -31,20 +31,28 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize(("parameter", "moved"), MOVED.values(), ids=MOVED)
-def test_parameter_rule_applies_after_data_movement(parameter, moved):
-    def loss(params, x):
+@pytest.mark.parametrize("name", MOVED)
+def test_parameter_rule_applies_after_data_movement(name):
+    parameter, moved = MOVED[name]
+
+    def product(params, x):
         if moved is None:
             x, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, params["kept"])
         else:
             x = x @ moved(params["kept"])
-        return jnp.sum(x @ params["other"])
+        return x @ params["other"]
+
+    def loss(params, x):
+        return jnp.sum(product(params, x))
 
     params = {"kept": parameter, "other": W}
     assert matmul_dtypes(jls.autocast(loss, policy=FLOAT32), params, X) == ["float32", "float16"]
     of_gradient = matmul_dtypes(jax.grad(jls.autocast(loss, policy=FLOAT32)), params, X)
     assert of_gradient.count("float32") > 1  # The rule also applies to the backward matmul.
     assert set(matmul_dtypes(jax.grad(jls.autocast(loss)), params, X)) == {"float16"}
+    if name not in ("slice in a scan", "sharded"):
+        over_rows = jax.shard_map(product, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
+        assert matmul_dtypes(jls.autocast(over_rows, policy=FLOAT32), params, X) == ["float32", "float16"]
 
 
 # Functions that call a function of an array.
@@ -70,16 +78,3 @@ def test_parameter_rule_can_be_combined_with_other_rules():
     params = {"kept": W, "other": W}
     half = jls.autocast(lambda params, x: x @ params["kept"] @ params["other"], policy=policy)
     assert matmul_dtypes(half, params, X) == ["float32", "float16"]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", [name for name in MOVED if name not in ("slice in a scan", "sharded")])
-def test_parameter_rule_applies_inside_shard_map(name):
-    parameter, moved = MOVED[name]
-
-    def loss(params, x):
-        return x @ moved(params["kept"]) @ params["other"]
-
-    over_rows = jax.shard_map(loss, mesh=MESH, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
-    params = {"kept": parameter, "other": W}
-    assert matmul_dtypes(jls.autocast(over_rows, policy=FLOAT32), params, X) == ["float32", "float16"]

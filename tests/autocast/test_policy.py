@@ -84,18 +84,15 @@ MARKED = {
     "around custom_vjp": (lambda w, x: jls.keep_float32(with_a_rule)(w, x) @ w, [FLOAT32, HALF]),
     "nested": (lambda w, x: jls.keep_float32(saved)(w, x) @ w, [FLOAT32, HALF]),
 }
-each_mark = pytest.mark.parametrize(("function", "expected"), MARKED.values(), ids=MARKED)
 
 
-@each_mark
+@pytest.mark.parametrize(("function", "expected"), MARKED.values(), ids=MARKED)
 def test_matmuls_in_keep_float32_stay_float32(function, expected):
+    """Without `autocast`, `keep_float32` has no effect."""
+    assert set(matmul_dtypes(function, W, X)) == {FLOAT32}
     assert matmul_dtypes(jls.autocast(function), W, X) == expected
     assert matmul_dtypes(jls.autocast(jax.jit(function)), W, X) == expected
     assert matmul_dtypes(jax.jit(jls.autocast(function)), W, X) == expected
-
-
-@each_mark
-def test_derivatives_of_matmuls_in_keep_float32_stay_float32(function, expected):
     loss = jls.autocast(lambda w, x: jnp.sum(function(w, x)))
     found = matmul_dtypes(jax.grad(loss, (0, 1)), W, X)
     assert set(found) == {HALF, FLOAT32}
@@ -118,11 +115,6 @@ def test_float32_operands_in_keep_float32_are_not_rounded():
         return saved(w.T, jnp.sin(x)), w @ w
 
     np.testing.assert_array_equal(jls.autocast(function)(W, X)[0], function(W, X)[0])
-
-
-@each_mark
-def test_keep_float32_has_no_effect_without_autocast(function, expected):
-    assert set(matmul_dtypes(function, W, X)) == {FLOAT32}
 
 
 def network(w, x):

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
@@ -9,12 +10,7 @@ import jax_lossscale as jls
 
 def distance_of_all(tree, other):
     """Return the relative distance of all leaves together, because some leaves consist only of rounding errors."""
-    difference = jax.tree.map(lambda a, b: a - b, tree, other)
-    norms = [
-        np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(each)))
-        for each in (difference, other)
-    ]
-    return norms[0] / norms[1]
+    return optax.tree.norm(optax.tree.sub(tree, other)) / optax.tree.norm(other)
 
 
 def assert_half_precision(fun, *args):

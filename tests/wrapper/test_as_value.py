@@ -51,12 +51,12 @@ def test_rebuilt_transformation_takes_the_same_steps(rebuild):
     """The original transformation has already run, so it contains a compiled step."""
     tx = make()
     state = tx.init(PARAMS)
-    methods = ("update", "update_and_apply")
-    expected = [getattr(tx, name)(GRADS, state, PARAMS, value=1.0) for name in methods]
+    calls = [(name, value) for name in ("update", "update_and_apply") for value in (1.0, jnp.nan)]
+    expected = [getattr(tx, name)(GRADS, state, PARAMS, value=value) for name, value in calls]
     rebuilt = rebuild(tx)
     assert isinstance(rebuilt, optax.GradientTransformationExtraArgs)
     assert jax.tree.structure(rebuilt.init(PARAMS)) == jax.tree.structure(state)
-    results = [getattr(rebuilt, name)(GRADS, state, PARAMS, value=1.0) for name in methods]
+    results = [getattr(rebuilt, name)(GRADS, state, PARAMS, value=value) for name, value in calls]
     jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 

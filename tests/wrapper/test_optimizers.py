@@ -16,6 +16,7 @@ import optax
 import pytest
 from any_jax import enable_x64, set_mesh
 from jax.sharding import AxisType, NamedSharding
+from test_half_parameters import grads_at
 
 import jax_lossscale as jls
 
@@ -54,12 +55,6 @@ WRAPPERS = {
 LOOSER = {"lbfgs": 1e-3}  # L-BFGS divides by differences of gradients, which amplifies rounding errors.
 
 
-def grads_at(step):
-    """Return gradients whose values differ between leaves and steps."""
-    rng = np.random.default_rng(step + 1)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), PARAMS)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS)
 def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
     inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS)[name]())
@@ -82,7 +77,7 @@ def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
     params, inner_state = PARAMS, inner.init(PARAMS)
     results = {by_update: (PARAMS, tx.init(PARAMS)), fused: (PARAMS, tx.init(PARAMS))}
     for step in range(STEPS):
-        grads, value = grads_at(step), jnp.float32(1 / (step + 1))
+        grads, value = grads_at(step, PARAMS), jnp.float32(1 / (step + 1))
         scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
         if is_bad := step == BAD_STEP:
             scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
@@ -117,7 +112,7 @@ def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(ho
     bare, tx = hold(inner), hold(jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE)))
     params, state, expected, bare_state = PARAMS, tx.init(PARAMS), PARAMS, bare.init(PARAMS)
     for step in range(STEPS):
-        grads = grads_at(step)
+        grads = grads_at(step, PARAMS)
         scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
         if step == BAD_STEP:
             scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
@@ -203,5 +198,5 @@ def test_tree_map_params_and_injected_hyperparameters_work():
     tx = jls.loss_scaled(optax.inject_hyperparams(optax.adam)(learning_rate=0.1), SCALE)
     state = tx.init(PARAMS)
     state.inner_state.hyperparams["learning_rate"] = jnp.float32(0.0)
-    after, _ = tx.update_and_apply(grads_at(0), state, PARAMS)
+    after, _ = tx.update_and_apply(grads_at(0, PARAMS), state, PARAMS)
     chex.assert_trees_all_equal(after, PARAMS)

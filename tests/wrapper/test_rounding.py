@@ -231,6 +231,8 @@ def test_random_bits_are_the_same_eagerly_and_for_every_shape_of_the_same_elemen
     np.testing.assert_array_equal(bits_of(again), bits_of(flat))
     scalar = round_stochastically(weights[0], DTYPES["bfloat16"], key_of(np.uint32(5), 2), jnp.int32(7))
     np.testing.assert_array_equal(bits_of(scalar), bits_of(flat)[0])
+    large = jax.ShapeDtypeStruct((2, 2**32 + 1), jnp.float32)
+    assert jax.eval_shape(rounding._indices, large).shape == large.shape
 
 
 @both_dtypes

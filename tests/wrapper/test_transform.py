@@ -207,6 +207,8 @@ def test_skipped_updates_have_the_dtypes_of_applied_ones(skip):
     bad, _ = tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal_shapes_and_dtypes(good, bad)
     chex.assert_trees_all_equal(bad, jax.tree.map(jnp.zeros_like, good))
+    # The sum of -0.0 and any parameter, including -0.0, is the parameter.
+    assert all(jnp.signbit(leaf).all() for leaf in jax.tree.leaves(bad))
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
