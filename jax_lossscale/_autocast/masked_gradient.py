@@ -68,7 +68,7 @@ def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     # If a slice must lie inside the operand and is as long as the operand, it starts at 0, so its index has no effect.
-    # This is not true if the gather replaces slices outside of the operand by a fill value.
+    # This is not true if the gather replaces slices outside of the operand with a fill value.
     selecting = [n for n in eqn.params["dimension_numbers"].start_index_map if is_filled or sizes[n] != shape[n]]
     return [int(n) for n in selecting if n not in batch.values()]
 

@@ -32,11 +32,11 @@ _MAX_CAPACITY = 2**29
 _PRICE_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
 # byte of the largest array from which the value is computed is read again. The two constants are the prices of a
-# written byte and of a read byte; a saved byte has the price 1. A written byte is cheaper, because XLA sometimes fuses
-# the recomputation into a matmul, so that the value is not written. Reading a byte is cheap, because the backward pass
-# reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu of a matmul, is
-# recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream, are saved. Both
-# reduced the estimated time of programs that were compiled for an H100.
+# written byte and of a read byte; a saved byte has the price 1. Writing a byte again costs less than 1, because XLA
+# sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap, because
+# the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu
+# of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream,
+# are saved. Both reduced the estimated time of programs that were compiled for an H100.
 _PRICE_REWRITTEN, _PRICE_REREAD = 7 / 8, 1 / 12
 
 

@@ -172,8 +172,9 @@ class LossScale(abc.ABC):
           tree: any pytree of scaled gradients.
 
         Returns:
-          A pytree with the structure and shapes of ``tree``. Floating leaves of fewer than 32 bits are returned in
-          float32. Float64 and complex leaves keep their dtypes, and all other leaves are returned as the same objects.
+          A pytree with the structure and shapes of ``tree``. Floating-point leaves with fewer than 32 bits are returned
+          in float32. Float64 and complex leaves keep their dtypes, and all other leaves are returned as the same
+          objects.
         """
         _tree.check_tree(tree, f"{type(self).__name__}.unscale(tree=...)")
         return _tree.unscale(tree, self())

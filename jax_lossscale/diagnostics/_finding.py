@@ -90,7 +90,7 @@ class Finder:
         return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
-        """Return the finding for the first possible cause of inaccurate gradients that applies."""
+        """Check the possible causes of inaccurate gradients in order, and return the finding for the first cause."""
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in half_dtypes(gradients.program.jaxpr.jaxpr)]
         is_half, why = dtype in met, counted.no_half_precision

@@ -114,7 +114,7 @@ class Search:
         If only a few evaluations are left, or if the precision of no matmul can be raised, all matmuls of the trial are
         in float32.
         """
-        # A step of the search raises the precision of one matmul site. A step is an index of the flattened array
+        # Each step of the search raises the precision of one matmul. A step is an index of the flattened array
         # `_damages`, whose columns 0 and 1 contain the damage if only the result is rounded, and the damage if only the
         # operands are rounded. A float32 result avoids only the first kind of damage, whereas float32 operands avoid
         # both kinds.
