@@ -298,8 +298,8 @@ def test_final_losses_of_16_bit_parameters():
     small = "stochastic rounding, half-precision state"
     assert largest(small) <= 0.2
     assert (
-        "in all of our small training runs with bfloat16 parameters, the final loss is within 0.2% of float32 or "
-        "within the noise floor" in words(ROOT / "README.md")
+        "in all of our small training runs with bfloat16 parameters, the final loss with both wrappers is within 0.2% "
+        "of float32 or within the noise floor" in words(ROOT / "README.md")
     )
     page = words(ROOT / "docs" / "guide" / "sixteen_bit.md")
     for column in ("stochastic rounding", small):

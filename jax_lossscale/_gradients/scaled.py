@@ -50,7 +50,7 @@ def value_and_scaled_grad(
     Raises:
       ValueError: if ``fun`` is not callable, or if ``loss_scale`` is not a loss scale and does not contain exactly one.
         The returned function raises a `ValueError` if the first argument is differentiated and contains an nnx module
-        with variables that are not parameters, such as batch statistics or random-number counters.
+        with batch statistics or random-number counters.
 
     Warns:
       UserWarning: if the dtype of the loss cannot represent the largest value that the scale can reach, or if a scale
@@ -152,31 +152,32 @@ def scaled_grad(
 
 
 def _without_modules(gradient: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
-    """Return ``gradient`` with a check that the model is not an nnx module, unless it contains only parameters."""
+    """Return ``gradient`` with a check that the model is not an nnx module that changes when it is called."""
+    is_first = 0 in (argnums if isinstance(argnums, Sequence) else (argnums,))
 
     @functools.wraps(gradient)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_no_modules(args[:1] if argnums == 0 else (), "value_and_scaled_grad", only_parameters=True)
+        check_no_modules(args[:1] if is_first else (), "value_and_scaled_grad", if_changing=True)
         return gradient(*args, **kwargs)
 
     return checked
 
 
-def check_no_modules(tree: Any, name: str, *, only_parameters: bool = False) -> None:
+def check_no_modules(tree: Any, name: str, *, if_changing: bool = False) -> None:
     """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
 
     Args:
       tree: any pytree. The nnx module can also be the object to which a method is bound, or an argument of a
         `functools.partial`.
       name: the name of the function, which is also the name of the method of `interop.flax.Optimizer` to use instead.
-      only_parameters: whether nnx modules are accepted if all of their variables are parameters.
+      if_changing: whether only nnx modules with batch statistics or random-number counters are rejected.
     """
     nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []:
         if isinstance(leaf, functools.partial):
             check_no_modules((leaf.func, leaf.args, leaf.keywords), name)
         module = getattr(leaf, "__self__", leaf)
-        if isinstance(module, nnx.Pytree) and not (only_parameters and not nnx.state(module, nnx.Not(nnx.Param))):
+        if isinstance(module, nnx.Pytree) and nnx.state(module, (nnx.BatchStat, nnx.RngState) if if_changing else ...):
             raise ValueError(
                 f"`{name}` got an nnx module, but changes to the module, such as updates of batch statistics, would "
                 f"be lost. Use the method of the optimizer instead: `jax_lossscale.interop.flax.Optimizer.{name}`."

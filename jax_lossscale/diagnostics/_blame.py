@@ -101,8 +101,6 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
 
 # The suggestions for fixing an operation. The names in braces are keys of the dictionary ``facts`` in `suggestion_for`.
 _SUGGESTIONS = {
-    "index out of range": "An index is out of range. For such an index, `jnp.take` and similar functions return NaN.",
-    "data movement": "",
     "division by zero": "{nan} Zero is divided by zero (or infinity by infinity). Look for the mean of an empty "
     "selection, and for a vector of zeros that is divided by its norm.",
     "nan": "{nan} Look for a square root or logarithm of a negative number, for the gradient of a square root, norm or "
@@ -174,8 +172,6 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit
     accumulates = is_in_half and (operation in SUMS_OF_MANY or measured.amplification < ACCUMULATED)
     conditions = {
-        "index out of range": measured.nan > 0 and operation == "gather",
-        "data movement": operation == "gather",
         "division by zero": is_nan and operation == "div",
         "nan": is_nan,
         "derivative overflows": overflows and derivative != "",

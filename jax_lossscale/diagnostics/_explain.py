@@ -193,8 +193,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     cause = _write_sentences(state, params, text.append)
     if cause != "params" and _are_finite(others) is False:
         text.append(
-            f"{leaf_path(others, first_nonfinite(others))}, which is not trained, is not finite. Most likely, a "
-            "skipped step changed it. Reset it, and pass `restore_from=nnx.clone(model)` to `update` in each step."
+            f"{leaf_path(others, first_nonfinite(others))}, which is not trained, is not finite. Reset it. If a "
+            "skipped step changed it, pass `restore_from=nnx.clone(model)` to `update` in each step."
         )
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)

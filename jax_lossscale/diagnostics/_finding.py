@@ -143,8 +143,12 @@ class Finder:
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
-        constant = "" if made or is_explained else "No operation causes this. Look for a constant that is NaN."
-        sentences = [sentence, self._begins(made), constant, *faults.infinite]
+        index = (
+            "No arithmetic operation creates a NaN. Look for an operation that overflows in float32, for a constant "
+            "that is not finite, and for an index that is out of range. For such an index, `jnp.take` and similar "
+            "functions return NaN."
+        )
+        sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]
         if faults.nan:
             sentences = [*faults.nan, *faults.infinite, f"Therefore, t{sentence[1:]}"]
         return Finding("reference not finite", sentences, leaves=bad)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
@@ -18,8 +17,7 @@ from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS
 from jax_lossscale._program.propagation import Propagation
 
 # Operations that are not measured. Except for the sign, the results of these operations contain only elements of the
-# operands, which have already been measured. The exception is a `gather` that fills its result with NaN for each index
-# that is out of range.
+# operands, which have already been measured.
 _UNMEASURED = DATA_MOVEMENT | SELECTIONS | {"abs", "neg", "top_k"}
 # Operations whose derivatives may be out of range even if their results are in range.
 _STEEP = STEEP_AT_ZERO | {"log1p", "pow", "integer_pow", "exp", "tan", "atanh", "erf_inv"}
@@ -151,6 +149,6 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     is_float = has_dtype(aval, jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
         return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
-    if name == "gather":
-        return is_float and eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if name == "reduce_precision" and eqn.params["mantissa_bits"] == jnp.finfo(aval.dtype).nmant:
+        return False  # JAX adds this operation after a saved value, and it does not change the value.
     return is_float and name not in _UNMEASURED

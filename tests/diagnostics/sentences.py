@@ -58,7 +58,7 @@ LINES = {
     "Restart from a checkpoint. To skip steps with *": "",
     "Some parameters in * are not finite, so *. Restart from a checkpoint.": "parameters, skipping",
     "Check the initial parameters and the learning rate, and make sure that `value_and_scaled_grad` *": "",
-    "*, which is not trained, is not finite. Most likely, a skipped step changed it. Reset *": "not trained",
+    "*, which is not trained, is not finite. Reset it. If a skipped step changed it, pass *": "not trained",
     "The largest parameter is *, in *, and may exceed the range of float16 *": "large",
     "If this parameter became this large during training, restart from a checkpoint with a smaller learning rate.": "",
 }

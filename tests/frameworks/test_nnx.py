@@ -195,7 +195,7 @@ def test_explain_distinguishes_parameters_from_other_variables(wrt):
     model.norm.mean[...] *= jnp.inf
     report = jls.diagnostics.explain(opt, model)
     assert report.cause == "nan"
-    assert report[-1].startswith("['norm']['mean'].value, which is not trained, is not finite. Most likely, a skipped")
+    assert report[-1].startswith("['norm']['mean'].value, which is not trained, is not finite. Reset it. If a skipped")
     model.adapter.lora_a[...] *= jnp.nan
     report = jls.diagnostics.explain(opt, model)
     assert report.cause == "params"

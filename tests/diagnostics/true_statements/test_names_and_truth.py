@@ -90,20 +90,12 @@ def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cau
     assert worst.suggestion.startswith(suggestion)
 
 
-def test_index_out_of_range_is_the_cause_of_a_nan():
-    def fun(x, index):
-        return jnp.take(x.astype(half), index).astype(jnp.float32)  # here
-
-    cause = "An index is out of range. For such an index, `jnp.take` and similar functions return NaN."
-    assert f"`gather` ({line(fun)}) returns NaN. {cause}" in compare_gradients(fun, jnp.ones(3), 3).verdict
-    assert range_report(fun, jnp.ones(3), 3).bad[0].suggestion == cause
-    # With a valid index, `gather` only moves the infinity.
-    assert [bad.operation for bad in range_report(fun, jnp.full(3, 1e5), 2).bad] == ["convert_element_type"]
-
-
-def test_constant_is_the_cause_of_a_nan():
-    report = compare_gradients(lambda x: jnp.nan * x.astype(half).astype(jnp.float32), jnp.ones(()))
-    assert report.verdict.endswith(" either. No operation causes this. Look for a constant that is NaN.")
+def test_index_out_of_range_is_a_possible_cause_of_a_nan():
+    report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
+    assert report.verdict.startswith(
+        "The loss is not finite in float32 either. No arithmetic operation creates a NaN. Look for an operation that "
+        "overflows in float32, for a constant that is not finite, and for an index that is out of range."
+    )
 
 
 def test_effect_handlers_are_not_layers():
@@ -272,6 +264,10 @@ def cast_without_matmul(x):
     return jnp.mean(autocast(jnp.matmul)(x, x.T)) + jnp.mean(y.astype(jnp.float32))
 
 
+def cast_for_a_matmul(x):
+    return autocast(lambda x: jnp.mean(((1e4 * x) @ x.T) @ x))(x)  # here
+
+
 def tenth_power(x):
     return jnp.mean(((x / 4.44).astype(half) ** 10).astype(jnp.float32))  # here
 
@@ -280,6 +276,7 @@ def tenth_power(x):
     ("fun", "operation", "suggestion"),
     [
         (cast_without_matmul, "convert_element_type", "Do not cast this value to half precision."),
+        (cast_for_a_matmul, "convert_element_type", "Keep the matmul in float32 with `jls.keep_float32`"),
         (tenth_power, "mul", "Compute `integer_pow` in float32."),
         (softmax_without_a_maximum, "exp", "Subtract the maximum first"),
         (softmax_with_an_added_mask, "convert_element_type", "If this is the fill value of a mask, use `jnp.where("),
