@@ -153,11 +153,10 @@ def scaled_grad(
 
 def _without_modules(gradient: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
     """Return ``gradient`` with a check that the model is not an nnx module that changes when it is called."""
-    is_first = 0 in (argnums if isinstance(argnums, Sequence) else (argnums,))
 
     @functools.wraps(gradient)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_no_modules(args[:1] if is_first else (), "value_and_scaled_grad", if_changing=True)
+        check_no_modules(args[:1] if 0 in jax.tree.leaves(argnums) else (), "value_and_scaled_grad", if_changing=True)
         return gradient(*args, **kwargs)
 
     return checked

@@ -265,10 +265,13 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
-    # A rule is unnecessary if another rule has the same precision and fewer patterns, because the other rule then
-    # matches every operation that the rule matches.
-    settings = [{*rule.get_config().items()} - {("reason", rule.reason)} for rule in rules]
-    return [rule for rule, own in zip(rules, settings, strict=True) if not any(other < own for other in settings)]
+    return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
+
+
+def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
+    """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
+    patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
+    return patterns < others
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:

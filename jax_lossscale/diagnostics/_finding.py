@@ -145,8 +145,7 @@ class Finder:
         made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
         index = (
             "No arithmetic operation creates a NaN. Look for an operation that overflows in float32, for a constant "
-            "that is not finite, and for an index that is out of range. For such an index, `jnp.take` and similar "
-            "functions return NaN."
+            "that is not finite, and for an index that is out of range (for which `jnp.take` returns NaN)."
         )
         sentences = [sentence, self._begins(made), "" if made or is_explained else index, *faults.infinite]
         if faults.nan:

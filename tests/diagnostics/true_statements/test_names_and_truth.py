@@ -94,7 +94,7 @@ def test_index_out_of_range_is_a_possible_cause_of_a_nan():
     report = compare_gradients(lambda x: jnp.take(x.astype(half), 3).astype(jnp.float32), jnp.ones(3))
     assert report.verdict.startswith(
         "The loss is not finite in float32 either. No arithmetic operation creates a NaN. Look for an operation that "
-        "overflows in float32, for a constant that is not finite, and for an index that is out of range."
+        "overflows in float32, for a constant that is not finite, and for an index that is out of range ("
     )
 
 
