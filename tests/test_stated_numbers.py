@@ -5,8 +5,6 @@ import re
 import statistics
 from pathlib import Path
 
-import pytest
-
 from benchmarks import BENCHMARKS, ON_REQUEST
 from benchmarks.harness.report import index
 
@@ -257,16 +255,20 @@ def test_bytes_and_times_of_16_bit_parameters():
     }
     results = RESULTS / "sixteen_bit_steps.md"
     steps = {
-        (batch, step): (number(stored), number(over))
-        for batch, step, stored, _, over, *_ in rows(results, "### Steps for one H100")
+        (batch, step): (number(stored), number(over), number(time))
+        for batch, step, stored, time, over, *_ in rows(results, "### Steps for one H100")
     }
+    what = "estimated time over float32 parameters under autocast"
+    times = {name.removeprefix(f"{what}, "): time for (name, _), time in marks("sixteen_bit_steps").items()}
     path = ROOT / "docs" / "guide" / "sixteen_bit.md"
     stated = rows(path, "## Which wrapper when")
     assert [wrapper for wrapper, *_ in stated] == list(names)
     timed = {name: cells for name, *cells in rows(RESULTS / "sixteen_bit_times.md", "### Measured on")}
     for wrapper, *_, stored, over, measured in stated:
-        # The ratios in the results have three decimals.
-        assert (float(stored), float(over)) == pytest.approx(steps["2 x 512", names[wrapper]], abs=0.0051), wrapper
+        bytes_stored, _, time = steps["2 x 512", names[wrapper]]
+        assert float(stored) == bytes_stored, wrapper
+        over_reference = time / steps["2 x 512", "float32 parameters, autocast"][2]
+        assert over == times.get(names[wrapper], f"{over_reference:.2f}"), wrapper
         assert measured == f"{number(timed[names[wrapper]][2]):.2f}", wrapper
     medians = [
         number(timed[f"float32{step}"][0]) for step in (" parameters, autocast", "", " parameters, manual casts")

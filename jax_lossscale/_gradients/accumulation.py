@@ -114,7 +114,7 @@ def accumulate_gradients(
     batch_positions = as_tuple(as_argnums(batch_argnums, "accumulate_gradients(batch_argnums=...)"))
 
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
-        check_no_modules((fun, args, kwargs), "accumulate_gradients")
+        check_no_modules((fun, args, kwargs), "accumulate_gradients", "accumulate_gradients")
         check_argnums(as_tuple(differentiated), batch_positions, len(args))
         seeded = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
         value_and_grads = jax.value_and_grad(seeded, differentiated, has_aux, allow_int=allow_int)

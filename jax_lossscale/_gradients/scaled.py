@@ -77,7 +77,7 @@ def value_and_scaled_grad(
     """
     check_function(fun, "value_and_scaled_grad(fun=...)")
     seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "value_and_scaled_grad(loss_scale=...)"), has_aux)
-    return _without_modules(jax.value_and_grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums)
+    return _checked(jax.value_and_grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums)
 
 
 def with_scaled_gradient(
@@ -148,36 +148,38 @@ def scaled_grad(
     """
     check_function(fun, "scaled_grad(fun=...)")
     seeded = with_scaled_gradient(fun, as_loss_scale(loss_scale, "scaled_grad(loss_scale=...)"), has_aux)
-    return _without_modules(jax.grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums)
+    return _checked(jax.grad(seeded, argnums, has_aux, holomorphic, allow_int), argnums, "scaled_grad")
 
 
-def _without_modules(gradient: Callable[..., Any], argnums: int | Sequence[int]) -> Callable[..., Any]:
+def _checked(gradient: Any, argnums: int | Sequence[int], name: str = "value_and_scaled_grad") -> Callable[..., Any]:
     """Return ``gradient`` with a check that the model is not an nnx module that changes when it is called."""
 
     @functools.wraps(gradient)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_no_modules(args[:1] if 0 in jax.tree.leaves(argnums) else (), "value_and_scaled_grad", if_changing=True)
+        if 0 in jax.tree.leaves(argnums):
+            check_no_modules(args[:1], name, "value_and_scaled_grad", if_changing=True)
         return gradient(*args, **kwargs)
 
     return checked
 
 
-def check_no_modules(tree: Any, name: str, *, if_changing: bool = False) -> None:
+def check_no_modules(tree: Any, name: str, method: str, *, if_changing: bool = False) -> None:
     """Raise a `ValueError` if a pytree contains an nnx module, because changes to the module would be lost.
 
     Args:
       tree: any pytree. The nnx module can also be the object to which a method is bound, or an argument of a
         `functools.partial`.
-      name: the name of the function, which is also the name of the method of `interop.flax.Optimizer` to use instead.
+      name: the name of the function.
+      method: the name of the method of `interop.flax.Optimizer` to use instead.
       if_changing: whether only nnx modules with batch statistics or random-number counters are rejected.
     """
     nnx: Any = sys.modules.get("flax.nnx")  # if nnx has not been imported, there cannot be an nnx module
     for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree)) if nnx else []:
         if isinstance(leaf, functools.partial):
-            check_no_modules((leaf.func, leaf.args, leaf.keywords), name)
+            check_no_modules((leaf.func, leaf.args, leaf.keywords), name, method, if_changing=if_changing)
         module = getattr(leaf, "__self__", leaf)
         if isinstance(module, nnx.Pytree) and nnx.state(module, (nnx.BatchStat, nnx.RngState) if if_changing else ...):
             raise ValueError(
                 f"`{name}` got an nnx module, but changes to the module, such as updates of batch statistics, would "
-                f"be lost. Use the method of the optimizer instead: `jax_lossscale.interop.flax.Optimizer.{name}`."
+                f"be lost. Use the method of the optimizer instead: `jax_lossscale.interop.flax.Optimizer.{method}`."
             )

@@ -166,7 +166,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
         "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
         "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
         f"loss is finite, lower `min_loss_scale`. {WRONG_USE_OF_OPTIMIZERS} `jls.diagnostics.explain(opt_state)` "
-        f"reports the cause{' if you use `record_bad_steps=True`' * (record is None)}, and "
+        f"reports the cause{' if you use `record_bad_steps=True`' if record is None else ''}, and "
         "`compare_gradients(loss_fn, params, batch)` shows which operation is not finite."
     )
 

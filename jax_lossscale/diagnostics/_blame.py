@@ -99,12 +99,16 @@ def _amplifiers(flow: Dataflow, measured: Mapping[int, Statistics], origins: Col
     return found
 
 
+_NAN = (
+    "The result is NaN in float32 as well, so no loss scale helps. The NaN is harmless only if a later operation, such "
+    "as `jnp.where`, discards it."
+)
 # The suggestions for fixing an operation. The names in braces are keys of the dictionary ``facts`` in `suggestion_for`.
 _SUGGESTIONS = {
-    "division by zero": "{nan} Zero is divided by zero (or infinity by infinity). Look for the mean of an empty "
+    "division by zero": f"{_NAN} Zero is divided by zero (or infinity by infinity). Look for the mean of an empty "
     "selection, and for a vector of zeros that is divided by its norm.",
-    "nan": "{nan} Look for a square root or logarithm of a negative number, for the gradient of a square root, norm or "
-    "logarithm at zero, for inf - inf, and for 0 * inf hidden by a `jnp.where`.",
+    "nan": f"{_NAN} Look for a square root or logarithm of a negative number, for the gradient of a square root, norm "
+    "or logarithm at zero, for inf - inf, and for 0 * inf hidden by a `jnp.where`.",
     "derivative overflows": "The derivative of `{derivative}` is computed in the forward pass, so no loss scale helps. "
     "Compute `{derivative}` in float32{epsilon}.",
     "backward pass overflows": "Use a smaller loss scale. If other gradients then underflow, give this part of the "
@@ -128,10 +132,6 @@ _SUGGESTIONS = {
     "sum. Compute the sum in float32.",
     "amplified here": "This operation amplifies the rounding errors of its operands. Compute {in_float32}.",
 }
-_NAN = (
-    "The result is NaN in float32 as well, so no loss scale helps. The NaN is harmless only if a later operation, such "
-    "as `jnp.where`, discards it."
-)
 _EPSILON = " (like all statistics of a normalization layer), or use a larger epsilon to keep its operand away from zero"
 # For each operation, the suggestion for fixing an overflow in the forward pass, used if no more specific suggestion
 # applies.
@@ -187,7 +187,6 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
         "amplified here": is_origin,
     }
     facts = {
-        "nan": _NAN,
         "derivative": derivative,
         "epsilon": _EPSILON if derivative in STEEP_AT_ZERO else "",
         "of_operation": _FORWARD_OVERFLOWS.get(operation, f"Compute `{operation}` in float32."),

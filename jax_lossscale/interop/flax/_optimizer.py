@@ -17,7 +17,7 @@ from jax_lossscale._optax import LossScaledTransformation
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._tree import select_tree
 
-# Replace each ``nnx.Variable`` in a tree with its value. In flax 0.12.2, the function is called ``pure``.
+# Replace each ``nnx.Variable`` in a tree with its value. Older versions of flax call this function ``pure``.
 _arrays = nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure
 
 

@@ -56,7 +56,14 @@ EXPLAINED = {
     "a NaN that no lower scale can fix": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago | perhaps the batch", "nan"),
     "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale is lower", "infinity"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow", "infinity"),
-    "a NaN at every scale": (HIGH, True, [NAN_GRADS] * 17, "skipped in a row | stays | shared or wrapped", "nan"),
+    "a NaN at every scale": (HIGH, True, [NAN_GRADS] * 17, "skipped in a row | a NaN stays | shared or wrapped", "nan"),
+    "a NaN at every scale, not recorded": (
+        TWO,
+        False,
+        [NAN_GRADS] * 16,
+        "skipped in a row | not recorded | no lower | the leaf | a problem stays | shared or wrapped",
+        "gradients",
+    ),
     "started too high": (HIGH, True, [INF_GRADS] * 16, "skipped in a row | overflows | shared or wrapped", "infinity"),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | an infinity stays", "infinity"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow", "infinity"),
@@ -165,8 +172,8 @@ UNKNOWN = "there was a NaN or an infinity in its gradients, or `grads_finite` wa
 EXPECTED = {
     # Each entry contains the printed lines, the reason for the non-finite or skipped step, and the attribute `cause`.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT, "nan"),
-    "a NaN, at the floor": ("skipped | no lower | another cause", NAN_AT, "nan"),
-    "a NaN, fixed": ("skipped | another cause", NAN_AT, "nan"),
+    "a NaN, at the floor": ("skipped | no lower | another cause of a NaN", NAN_AT, "nan"),
+    "a NaN, fixed": ("skipped | another cause of a NaN", NAN_AT, "nan"),
     "an infinity": ("skipped | an overflow", INF_AT, "infinity"),
     "an infinity, at the floor": ("skipped | no lower | an infinity stays", INF_AT, "infinity"),
     "an infinity, fixed": ("skipped | a fixed scale", INF_AT, "infinity"),
