@@ -150,7 +150,7 @@ import jax, optax
 import jax_lossscale as jls
 jls.DynamicLossScale(8, hysteresis=2), jls.FixedLossScale(8), jls.NoOpLossScale()
 jls.get("dynamic"), jls.get(8), jls.get(jls.serialize(jls.DynamicLossScale())), jls.loss_scale_for("float16")
-jls.loss_scaled(optax.adam(1e-3)), jls.loss_scaled(optax.sgd(1.0), 8.0)
+jls.loss_scaled(optax.adam(1e-3)), jls.loss_scaled(optax.sgd(1.0), 8.0), jls.MixedPrecision(optax.adam(1e-3))
 jax.distributed.initialize("127.0.0.1:%d", num_processes=1, process_id=0)
 print(jls.DynamicLossScale()())
 """
