@@ -21,7 +21,7 @@ import optax
 from jax_lossscale import _tree
 from jax_lossscale._check import check_flag, check_function, count, shown
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._optax.partition import combine, only_with_gradients, updates_of_untrained
+from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
 from jax_lossscale._optax.rounding import as_float32, is_half, join, key_of, round_stochastically, split, update_between
 from jax_lossscale._optax.state import with_dtypes_of
 
@@ -456,7 +456,7 @@ def _is_empty(node: Any) -> bool:
 
 def _trained(name: str, grads: optax.Updates, params: optax.Params | None) -> tuple[optax.Updates, Any]:
     """Return the gradients and the parameters with ``None`` in place of each leaf that is not trained."""
-    trained = None if params is None else _tree.inexact_only(only_with_gradients(params, grads))
+    trained = only_trained(params, grads)
     _check_gradients(f"{name}(...).update(updates=...)", grads, trained)
     return _tree.inexact_only(grads), trained
 

@@ -18,18 +18,15 @@ import optax
 from jax_lossscale import _tree
 
 
-def only_with_gradients(params: optax.Params, grads: optax.Updates) -> optax.Params:
-    """Return the parameters with ``None`` in place of each parameter whose gradient is ``None`` (a frozen parameter).
-
-    Parameters that are not inexact arrays are replaced separately, by `jax_lossscale._tree.inexact_only`.
-    """
-    if len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
-        return params
+def only_trained(params: optax.Params | None, grads: optax.Updates) -> optax.Params | None:
+    """Return the parameters with ``None`` in place of each parameter that is not trained."""
+    if params is None or len(jax.tree.leaves(grads)) == len(_tree.leaves_and_nones(grads)):
+        return _tree.inexact_only(params)
 
     def trained(params: optax.Params) -> optax.Params:
         return jax.tree.map(lambda grad, param: None if grad is None else param, grads, params, is_leaf=_tree.is_none)
 
-    return map_copies(trained, params)
+    return _tree.inexact_only(map_copies(trained, params))
 
 
 def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) -> chex.ArrayTree:

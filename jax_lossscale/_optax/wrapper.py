@@ -26,7 +26,7 @@ from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.branch import Skip, run_or_skip
 from jax_lossscale._optax.decision import StepInputs, decide
 from jax_lossscale._optax.half_parameters import uses_half_parameters
-from jax_lossscale._optax.partition import combine, only_with_gradients, updates_of_untrained
+from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
 from jax_lossscale._optax.rounding import is_half
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
 from jax_lossscale._warn import warn_user
@@ -154,8 +154,7 @@ class Wrapper:
         self._check_keyword_arguments("update_and_apply", inputs, extra_args)
         self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
-        trained = only_with_gradients(params, scaled_grads)
-        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, trained, inputs)
+        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, params, inputs)
         return combine(new_params, lambda: params), state
 
     def _check_gradients(
@@ -215,13 +214,13 @@ class Wrapper:
         params: optax.Params | None,
         inputs: StepInputs,
     ) -> _Stepped:
-        """Compute a step on the inexact leaves. Outside `jax.jit`, the compiled step is used if possible.
+        """Compute a step on the leaves that are trained. Outside `jax.jit`, the compiled step is used if possible.
 
         If ``extra_args`` contains anything but arrays, the step is not compiled. Functions cannot be arguments of a
         compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use
         numbers and flags for Python control flow.
         """
-        operands = _tree.inexact_only(scaled_grads), state, _tree.inexact_only(params), inputs
+        operands = _tree.inexact_only(scaled_grads), state, only_trained(params, scaled_grads), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
         is_compiled = are_operands and all(map(is_concrete_array, jax.tree.leaves(extra_args)))
         return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *operands)
