@@ -160,7 +160,8 @@ class MixedPrecision:
             `jax.pmap` or `jax.shard_map` and the training step is not wrapped in `step`.
 
         Warns:
-          UserWarning: if the returned function is differentiated and ``mp.optimizer.init`` has not been called.
+          UserWarning: if the returned function is differentiated and ``mp.optimizer.init`` has not been called, or if
+            the dtype of the loss cannot represent the largest value that the loss scale can reach.
         """
         fix = "Pass `mp.loss(loss_fn)` to the trainer instead of `mp.loss`."
         if arguments or keywords:

@@ -46,8 +46,9 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
         scale and does not contain exactly one.
 
     Warns:
-      UserWarning: if ``tree`` is a scalar (a loss) whose dtype cannot represent the largest value that the scale can
-        reach, or if a scale that changes during training becomes a constant of a traced program.
+      UserWarning: if ``tree`` is a scalar (a loss), or a tuple that begins with a scalar, and the dtype of the scalar
+        cannot represent the largest value that the scale can reach; or if a scale that changes during training becomes
+        a constant of a traced program.
 
     Examples:
       >>> import jax, jax.numpy as jnp

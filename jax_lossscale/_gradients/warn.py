@@ -18,9 +18,12 @@ from jax_lossscale._warn import warn_user
 def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach.
 
+    ``value`` is any pytree. If it is a tuple, its first element can be the loss, and the others auxiliary data.
+
     Returns:
       Whether a warning was emitted.
     """
+    value = value[0] if isinstance(value, tuple) and value else value
     dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False

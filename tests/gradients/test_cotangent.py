@@ -320,6 +320,7 @@ def test_warning_points_to_each_line_of_user_code(jit):
         lambda: jit(lambda w: jls.scaled_grad(half_precision_loss, 2.0**16)(w))(w),
         lambda: jax.grad(jit(lambda w: jls.scale_gradient(half_precision_loss(w), 2.0**16)))(w),
         lambda: jit(lambda w: jls.accumulate_gradients(lambda w, x: half_precision_loss(w), 2.0**16, 2)(w, w))(w),
+        lambda: jax.grad(jit(jls.scaled_backward(lambda w: (half_precision_loss(w), w), 2.0**16)), has_aux=True)(w),
     ]
     with pytest.warns(UserWarning, match="The loss is") as caught:
         [call() for call in calls]
