@@ -85,7 +85,8 @@ class DynamicLossScale(BoundedLossScale):
     References:
       With the first three arguments, this class updates the scale in the same way as
       ``tf.compat.v1.mixed_precision.DynamicLossScale``. The class in TensorFlow has the lower bound 1 and no upper
-      bound. It does not validate its arguments: a period of 2.9 is truncated to 2, and a multiplier of 0 is accepted.
+      bound. It divides by the multiplier, so its scale can differ by a rounding error if the multiplier is not a power
+      of two. It does not validate its arguments: a period of 2.9 is truncated to 2, and a multiplier of 0 is accepted.
       With an initial scale below 1, it *raises* the scale to 1 after an overflow, whereas this class rejects such an
       initial scale. ``hysteresis`` with ``"growth"`` corresponds to ``DynamicGradScaler`` in Megatron-LM, and with
       ``"finite"`` to ``consecutive_hysteresis`` in DeepSpeed.
