@@ -42,7 +42,7 @@ def get(identifier: LossScaleLike) -> LossScale:
         - ``"auto"``, for an `AutoLossScale` with default arguments;
         - ``None``, for a `NoOpLossScale`;
         - a `LossScale`, which is returned unchanged;
-        - a dictionary ``{"class_name": ..., "config": ...}`` as returned by `serialize`; the class can also be
+        - a dictionary (or another mapping) ``{"class_name": ..., "config": ...}`` as returned by `serialize`; the class can also be
           user-defined.
 
     Returns:
@@ -82,8 +82,8 @@ def made(identifier: Any, name: str) -> LossScale:
 
 
 def is_serialized(identifier: Any) -> bool:
-    """Return whether a value has the form of a dictionary returned by `serialize`."""
-    return isinstance(identifier, dict) and identifier.keys() == {"class_name", "config"}
+    """Return whether a value is a mapping with the keys of a dictionary returned by `serialize`."""
+    return isinstance(identifier, Mapping) and identifier.keys() == {"class_name", "config"}
 
 
 def serialize(loss_scale: LossScale) -> dict[str, Any]:

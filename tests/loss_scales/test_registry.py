@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import jax_lossscale as jls
             ("dynamic", "dynamic", Dynamic()),
             ("None", None, jls.NoOpLossScale()),
             ("number", 8, Fixed(8)),
-            ("dictionary", {"class_name": "NoOpLossScale", "config": {}}, jls.NoOpLossScale()),
+            ("mapping", MappingProxyType({"class_name": "NoOpLossScale", "config": {}}), jls.NoOpLossScale()),
             (
                 "dictionary_with_defaults",
                 {"class_name": "DynamicLossScale", "config": {"initial_loss_scale": 8}},
