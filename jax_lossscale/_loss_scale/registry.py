@@ -42,8 +42,8 @@ def get(identifier: LossScaleLike) -> LossScale:
         - ``"auto"``, for an `AutoLossScale` with default arguments;
         - ``None``, for a `NoOpLossScale`;
         - a `LossScale`, which is returned unchanged;
-        - a dictionary (or another mapping) ``{"class_name": ..., "config": ...}`` as returned by `serialize`; the class can also be
-          user-defined.
+        - a dictionary (or another mapping) ``{"class_name": ..., "config": ...}`` as returned by `serialize`; the class
+          can also be user-defined.
 
     Returns:
       The loss scale.
