@@ -182,7 +182,7 @@ def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, N
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])
-        below = maker.get(below.inputs[0])
+        below = next(map(maker.get, value_ids(below.inputs)), None)  # None for a broadcast literal
     if below is None or below.eqn.primitive.name != "reduce_sum" or below.inputs[0] != exponentials or not broadcasts:
         return None
     axes = below.eqn.params["axes"]

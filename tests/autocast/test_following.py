@@ -87,6 +87,7 @@ SOFTMAXES = {
     "normalized squares": (lambda y: jnp.square(y) / jnp.sum(jnp.square(y), axis=1, keepdims=True), 0),
     "squares normalized in a function": (lambda y: normalized(jnp.square(y)), 0),
     "exponentials over another sum": (lambda y: jnp.exp(y) / jnp.sum(jnp.exp(-y), axis=1, keepdims=True), 0),
+    "exponentials over a number": (lambda y: jnp.exp(y) / jnp.full_like(y, 8), 0),
     "softmax that arithmetic uses": (lambda y: jnp.sin(jax.nn.softmax(y)), 0),
 }
 
