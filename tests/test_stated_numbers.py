@@ -58,6 +58,10 @@ def test_predictions_for_an_h100():
             marked.get((f"autocast, {model}: {kind}", ""), f"{ratio:.2f}")
             for kind, ratio in zip(kinds, ratios, strict=True)
         ], model
+    page = words(ROOT / "docs" / "guide" / "autocast.md")
+    ways, models = ("", ", half residual stream"), ("ResNet-50", "convolution net")
+    times = [marked[f"autocast{way}, {model}: {TIME}", ""] for model in models for way in ways]
+    assert "from {} to {} for ResNet-50 and from {} to {} for a convolutional network".format(*times) in page
 
 
 def test_predictions_for_models_that_were_not_used_for_tuning():

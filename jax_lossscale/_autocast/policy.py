@@ -231,6 +231,9 @@ def keep_float32(function: Any = None) -> Any:
     the cast of a float32 array to float32 before `autocast` processes the program. Without `autocast`, `keep_float32`
     has no effect.
 
+    On A100 and newer GPUs and on TPUs, JAX rounds the operands of float32 matmuls by default. If a matmul needs all
+    digits of its operands on this hardware, pass ``precision="highest"`` to it.
+
     Args:
       function: the function to compute in float32. If ``function`` is omitted, `keep_float32` returns a context
         manager.

@@ -101,10 +101,11 @@ def loss_scaled(
         both in float16 and in bfloat16.
       skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step and then selects either
         the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
-        other platforms, ``"auto"`` uses ``"select"``, because with jax 0.10, a program compiled for a GPU moves half as
-        many bytes with ``"select"``. With jax 0.11, both take equally long for one billion parameters on an H100. All
-        values of ``skip`` lead to the same results. Use ``"cond"`` if you differentiate through optimizer steps, as in
-        meta-learning, because the derivative of ``"select"`` can be NaN if the unused values are not finite.
+        other platforms, ``"auto"`` uses ``"select"``, because a GPU program compiled with jax 0.10 moves half as many
+        bytes with ``"select"``. With jax 0.11, a step with one billion parameters takes equally long with both on an
+        H100. All values of ``skip`` lead to the same results. Use ``"cond"`` if you differentiate through optimizer
+        steps, as in meta-learning, because the derivative of ``"select"`` can be NaN if the unused values are not
+        finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
         the first leaf of its gradients that was not finite. Recording bad steps adds one branch to every step, and one
         reduction per leaf to the compiled program.
