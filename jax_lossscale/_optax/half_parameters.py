@@ -249,7 +249,8 @@ def half_precision_state(
     parameters, so 16-bit parameters also need one of the other wrappers.
 
     Args:
-      inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`.
+      inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`. A step must not
+        change the structure of its state, as `optax.monitor` does.
       seed: a nonnegative integer that determines the random bits.
       exclude: a function ``exclude(path) -> bool`` that is called for each float32 or bfloat16 array in the state of
         the inner optimizer, in ``init`` and ``update``. ``path`` is the string that `jax.tree_util.keystr` returns for
@@ -294,9 +295,10 @@ def half_precision_state(
 
     Arrays that the inner optimizer itself stores in bfloat16, for example with ``mu_dtype=jnp.bfloat16``, are also cast
     to float32 before each step, unless they are excluded. Exclude them if the inner optimizer requires their dtype, as
-    `optax.apply_if_finite` does. An old float32 state of the inner optimizer, inserted with
-    ``state._replace(inner_state=old_state)``, is rounded in the first step. No other step changes the dtype of an array
-    in the state.
+    `optax.apply_if_finite` does. If you insert an old float32 state of the inner optimizer with
+    ``state._replace(inner_state=old_state)``, first cast its arrays to the dtypes of ``state.inner_state``. Without
+    this cast, the arrays are rounded in the first step, but `loss_scaled` stores the rounded numbers in float32. No
+    other step changes the dtype of an array in the state.
 
     References:
       The optimizers of Transformer Engine, torchtitan and DeepSeek-V3 store the moments in bfloat16, rounded to
@@ -365,7 +367,9 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
     Returns:
       A pytree with the structure of ``params``. Each bfloat16 or float16 array is replaced by its float32 weights. A
       16-bit array that `master_weights` does not update is cast to float32. All other leaves are returned as the same
-      objects.
+      objects. The derivatives of the weights with respect to 16-bit parameters are zero, because the weights are
+      computed with integer operations. To compute gradients at the float32 weights, differentiate with respect to the
+      weights: ``jax.grad(loss_fn)(float32_params(params, state))``.
 
     Raises:
       ValueError: if ``state`` contains no state of `master_weights`, if several of them belong to the same path, or if
