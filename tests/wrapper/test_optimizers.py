@@ -52,12 +52,19 @@ WRAPPERS = {
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "on a plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 }
+RECIPES = {  # recipes of `docs/guide/recipes.md`
+    "lookahead": lambda: optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
+    "sam": lambda: optax.GradientTransformation(
+        *optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+    ),
+    "ema of updates": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+}
 LOOSER = {"lbfgs": 1e-3}  # L-BFGS divides by differences of gradients, which amplifies rounding errors.
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS)
+@pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS | RECIPES)
 def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
-    inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS)[name]())
+    inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS | RECIPES)[name]())
     tx = jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE))
 
     @jax.jit
@@ -74,8 +81,9 @@ def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
     def fused(scaled_grads, state, params, value):
         return tx.update_and_apply(scaled_grads, state, params, value=value)
 
-    params, inner_state = PARAMS, inner.init(PARAMS)
-    results = {by_update: (PARAMS, tx.init(PARAMS)), fused: (PARAMS, tx.init(PARAMS))}
+    params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
+    inner_state = inner.init(params)
+    results = {by_update: (params, tx.init(params)), fused: (params, tx.init(params))}
     for step in range(STEPS):
         grads, value = grads_at(step, PARAMS), jnp.float32(1 / (step + 1))
         scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
