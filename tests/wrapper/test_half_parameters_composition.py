@@ -1,7 +1,4 @@
-"""The wrappers for 16-bit parameters with every optimizer, on meshes, with checkpoints, and with other functions."""
-
-import pickle
-import warnings
+"""The wrappers for 16-bit parameters with every optimizer, on meshes, in loops, and with other functions."""
 
 import chex
 import flax
@@ -20,7 +17,6 @@ from test_optimizers import OPTIMIZERS
 from test_optimizers import WRAPPERS as OPTAX_WRAPPERS
 
 import jax_lossscale as jls
-import jax_lossscale.interop.flax  # registers the loss scales for `flax.serialization`
 
 pytestmark = pytest.mark.ci
 
@@ -175,7 +171,7 @@ def test_lanes_of_vmap_use_the_same_random_bits():
     assert len(np.unique(updates["w"], axis=1)) > 1
 
 
-# --- Loops and checkpoints ---
+# --- Loops ---
 
 
 @combined
@@ -192,40 +188,6 @@ def test_scan_over_steps_is_equal_to_separate_steps(wrapper):
         return jax.lax.scan(body, (params, state), grads)[0]
 
     assert_same_bits(run(params, tx.init(params), grads), expected)
-
-
-def pickled(run, target, folder):
-    return pickle.loads(pickle.dumps(jax.device_get(run)))
-
-
-def by_flax(run, target, folder):
-    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(run))
-
-
-def by_orbax(run, target, folder):
-    with warnings.catch_warnings(action="ignore"):
-        ocp = pytest.importorskip("orbax.checkpoint")
-        with ocp.CheckpointManager(folder) as manager:
-            manager.save(4, args=ocp.args.StandardSave(run))
-            manager.wait_until_finished()
-            return manager.restore(4, args=ocp.args.StandardRestore(jax.eval_shape(lambda: target)))
-
-
-@pytest.mark.parametrize("through", [pickled, by_flax, by_orbax])
-@combined
-def test_resumed_run_is_bitwise_equal(wrapper, through, tmp_path):
-    loss_scale = jls.DynamicLossScale(8.0, 3, hysteresis=2)
-    tx, params = jls.loss_scaled(wrapper(optax.adam(1e-2)), loss_scale), params_in(BF16)
-    step = jax.jit(tx.update_and_apply)
-    run = params, tx.init(params)
-    for number in range(4):
-        run = step(grads_at(number, params), run[1], run[0])
-    resumed = through(run, (params, tx.init(params)), tmp_path)
-    assert_same_bits(resumed, run)
-    for number in range(4, 8):
-        run = step(grads_at(number, params), run[1], run[0])
-        resumed = step(grads_at(number, params), resumed[1], resumed[0])
-    assert_same_bits(resumed, run)
 
 
 # --- Other functions of the library ---
