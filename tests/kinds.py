@@ -95,6 +95,11 @@ def named(rows):
     return [pytest.param(*row, id=name) for name, *row in rows]
 
 
+def slow_except(quick, names):
+    """Return the names as test parameters, and mark all names that are not in `quick` as slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
 def step_on_eight_devices(tx, params, check_vma):
     """Return the compiled `update_and_apply` inside a `jax.shard_map` that splits all vectors over the axis "shard"."""
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
