@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from kinds import slow_except
 from programs.starting import run_python
 
 pytestmark = pytest.mark.ci
@@ -61,9 +62,7 @@ def run_command(*command):
 QUICK = ("sharded_training",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, NAMES))
 def test_example_trains_draws_a_figure_and_prints_results(name, tmp_path, capsys):
     arguments = "--steps", 2, "--figure", tmp_path / "figure.png"
     if name.startswith("tunix"):  # tunix raises warnings, and uses rank promotion in a thread.

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from kinds import step_on_eight_devices
 
 import jax_lossscale as jls
 
@@ -124,18 +123,7 @@ def test_07_overflow_step_returns_the_unscaled_loss__flax_returns_nan_for_float1
 def test_08_all_shards_skip_if_one_shard_overflows__jmp_and_apply_if_finite(check_vma):
     tx = jls.loss_scaled(optax.adam(0.1), "dynamic", axis_name="shard")
     params = jnp.arange(8.0)
-    state = tx.init(params)
-    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
-    step = jax.jit(
-        jax.shard_map(
-            tx.update_and_apply,
-            mesh=mesh,
-            in_specs=(P("shard"), specs, P("shard")),
-            out_specs=(P("shard"), specs),
-            check_vma=check_vma,
-        )
-    )
+    state, step = tx.init(params), step_on_eight_devices(tx, params, check_vma)
     bad = np.ones(8, np.float32)
     bad[5] = np.inf
     params, state = jax.device_get(step(np.ones(8, np.float32), state, params))

@@ -24,9 +24,8 @@ def evaluated(closed, inputs, check=lambda within, inputs, outputs: None, within
         return np.asarray(atom.val).astype(atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
     for eqn in closed.jaxpr.eqns:
-        values.update(
-            zip(eqn.outvars, _outputs(eqn, [read(atom) for atom in eqn.invars], check, (*within, eqn)), strict=True)
-        )
+        outputs = _outputs(eqn, [read(atom) for atom in eqn.invars], check, (*within, eqn))
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in closed.jaxpr.outvars]
 
 
@@ -46,9 +45,8 @@ def _outputs(eqn, inputs, check, within):
     # The operations jit, checkpoint, custom_jvp and custom_vjp have one of these two parameters.
     for inside in (params.get("jaxpr"), params.get("call_jaxpr")):
         if inside is not None:
-            return evaluated(
-                inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ()), inputs, check, within
-            )
+            closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
+            return evaluated(closed, inputs, check, within)
     outputs = _operation(eqn, inputs)
     check(within, inputs, outputs)
     return outputs
@@ -60,9 +58,8 @@ def _scan(eqn, inputs, check, within):
     carry, stacked = inputs[first:second], [None] * length
     order = range(length)
     for n in reversed(order) if eqn.params["reverse"] else order:
-        outputs = evaluated(
-            eqn.params["jaxpr"], [*inputs[:first], *carry, *(each[n] for each in inputs[second:])], check, within
-        )
+        slices = [each[n] for each in inputs[second:]]
+        outputs = evaluated(eqn.params["jaxpr"], [*inputs[:first], *carry, *slices], check, within)
         carry, stacked[n] = outputs[: len(carry)], outputs[len(carry) :]
     return [*carry, *map(np.stack, zip(*stacked, strict=True))]
 
@@ -138,9 +135,8 @@ def exact_in(dtype):
     @np.errstate(over="ignore", invalid="ignore")
     def check(within, inputs, outputs):
         eqn = within[-1]
-        are_exact = all(
-            (value.astype(dtype).astype(np.float32) == value).all() for value in outputs if value.dtype == np.float32
-        )
+        in_float32 = [value for value in outputs if value.dtype == np.float32]
+        are_exact = all((value.astype(dtype).astype(np.float32) == value).all() for value in in_float32)
         if are_exact and eqn.primitive.name in _SUMS and outputs[0].dtype == np.float32:
             are_exact = np.max(_operation(eqn, [abs(value) for value in inputs])[0]) <= largest_sum
         is_float32 = not are_exact and any("float32_range" in str(each.source_info.name_stack) for each in within)

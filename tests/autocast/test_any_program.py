@@ -173,11 +173,9 @@ def test_results_of_weakly_typed_arguments_keep_their_weak_types(structure):
     structures = [name for name in STRUCTURES if "shard_map" not in name]
     for _ in range(2):
         loss = loss_of(program_of(numbers, structures, structure))
-        types = [
-            list(map(type_of, jax.make_jaxpr(function)(*map(weakly_typed, arrays(0))).out_avals))
-            for function in (loss, jls.autocast(loss))
-        ]
-        assert types[0] == types[1]
+        given = [weakly_typed(array) for array in arrays(0)]
+        expected, found = (jax.make_jaxpr(function)(*given).out_avals for function in (loss, jls.autocast(loss)))
+        assert [type_of(aval) for aval in found] == [type_of(aval) for aval in expected]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -23,11 +23,9 @@ def float32(f):
 
 def matmuls(jaxpr):
     """Count the matmuls by primitive, dtypes of the operands, and dtype of the result."""
-    return Counter(
-        (eqn.primitive.name, *(atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)))
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name in MATMULS
-    )
+    matmuls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name in MATMULS]
+    dtypes = [[atom.aval.dtype.name for atom in (*eqn.invars[:2], *eqn.outvars)] for eqn in matmuls]
+    return Counter((eqn.primitive.name, *each) for eqn, each in zip(matmuls, dtypes, strict=True))
 
 
 def dot(x, y):

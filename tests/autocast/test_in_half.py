@@ -201,9 +201,8 @@ def test_fallback_is_computed_in_float32_if_a_rule_matches(rule, precision):
 )
 def test_fallback_is_not_computed_because_of_other_rules(rule):
     precision, patterns = rule
-    policy = jls.PrecisionPolicy(
-        [jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("float32", operation="add")]
-    )
+    rules = jls.PrecisionRule(precision, **patterns), jls.PrecisionRule("float32", operation="add")
+    policy = jls.PrecisionPolicy(rules)
 
     def loss(w, x):
         with jax.named_scope("head"):
@@ -273,11 +272,8 @@ def test_in_half_supports_any_arguments_and_results():
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     arrays = {name: each for name, each in found.items() if isinstance(each, jax.Array)}
     chex.assert_trees_all_close(arrays, {name: expected[name] for name in arrays}, rtol=1e-2, atol=1e-2)
-    assert {name: each.dtype.name for name, each in arrays.items()} == {
-        "y": "float32",
-        "float32": "float32",
-        "indices": "int32",
-    }
+    dtypes = {name: each.dtype.name for name, each in arrays.items()}
+    assert dtypes == {"y": "float32", "float32": "float32", "indices": "int32"}
     assert (found["number"], found["f"]) == (3, len)
     for dtype, record in zip((jnp.float32, *HALVES, jnp.float32), seen, strict=True):
         assert record == (dtype, [dtype, jnp.bfloat16], bool, keywords["key"].dtype, 0.5, "n", None)

@@ -81,9 +81,8 @@ def sum_of(select):
 def largest_scatter_add(function, *args):
     """Return the number of elements of the largest array to which a function adds values at some positions."""
     eqns = equations(jax.make_jaxpr(function)(*args))
-    return max(
-        (eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in ("scatter-add", "scatter_add")), default=0
-    )
+    sums = [eqn for eqn in eqns if eqn.primitive.name in ("scatter-add", "scatter_add")]
+    return max((eqn.outvars[0].aval.size for eqn in sums), default=0)
 
 
 @pytest.mark.parametrize("name", [*MASKED, *NOT_MASKED])

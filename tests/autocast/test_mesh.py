@@ -206,9 +206,8 @@ def test_in_half_keeps_the_sharding_of_its_arguments(axis_type):
         return jnp.einsum("bghqk,bkgd->bqghd", seen, v)
 
     attention = jax.vmap(jls.in_half(attend))
-    q, k, v = (
-        jax.random.normal(jax.random.key(n), (2, 8, 4, *heads, 4)) for n, heads in enumerate(((3, 2), (3,), (3,)))
-    )
+    shapes = (2, 8, 4, 3, 2, 4), (2, 8, 4, 3, 4), (2, 8, 4, 3, 4)
+    q, k, v = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
     mesh = mesh_of(axis_type)
     with set_mesh(mesh):
         q, k, v = (jax.device_put(each, NamedSharding(mesh, P(None, "data"))) for each in (q, k, v))

@@ -44,11 +44,8 @@ def following(precision, **patterns):
 
 
 def dtypes_of(name, function, *args):
-    return [
-        (*(atom.aval.dtype.name for atom in eqn.invars), eqn.outvars[0].aval.dtype.name)
-        for eqn in equations(jax.make_jaxpr(function)(*args))
-        if eqn.primitive.name == name
-    ]
+    eqns = [eqn for eqn in equations(jax.make_jaxpr(function)(*args)) if eqn.primitive.name == name]
+    return [tuple(atom.aval.dtype.name for atom in (*eqn.invars, eqn.outvars[0])) for eqn in eqns]
 
 
 def cached(w, x):
@@ -210,9 +207,8 @@ def test_package_with_the_prefix_of_a_known_package_is_user_code(folder):
     model = {}
     exec(compile(MODEL, f"{folder}/model.py", "exec"), model)
     policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", function="project")])
-    report = jls.diagnostics.autocast_report(
-        lambda w, x: jnp.sum(model["Block"]()(w, x)), jnp.ones((8, 4)), X, policy=policy
-    )
+    block = model["Block"]()
+    report = jls.diagnostics.autocast_report(lambda *args: jnp.sum(block(*args)), jnp.ones((8, 4)), X, policy=policy)
     assert {(operation.layer, operation.dtype) for operation in report.matmuls} == {("Block", FLOAT32)}
 
 
@@ -257,9 +253,8 @@ def test_rule_without_a_match_warns_and_has_no_effect(function, precision, patte
     expected, half = (jls.autocast(function, policy=policy) for policy in policies)
     with pytest.warns(UserWarning, match=f"no operation matches PrecisionRule\\('{precision}', {next(iter(patterns))}"):
         found = jax.make_jaxpr(half)(W, X)
-    types, others = (
-        [eqn.outvars[0].aval for eqn in equations(each)] for each in (jax.make_jaxpr(expected)(W, X), found)
-    )
+    jaxprs = jax.make_jaxpr(expected)(W, X), found
+    types, others = ([eqn.outvars[0].aval for eqn in equations(jaxpr)] for jaxpr in jaxprs)
     assert types == others
 
 

@@ -262,10 +262,8 @@ def test_higher_price_of_saved_bytes_saves_fewer_bytes():
     def loss(w, v, x):
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
 
-    found = [
-        bytes_saved(jls.autocast(loss, policy=jls.PrecisionPolicy(recompute=recompute)), W, W.T, X)
-        for recompute in (False, 0.01, True, 100.0)
-    ]
+    policies = [jls.PrecisionPolicy(recompute=recompute) for recompute in (False, 0.01, True, 100.0)]
+    found = [bytes_saved(jls.autocast(loss, policy=policy), W, W.T, X) for policy in policies]
     assert found == sorted(found, reverse=True)
     assert len(set(found)) > 2
 

@@ -1,6 +1,7 @@
 """Gradients of the models in `benchmarks.autocast.untuned`, with manual casts and under `autocast`."""
 
 import pytest
+from kinds import slow_except
 
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.untuned import networks, small
@@ -12,10 +13,9 @@ pytestmark = pytest.mark.ci  # Each model is compiled four times.
 QUICK = ("WaveNet", "PPO", "experts by ragged_dot", "NeRF", "DLRM")
 # The gradients of these models have larger errors, with manual casts as well as under `autocast`.
 LESS_ACCURATE = ("U-Net", "PPO", "nnU-Net 3D")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(QUICK, small()))
 def test_gradients_agree_with_float32(name):
     trained = Trained(small()[name], steps=0, batches=1)
     # With a half-precision residual stream, the positions in NeRF are rounded before they are multiplied by up to 2^9.

@@ -143,11 +143,9 @@ def test_measurement_of_an_array_takes_few_reductions(measured, number):
 
 
 def test_leaves_with_the_same_shape_share_a_program(monkeypatch):
-    traced = []
-    unscale = _gradient_errors._tree.unscale
-    monkeypatch.setattr(
-        _gradient_errors._tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args)
-    )
+    traced, tree = [], _gradient_errors._tree
+    unscale = tree.unscale
+    monkeypatch.setattr(tree, "unscale", lambda *args: traced.append(args[0][0].shape) or unscale(*args))
     shapes = [(7, 11)] * 4 + [(13,)] * 2  # No other test uses these shapes.
     leaves = {n: jnp.ones(shape) for n, shape in enumerate(shapes)}
     _gradient_errors.measure(leaves, leaves, 1.0)
@@ -156,9 +154,8 @@ def test_leaves_with_the_same_shape_share_a_program(monkeypatch):
 
 def test_combined_reductions_equal_those_of_numpy():
     x = np.asarray(X)
-    assert [float(each) for each in reduced(largest=[X, -X], sums=[X > 0, jnp.square(X)])] == pytest.approx(
-        [np.abs(x).max(), np.abs(x).max(), (x > 0).sum(), np.square(x).sum()]
-    )
+    expected = [np.abs(x).max(), np.abs(x).max(), (x > 0).sum(), np.square(x).sum()]
+    assert list(map(float, reduced(largest=[X, -X], sums=[X > 0, jnp.square(X)]))) == pytest.approx(expected)
     assert [float(each) for each in reduced(largest=[jnp.zeros((0, 2))], sums=[jnp.zeros((0, 2)) > 0])] == [0, 0]
     assert all(map(jnp.isnan, reduced(largest=[X.at[0, 0].set(jnp.nan)], sums=[X.at[0, 0].set(jnp.nan)])))
 

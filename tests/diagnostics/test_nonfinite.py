@@ -124,9 +124,8 @@ def test_report_inside_jit_raises_an_error():
 def test_report_agrees_with_numpy(values):
     (leaf,) = nonfinite_report([jnp.asarray(values)])
     bad = ~np.isfinite(values)
-    assert (leaf.nan, leaf.posinf, leaf.neginf) == tuple(
-        int(question(values).sum()) for question in (np.isnan, np.isposinf, np.isneginf)
-    )
+    counts = [int(question(values).sum()) for question in (np.isnan, np.isposinf, np.isneginf)]
+    assert [leaf.nan, leaf.posinf, leaf.neginf] == counts
     finite = np.abs(values[~bad])
     assert leaf.largest_finite == (float(finite.max()) if finite.size else None)
     assert leaf.first_bad_index == (tuple(map(int, np.argwhere(bad)[0])) if bad.any() else None)
@@ -179,7 +178,6 @@ def test_devices_of_a_shard_map_agree_on_the_first_nonfinite_leaf():
     mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     values = np.ones((2, 8), np.float32)
     values[1, 3] = NAN
-    find = jax.shard_map(
-        lambda a, b: first_nonfinite([a, b], axis_name="shard"), mesh=mesh, in_specs=jax.P("shard"), out_specs=jax.P()
-    )
-    assert jax.jit(find)(*values) == 1
+    specs = {"in_specs": jax.P("shard"), "out_specs": jax.P()}
+    find = jax.shard_map(lambda leaves: first_nonfinite(leaves, axis_name="shard"), mesh=mesh, **specs)
+    assert jax.jit(find)([*values]) == 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from kinds import step_on_eight_devices
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
@@ -110,18 +110,8 @@ def test_recording_works_in_scan_and_vmap():
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
 def test_all_devices_of_a_shard_map_record_the_same_leaf(check_vma):
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = jls.loss_scaled(optax.sgd(0.1), axis_name="shard", record_bad_steps=True)
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
-    state = tx.init(params)
-    specs = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), state)
-    step = jax.shard_map(
-        tx.update_and_apply,
-        mesh=mesh,
-        in_specs=(P("shard"), specs, P("shard")),
-        out_specs=(P("shard"), specs),
-        check_vma=check_vma,
-    )
     grads = {**params, "b": np.array([1, 1, 1, 1, 1, NAN, 1, 1], np.float32)}
-    _, state = jax.jit(step)(grads, state, params)
+    _, state = step_on_eight_devices(tx, params, check_vma)(grads, tx.init(params), params)
     assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (1, "nan")

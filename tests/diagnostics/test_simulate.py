@@ -63,9 +63,8 @@ class Following(jls.LossScale):
 
     def adjust(self, grads_finite, *, largest):
         up = jnp.where(largest > 0, jnp.exp2(jnp.floor(jnp.log2(32752 / largest))), self.scale_now * 2)
-        return dataclasses.replace(
-            self, scale_now=jnp.where(grads_finite, up, self.scale_now / 4).astype(jnp.float32), seen=largest
-        )
+        scale = jnp.where(grads_finite, up, self.scale_now / 4).astype(jnp.float32)
+        return dataclasses.replace(self, scale_now=scale, seen=largest)
 
     def get_config(self):
         return {}
@@ -83,11 +82,8 @@ def oracle(loss_scale, largest, max_cotangent, dtype):
         with np.errstate(over="ignore"):
             arrives, overflows = (np.dtype(dtype).type(np.float32(number) * scale) for number in (one, other))
         finite = bool(np.isfinite(np.float32(arrives)) and np.isfinite(np.float32(overflows)))
-        kwargs = (
-            {"largest": jnp.float32(np.float32(arrives) / scale if finite else np.nan)}
-            if loss_scale.needs_largest
-            else {}
-        )
+        unscaled = jnp.float32(np.float32(arrives) / scale if finite else np.nan)
+        kwargs = {"largest": unscaled} if loss_scale.needs_largest else {}
         steps.append((scale, finite))
         loss_scale = loss_scale.adjust(jnp.array(finite), **kwargs)
     return steps, loss_scale

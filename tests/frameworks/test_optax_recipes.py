@@ -1,4 +1,4 @@
-"""The recipes of `docs/guide/recipes.md`, compared with the inner optimizer in float32."""
+"""Per-example clipping as on the page `docs/guide/recipes.md`. `test_optimizers.py` tests its other recipes."""
 
 import jax
 import jax.numpy as jnp
@@ -20,41 +20,6 @@ def loss_fn(params, x):
 
 
 LOSS_SCALE = jls.DynamicLossScale(2.0**10, 3)
-TRANSFORMATIONS = {
-    "lookahead": optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
-    "sam": optax.GradientTransformation(
-        *contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2)
-    ),
-    "ema of updates": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_run_with_skipped_steps_equals_the_run_without_those_steps(name):
-    """The loss scale is a power of two, so both runs in float32 differ only by rounding."""
-    inner, tx = TRANSFORMATIONS[name], jls.loss_scaled(TRANSFORMATIONS[name], LOSS_SCALE)
-    pair = name == "lookahead"
-    plain = scaled = optax.LookaheadParams.init_synced(PARAMS) if pair else PARAMS
-    plain_state, state = inner.init(plain), tx.init(scaled)
-
-    @jax.jit
-    def plain_step(params, state, x):
-        grads = jax.grad(loss_fn)(params.fast if pair else params, x)
-        updates, state = inner.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def step(params, state, x):
-        loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params.fast if pair else params, x)
-        return tx.update_and_apply(grads, state, params, value=loss)
-
-    for number, x in enumerate(X):
-        if number in (1, 4):
-            scaled, state = step(scaled, state, x.at[0].set(jnp.nan))
-        plain, plain_state = plain_step(plain, plain_state, x)
-        scaled, state = step(scaled, state, x)
-    assert (state.applied_steps, state.skipped_steps) == (6, 2)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), scaled, plain)
 
 
 def test_per_example_clipping_receives_unscaled_gradients():

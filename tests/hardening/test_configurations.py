@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kinds import slow_except
 
 import jax_lossscale as jls
 
@@ -70,9 +71,7 @@ def ordinary_run(tx):
     return whole_run(tx, *beginning(tx))
 
 
-@pytest.mark.parametrize(
-    "setting", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGURATIONS]
-)
+@pytest.mark.parametrize("setting", slow_except(FIRST, CONFIGURATIONS))
 def test_run_under_a_strict_setting_equals_the_default_run(setting):
     """The run calls every function of a training loop and contains one step that overflows."""
     tx = OF_SETTING.get(setting, TX)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kinds import ONE_OF_EACH, Dynamic, Fixed, each_kind, grads_of, named, scales_over
+from kinds import ONE_OF_EACH, Dynamic, Fixed, each_kind, grads_of, named
 from programs.starting import run_python
 
 import jax_lossscale as jls
@@ -97,13 +97,6 @@ def test_update_compiles_once_for_many_steps(make):
     assert step._cache_size() == 1
     chex.assert_trees_all_equal_shapes_and_dtypes(loss_scale, fresh)
     assert [leaf.weak_type for leaf in jax.tree.leaves(loss_scale)] == [False] * len(jax.tree.leaves(fresh))
-
-
-@each_kind
-def test_scan_equals_a_python_loop(make):
-    grads = grads_of("TTTFFTFTT")
-    _, scales = jax.lax.scan(lambda s, grad: (s := s.update(grad)[0], s()), make(), jnp.stack(grads))
-    assert scales.tolist() == scales_over(make(), grads, jls.LossScale.update)
 
 
 @each_kind

@@ -52,49 +52,64 @@ WRAPPERS = {
     "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 2),
     "on a plateau": lambda: optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 }
+RECIPES = {  # recipes of `docs/guide/recipes.md`
+    "lookahead": lambda: optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
+    "sam": lambda: optax.GradientTransformation(
+        *optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+    ),
+    "ema of updates": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+}
 LOOSER = {"lbfgs": 1e-3}  # L-BFGS divides by differences of gradients, which amplifies rounding errors.
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS)
+def by_update(tx):
+    @jax.jit
+    def step(grads, state, params, value):
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def steps_of(bare, tx, steps, params):
+    """Return the parameters and states after the steps of an optimizer, without and with a scale and a bad step.
+
+    `steps` are compiled steps of `tx`, the optimizer with loss scaling.
+    """
+    expected, step_of_bare = (params, bare.init(params)), by_update(bare)
+    results = dict.fromkeys(steps, (params, tx.init(params)))
+    for number in range(STEPS):
+        grads, value = grads_at(number, PARAMS), jnp.float32(1 / (number + 1))
+        scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
+        if is_bad := number == BAD_STEP:
+            scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
+        else:
+            expected = step_of_bare(grads, expected[1], expected[0], value)
+        for step, (before, state) in results.items():
+            results[step] = step(scaled, state, before, value)
+            if is_bad:
+                chex.assert_trees_all_equal(results[step][0], before)
+                if isinstance(state, jls.LossScaledState):
+                    chex.assert_trees_all_equal(results[step][1].inner_state, state.inner_state)
+    return expected, results
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS | WRAPPERS | RECIPES)
 def test_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(name):
-    inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS)[name]())
+    inner = optax.with_extra_args_support((OPTIMIZERS | WRAPPERS | RECIPES)[name]())
     tx = jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE))
-
-    @jax.jit
-    def bare(grads, state, params, value):
-        updates, state = inner.update(grads, state, params, value=value)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def by_update(scaled_grads, state, params, value):
-        updates, state = tx.update(scaled_grads, state, params, value=value)
-        return optax.apply_updates(params, updates), state
 
     @jax.jit
     def fused(scaled_grads, state, params, value):
         return tx.update_and_apply(scaled_grads, state, params, value=value)
 
-    params, inner_state = PARAMS, inner.init(PARAMS)
-    results = {by_update: (PARAMS, tx.init(PARAMS)), fused: (PARAMS, tx.init(PARAMS))}
-    for step in range(STEPS):
-        grads, value = grads_at(step, PARAMS), jnp.float32(1 / (step + 1))
-        scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
-        if is_bad := step == BAD_STEP:
-            scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
-        else:
-            params, inner_state = bare(grads, inner_state, params, value)
-        for wrapped, (before, state) in results.items():
-            after, new_state = wrapped(scaled, state, before, value)
-            results[wrapped] = after, new_state
-            if is_bad:
-                chex.assert_trees_all_equal((after, new_state.inner_state), (before, state.inner_state))
-
-    assert [wrapped._cache_size() for wrapped in results] == [1, 1]
+    params = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
+    expected, results = steps_of(inner, tx, [by_update(tx), fused], params)
+    assert [step._cache_size() for step in results] == [1, 1]
+    rtol = LOOSER.get(name, 2e-5)
     for after, state in results.values():
         assert (int(state.applied_steps), int(state.skipped_steps)) == (STEPS - 1, 1)
-        chex.assert_trees_all_close(
-            (after, state.inner_state), (params, inner_state), rtol=LOOSER.get(name, 2e-5), atol=1e-6
-        )
+        chex.assert_trees_all_close((after, state.inner_state), expected, rtol=rtol, atol=1e-6)
 
 
 HOLDERS = {  # Each entry wraps an optimizer with or without loss scaling.
@@ -108,22 +123,10 @@ HOLDERS = {  # Each entry wraps an optimizer with or without loss scaling.
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(hold):
-    inner = optax.adam(1e-2)
+    inner = optax.with_extra_args_support(optax.adam(1e-2))
     bare, tx = hold(inner), hold(jls.loss_scaled(inner, jls.DynamicLossScale(SCALE, min_loss_scale=SCALE)))
-    params, state, expected, bare_state = PARAMS, tx.init(PARAMS), PARAMS, bare.init(PARAMS)
-    for step in range(STEPS):
-        grads = grads_at(step, PARAMS)
-        scaled = jax.tree.map(lambda leaf: leaf * SCALE, grads)
-        if step == BAD_STEP:
-            scaled["bias"] = scaled["bias"].at[1].set(jnp.inf)
-        else:
-            updates, bare_state = jax.jit(bare.update)(grads, bare_state, expected)
-            expected = optax.apply_updates(expected, updates)
-        updates, state = jax.jit(tx.update)(scaled, state, params)
-        after = optax.apply_updates(params, updates)
-        if step == BAD_STEP:
-            chex.assert_trees_all_equal(after, params)
-        params = after
+    (expected, _), results = steps_of(bare, tx, [by_update(tx)], PARAMS)
+    ((params, state),) = results.values()
     chex.assert_trees_all_close(params, expected, rtol=2e-5, atol=1e-6)
     metrics = jls.metrics(state)
     assert metrics.pop("skipped_steps") == 1

@@ -1,19 +1,88 @@
 """A run that is resumed from a checkpoint is bitwise equal to a run that was never interrupted."""
 
 import functools
+import pickle
 import random
 import signal
 import sys
 import time
+import warnings
 from subprocess import PIPE
 
+import flax.serialization
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from kinds import assert_same_bits
 from programs import checkpointed
 from programs.checkpointed import BEGINNING, BETWEEN_CHECKPOINTS, RESULTS, STEPS, WAITS_AT
 from programs.starting import started
+from test_half_parameters import BF16, F32, grads_at, params_in
+
+import jax_lossscale as jls
+import jax_lossscale.interop.flax  # registers the loss scales for `flax.serialization`
 
 pytestmark = pytest.mark.ci
+
+
+def pickled(run, target, folder):
+    return pickle.loads(pickle.dumps(jax.device_get(run)))
+
+
+def by_flax(run, target, folder):
+    return flax.serialization.from_bytes(target, flax.serialization.to_bytes(run))
+
+
+def by_orbax(run, target, folder):
+    with warnings.catch_warnings(action="ignore"):
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.CheckpointManager(folder) as manager:
+            manager.save(4, args=ocp.args.StandardSave(run))
+            manager.wait_until_finished()
+            return manager.restore(4, args=ocp.args.StandardRestore(jax.eval_shape(lambda: target)))
+
+
+DYNAMIC = jls.DynamicLossScale(8.0, 3, hysteresis=2)
+SCHEDULED = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
+# Each entry contains the inner optimizer, the loss scale and the dtype of the parameters.
+RUNS = {
+    "master weights": (jls.master_weights(jls.half_precision_state(optax.adam(1e-2))), DYNAMIC, BF16),
+    "stochastic": (jls.stochastic_rounding(jls.half_precision_state(optax.adam(1e-2), 3), 5), DYNAMIC, BF16),
+    "dynamic": (SCHEDULED, DYNAMIC, F32),
+    "auto": (SCHEDULED, jls.AutoLossScale(8.0), F32),
+    "fixed": (SCHEDULED, jls.FixedLossScale(8.0, skip_nonfinite=True), F32),
+    "none": (SCHEDULED, None, F32),
+}
+
+
+@pytest.mark.parametrize(
+    ("through", "name"),
+    [*((by_orbax, name) for name in RUNS), *((way, name) for way in (pickled, by_flax) for name in tuple(RUNS)[:2])],
+)
+def test_run_restored_from_a_checkpoint_continues_bitwise_equal(through, name, tmp_path):
+    inner, loss_scale, dtype = RUNS[name]
+    tx, params = jls.loss_scaled(inner, loss_scale), params_in(dtype)
+    step = jax.jit(tx.update_and_apply)
+
+    def after(run, numbers):
+        for number in numbers:
+            grads = grads_at(number, params)
+            if number == 2:  # Without a loss scale, the gradients are not checked, so `skip_if` skips this step.
+                grads["bias"] = jnp.full(8, jnp.inf)
+            run = step(grads, run[1], run[0], skip_if=number == 2)
+        return run
+
+    run = after((params, tx.init(params)), range(4))
+    assert run[1].skipped_steps == 1
+    restored = through(run, (params, tx.init(params)), tmp_path)
+    assert isinstance(restored[1], jls.LossScaledState)
+    assert_same_bits(restored, run)
+    assert_same_bits(after(restored, range(4, 8)), after(run, range(4, 8)))
+
+
+# --- A process that is killed ---
 
 
 @functools.cache

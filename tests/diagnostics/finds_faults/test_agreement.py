@@ -5,6 +5,7 @@ import re
 import faults
 import pytest
 import workloads
+from kinds import slow_except
 from test_compare_gradients import KNOWN
 
 from jax_lossscale.diagnostics import compare_gradients, range_report
@@ -15,9 +16,7 @@ PROGRAMS = faults.FAULTS | faults.SOUND | {name: getattr(workloads, name)() for 
 QUICK = ("healthy", "tiny_loss", "square_too_large", "rounded_away", "layer_norm", "cosines_of_small_vectors")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, PROGRAMS))
 @pytest.mark.usefixtures("in_the_checkout")
 def test_verdict_agrees_with_the_list_of_operations(name):
     fun, *args = PROGRAMS[name]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import test_healthy
 from flax import nnx
+from kinds import slow_except
 from precision_samples import FAULTS, HEALTHY, WEIGHTS, X, mlp
 from reading import matmul_dtypes
 from workloads import draw
@@ -77,9 +78,7 @@ QUICK = ("small_epsilon", "small_unit", "unused_branch")
 
 @UNUSED
 @FEW_IN_HALF
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, FAULTS))
 def test_policy_fixes_each_fault(name):
     loss, args = FAULTS[name]
     num_float32, num_float32_result, reason = FOUND[name]
@@ -105,10 +104,8 @@ def test_policy_fixes_each_fault(name):
 
 
 @UNUSED
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "perceptron" else pytest.mark.slow) for name in SOUND]
-)
-@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_except(["perceptron"], SOUND))
+@pytest.mark.parametrize("dtype", slow_except([jnp.float16], [jnp.float16, jnp.bfloat16]))
 def test_all_matmuls_of_healthy_networks_are_half_precision(name, dtype, capsys):
     loss, args = SOUND[name]
     report = find_precision(loss, *args, dtype=dtype)
@@ -275,9 +272,8 @@ def test_warning_if_the_float32_loss_is_not_finite():
 def test_every_call_of_a_jitted_function_counts_as_a_matmul():
     layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
     args = [jnp.ones((4, 4))] * 3, jnp.ones((2, 4))
-    call = check_call(
-        "find_precision", lambda weights, x: jnp.sum(functools.reduce(layer, weights, x)), args, {}, 0, False
-    )
+    loss = lambda weights, x: jnp.sum(functools.reduce(layer, weights, x))  # noqa: E731
+    call = check_call("find_precision", loss, args, {}, 0, False)
     assert [*Gradients([call], jnp.dtype(jnp.float16), False, iter).numbers] == [3]
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kinds import slow_except
 from lines import line
 from workloads import draw
 
@@ -32,14 +33,7 @@ def reported(name):
     return range_report(fun, *args, loss_scale=2.0**4)
 
 
-def test_every_fault_is_tested():
-    assert set(KNOWN) == set(faults.FAULTS)
-
-
-SLOW = ("counts", "positions", "second_differences")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KNOWN])
+@pytest.mark.parametrize("name", slow_except(["cosines_of_small_vectors", "loss_in_a_carry"], faults.FAULTS))
 def test_fault_is_reported_with_operation_and_line(name):
     operation, suggestion = KNOWN[name]
     worst = reported(name).forward_error_sources()[0]
@@ -49,12 +43,7 @@ def test_fault_is_reported_with_operation_and_line(name):
     assert worst.error > 0.1
 
 
-SLOW_SOUND = ("a_bias_of_the_keys", "recurrent", "transmittances")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOUND else ()) for name in faults.SOUND]
-)
+@pytest.mark.parametrize("name", slow_except(["softmax_with_a_tail"], faults.SOUND))
 def test_nothing_is_reported_for_a_sound_function(name):
     report = reported(name)
     assert report.bad == ()
@@ -263,9 +252,6 @@ def test_suggestion_for_a_rounded_angle_makes_the_report_empty():
 
 
 def test_operation_that_underflows_is_reported_without_its_operands():
-    of_line = {each.operation for each in reported("cosines_of_small_vectors").bad if not each.is_backward}
-    assert of_line == {"mul", "reduce_sum"}
-    assert not any(
-        "amplifies the rounding error of this operation" in each.suggestion
-        for each in reported("cosines_of_small_vectors")
-    )
+    report = reported("cosines_of_small_vectors")
+    assert {each.operation for each in report.bad if not each.is_backward} == {"mul", "reduce_sum"}
+    assert not any("amplifies the rounding error of this operation" in each.suggestion for each in report)

@@ -131,15 +131,6 @@ def test_programs_that_are_traced_after_a_report_contain_no_reasons():
     assert not any(HIDDEN_SCOPE in stack for stack in stacks)
 
 
-def test_half_share_is_the_share_of_flops_in_half_precision():
-    def loss(w, x):
-        y = jnp.sum(x @ w)
-        with jls.keep_float32():
-            return y + jnp.sum(jnp.concatenate([x, x, x]) @ w)
-
-    assert autocast_report(loss, W, X).half_share == 0.25
-
-
 def test_arithmetic_is_included():
     def tanh(policy):
         return next(each for each in autocast_report(plain, W, X, policy=policy) if each.operation == "tanh")

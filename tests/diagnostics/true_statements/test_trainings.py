@@ -161,11 +161,3 @@ def test_clipped_gradients_that_overflow_early_cause_a_question():
 def test_question_for_loss_scales_that_do_not_measure(mistake, loss_scale):
     state = trained_with(mistake, loss_scale)[-1]
     assert statements_of(explain(state)) == "question"
-
-
-def test_unscaled_gradients_in_one_of_several_runs_raise_an_error():
-    batch = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(trained_with(step)[-1] for step in (scaled_correctly, MISTAKES[0]))
-    )
-    with pytest.raises(RuntimeError, match="not scaled"):
-        jls.raise_if_stuck(batch)
