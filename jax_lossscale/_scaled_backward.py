@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.cotangent import constant_scale, scale_gradient, unscale_cotangents
+from jax_lossscale._gradients.cotangent import constant_scale, scale_cotangents, unscale_cotangents
 from jax_lossscale._loss_scale import NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program import nnx_objects
@@ -86,6 +86,6 @@ def scaled_backward(fun: _Function, loss_scale: Any) -> _Function:
         function, its_object = nnx_objects.with_its_object(fun)
         traced = Traced(function, (*its_object, *args), kwargs)
         program = ClosedJaxpr(traced.jaxpr.jaxpr, unscaled(traced.jaxpr.consts))
-        return scale_gradient(traced.array_result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale)
+        return scale_cotangents(traced.array_result(jaxpr_as_fun(program)(*unscaled(traced.inputs))), loss_scale, scale)
 
     return scaled  # type: ignore[return-value]

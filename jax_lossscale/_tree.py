@@ -296,12 +296,6 @@ def _is_array_or_number(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
-def _widened_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Return float32 for floating dtypes of fewer than 32 bits, and any other inexact dtype unchanged."""
-    dtype = jnp.dtype(dtype)
-    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
-
-
 def _multiply(leaf: jax.Array, factor: jax.Array) -> jax.Array:
     """Return the product of a leaf and a real scalar.
 
@@ -317,7 +311,7 @@ def _at_least_float32(leaf: Any, keep: tuple[DTypeLike, ...] = ()) -> Any:
     leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     if leaf.dtype in keep:
         return leaf
-    dtype = _widened_dtype(leaf.dtype)
+    dtype = jnp.float32 if jnp.finfo(leaf.dtype).bits < 32 else leaf.dtype
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 

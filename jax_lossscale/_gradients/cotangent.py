@@ -71,9 +71,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     loss_scale = _checked(tree, scale, "scale_gradient", suggestion)
     if isinstance(loss_scale, NoOpLossScale):
         return tree
-    warn_if_half(tree, loss_scale)
-    warn_if_frozen(loss_scale)
-    return _map_adjoint(_scale_cotangent, tree, constant_scale(loss_scale, "scale_gradient(scale=...)"))
+    return scale_cotangents(tree, loss_scale, constant_scale(loss_scale, "scale_gradient(scale=...)"))
 
 
 def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
@@ -145,6 +143,16 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
         return _identity(_scale_cotangent, leaf, summed)
 
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
+
+
+def scale_cotangents(tree: chex.ArrayTree, loss_scale: LossScale, scale: jax.Array) -> chex.ArrayTree:
+    """Return the pytree unchanged; in the backward pass, multiply its cotangents by ``scale``, a ``float32[]``.
+
+    ``scale`` is the current scale of ``loss_scale``, which determines the warnings of `scale_gradient`.
+    """
+    warn_if_half(tree, loss_scale)
+    warn_if_frozen(loss_scale)
+    return _map_adjoint(_scale_cotangent, tree, scale)
 
 
 def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:

@@ -106,6 +106,7 @@ def test_arguments_and_results_that_are_not_arrays_are_passed_unchanged():
     assert aux == {**static, "count": 3}
     assert value == expected
     jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+    assert jls.scaled_backward(lambda x: ("name", jls.FixedLossScale(8)), SCALE)(X) == ("name", jls.FixedLossScale(8))
 
 
 def test_results_may_have_any_shape():
