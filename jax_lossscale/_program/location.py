@@ -71,7 +71,7 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     source = f"{_readable(own[0].file_name)}:{own[0].line_num}" if own else outer.source or column
     layer = _layer(stack) or "/".join(_classes(frames)) or outer.layer
     functions = *(frame.function_name for frame in frames), *outer.functions
-    is_backward = "transpose(" in stack and _RECOMPUTED not in stack
+    is_backward = bool(re.search(r"\btranspose\(", stack)) and _RECOMPUTED not in stack
     return Location(stack, layer, source, column, functions, is_backward)
 
 
@@ -108,16 +108,18 @@ def _shown_names(stack: Any) -> str:
 
 def _layer(stack: str) -> str:
     """Return the names of the layers in a name stack, without the names that JAX adds to the name stack."""
-    while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
-        stack = stripped
-    names: list[str] = []
-    for name in stack.split("/"):
-        # A name with an arrow is the specification of an `einsum`, such as "ij,jk->ik".
-        names += [name] if name not in _NO_LAYERS and "->" not in name else []
-        # In equations that `jax.checkpoint` recomputes, the names of the scopes around `jax.checkpoint` occur twice.
-        for number in range(1, len(names)):
-            if names[-number:] == names[-2 * number : -number]:
-                del names[-number:]
+    while stack != (stripped := _TRANSFORMED.sub("\0" r"\1", stack)):
+        stack = stripped  # A null character marks each transformed name.
+    # A name with an arrow is the specification of an `einsum`, such as "ij,jk->ik".
+    marked = [name for name in stack.split("/") if name.strip("\0") not in _NO_LAYERS and "->" not in name]
+    names = [name.strip("\0") for name in marked]
+    # In the backward pass of `jax.checkpoint`, the scopes around `jax.checkpoint` occur twice, as in
+    # `transpose(jvp(a))/b/jvp(a)/b`. In contrast, the scopes `jvp(a)/a` are two layers with the same name.
+    for number in range(len(names) // 2, 0, -1):
+        for start in range(len(names) - 2 * number, -1, -1):
+            first, second = (slice(n, n + number) for n in (start, start + number))
+            if names[first] == names[second] and "\0" in "".join(marked[second]):
+                del names[first], marked[first]
     return "/".join(names)
 
 

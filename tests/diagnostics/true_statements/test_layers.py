@@ -1,6 +1,7 @@
 """Reports name the layer and the line of each operation, and every printed location matches as a rule of a policy."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import workloads
 
 import jax_lossscale as jls
 from jax_lossscale import autocast
+from jax_lossscale._autocast.matmuls import nested_equations
 from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
 
 pytestmark = pytest.mark.ci
@@ -41,6 +43,24 @@ def test_reports_name_the_layer_and_the_line():
     where = f"`mul` in Sequential/layers_2 ({report[0].source})"
     assert where in compare_gradients(loss, *args, loss_scales=[1.0]).verdict
     assert sum(each.operation == "mul" and not each.is_backward for each in report) > 3
+
+
+def block(transform, depth, x):
+    with jax.named_scope("Block"):
+        return transform(partial(block, transform, depth - 1))(jnp.sin(x)) if depth else jnp.cos(x)
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, jax.checkpoint])
+def test_nested_scopes_with_the_same_name_are_different_layers(transform):
+    gradient = jax.make_jaxpr(jax.grad(partial(block, transform, 2)))(1.0)
+    layers = {each.location.layer for each in nested_equations(gradient.jaxpr)}
+    assert layers - {""} == {"Block", "Block/Block", "Block/Block/Block"}
+
+
+def test_scope_whose_name_contains_transpose_is_in_the_forward_pass():
+    program = jax.make_jaxpr(jax.named_scope("conv_transpose(3x3)")(jnp.sin))(1.0)
+    (eqn,) = nested_equations(program.jaxpr)
+    assert (eqn.location.layer, eqn.location.is_backward) == ("conv_transpose(3x3)", False)
 
 
 # Every printed location can be used in a rule of a policy.
