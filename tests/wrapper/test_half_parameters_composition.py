@@ -228,7 +228,6 @@ COPIES = {  # optimizers that subtract an array in their state from the paramete
     "mechanize": (optax.contrib.mechanize(optax.adam(1e-2)), (".x0",)),
     "dog": (optax.contrib.dog(1.0), (".init_params",)),
     "dowg": (optax.contrib.dowg(1.0), (".init_params",)),
-    "distance": (optax.chain(optax.scale_by_distance_over_gradients(), optax.scale(-1.0)), (".init_params",)),
     "cocob": (optax.contrib.cocob(alpha=1e4), (".init_particles",)),
     "prodigy": (optax.contrib.prodigy(), (".params0",)),
     "sam": (optax.contrib.sam(optax.sgd(1e-3), optax.scale(1e-2)), (".cache",)),
