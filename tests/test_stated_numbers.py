@@ -97,9 +97,8 @@ def test_bytes_saved_for_the_backward_pass():
 def test_other_costs_of_autocast():
     page = words(ROOT / "docs" / "performance.md")
     cpu = {row[0]: row[3] for row in rows(RESULTS / "autocast.md", "### Training steps on a CPU")}
-    assert (
-        f"takes {cpu['autocast']} times as long under `autocast` as in float32, and {cpu['manual casts']} times" in page
-    )
+    under_autocast = f"takes {cpu['autocast']} times as long under `autocast` as in float32"
+    assert f"{under_autocast}, and {cpu['manual casts']} times" in page
     calls = {row[0]: number(row[1]) for row in rows(RESULTS / "autocast.md", "### Calls of two layers")}
     assert f"takes {calls['autocast']:.0f} ms instead of {calls['float32']:.2f} ms" in page
 
@@ -176,9 +175,8 @@ def test_cost_of_an_optimizer_step():
     stated = {row[0]: row[1:] for row in rows(ROOT / "docs" / "performance.md", "## Overhead of the optimizer step")}
     assert stated.keys() == CONTENDERS.keys()
     for place, gradients in enumerate(["float32 gradients", "float16 gradients"]):
-        measured = {
-            row[0]: (row[3], *row[4].split(" to ")) for row in rows(RESULTS / "optimizer.md", f"leaves, {gradients}")
-        }
+        table = rows(RESULTS / "optimizer.md", f"leaves, {gradients}")
+        measured = {row[0]: (row[3], *row[4].split(" to ")) for row in table}
         for name, contender in CONTENDERS.items():
             median, first, third = measured[contender]
             assert stated[name][place].partition(",")[0] == f"{median} ({first} to {third})", name
@@ -224,10 +222,8 @@ def test_limits_of_the_automatic_scale():
         "If the factor grows to 2^28": "grows by 2^2 in 1,000 steps, to 2^28",
     }.items():
         auto, _, dynamic, _ = mixed[name]
-        assert (
-            f'{start}, the automatic scale skips {auto:.0f} of 1,000 steps, and `"dynamic"` skips {dynamic:.0f} st'
-            in page
-        )
+        skipped = f'the automatic scale skips {auto:.0f} of 1,000 steps, and `"dynamic"` skips {dynamic:.0f} st'
+        assert f"{start}, {skipped}" in page
     assert "both scales skip only the steps with NaNs" in page
     assert max(mixed[f"NaN 1 in {one_in}"][column] for one_in in (20, 50, 100, 200, 400) for column in (0, 2)) < 0.1
     auto, unused, dynamic, dynamic_unused = zip(*(mixed[name] for name in NANS_AND_LARGE_VALUES), strict=True)
@@ -274,9 +270,8 @@ def test_bytes_and_times_of_16_bit_parameters():
         over_reference = time / steps["2 x 512", "float32 parameters, autocast"][2]
         assert over == times.get(names[wrapper], f"{over_reference:.2f}"), wrapper
         assert measured == f"{number(timed[names[wrapper]][2]):.2f}", wrapper
-    medians = [
-        number(timed[f"float32{step}"][0]) for step in (" parameters, autocast", "", " parameters, manual casts")
-    ]
+    steps_of_float32 = "float32 parameters, autocast", "float32", "float32 parameters, manual casts"
+    medians = [number(timed[step][0]) for step in steps_of_float32]
     readme = words(ROOT / "README.md")
     in_words = "takes {:.2f} ms, compared with {:.2f} ms in float32 and {:.2f} ms with manual casts".format(*medians)
     assert in_words in readme

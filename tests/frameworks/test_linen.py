@@ -62,12 +62,9 @@ def test_step_equals_a_manual_step_with_the_train_state_of_flax(page):
     ours = trained(page.train_step, page.TrainState.create(**begin, tx=page.tx), batches(page))
     theirs = trained(their_step, TheirState.create(**begin, tx=page.tx), batches(page))
     assert jax.tree.structure(ours.opt_state) == jax.tree.structure(theirs.opt_state)
-    for tree, expected in zip(
-        (ours.params, ours.batch_stats, ours.opt_state, ours.step),
-        (theirs.params, theirs.batch_stats, theirs.opt_state, theirs.step),
-        strict=True,
-    ):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), tree, expected)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
+    for name in "params", "batch_stats", "opt_state", "step":
+        jax.tree.map(close, getattr(ours, name), getattr(theirs, name))
     assert jls.all_finite((ours.params, ours.batch_stats))
     assert ours.opt_state.skipped_steps == 1
 
@@ -94,9 +91,8 @@ def test_additional_fields_are_restored_if_the_step_is_skipped(kwargs):
     tx = jls.loss_scaled(optax.sgd(0.5), jls.DynamicLossScale(8.0))
     state = simple(count=jnp.int32(3), average={"x": jnp.zeros(2)}).replace(tx=tx)
     state = state.replace(opt_state=tx.init(state.params))
-    after = jax.jit(
-        lambda state: state.apply_gradients(grads=GRADS, count=state.count + 1, average=state.params, **kwargs)
-    )(state)
+    fields = {"count": state.count + 1, "average": state.params}
+    after = jax.jit(lambda state: state.apply_gradients(grads=GRADS, **fields, **kwargs))(state)
     applied = kwargs not in SKIPPED.values()
     np.testing.assert_array_equal(after.params["x"], 0.5 if applied else 1.0)
     np.testing.assert_array_equal(after.average["x"], 1.0 if applied else 0.0)
@@ -173,18 +169,13 @@ def through_checkpoints(state, target, folder):
 @pytest.mark.parametrize("through", [through_bytes, through_checkpoints])
 def test_restored_train_state_continues_bitwise_equal(page, through, tmp_path):
     state = trained(page.train_step, page.state, batches(page))
-    target = page.TrainState.create(
-        apply_fn=page.network.apply,
-        params=jax.tree.map(jnp.zeros_like, state.params),
-        batch_stats=jax.tree.map(jnp.zeros_like, state.batch_stats),
-        tx=page.tx,
-    )
+    zeros = jax.tree.map(jnp.zeros_like, {"params": state.params, "batch_stats": state.batch_stats})
+    target = page.TrainState.create(apply_fn=page.network.apply, tx=page.tx, **zeros)
     restored = through(state, target, tmp_path)
     assert isinstance(restored.opt_state, jls.LossScaledState)
     assert_same_bits(restored.opt_state, state.opt_state)
-    assert_same_bits(
-        trained(page.train_step, restored, batches(page)).params, trained(page.train_step, state, batches(page)).params
-    )
+    found, expected = (trained(page.train_step, start, batches(page)) for start in (restored, state))
+    assert_same_bits(found.params, expected.params)
 
 
 class ResNet(nn.Module):

@@ -283,10 +283,9 @@ def test_accumulation_equals_a_loop_over_microbatches(compiled, transform):
     mean = (nnx.jit(accumulate) if compiled else accumulate)(opts[0], models[0])
 
     values, grads, auxs = [], [], []
+    gradient = opts[1].value_and_scaled_grad(fun, has_aux=True)
     for start in range(3):
-        (value, aux), scaled_grads = opts[1].value_and_scaled_grad(fun, has_aux=True)(
-            models[1], X[start::3], TARGET[start::3]
-        )
+        (value, aux), scaled_grads = gradient(models[1], X[start::3], TARGET[start::3])
         values.append(value)
         auxs.append(aux)
         grads.append(nnx.to_pure_dict(scaled_grads))
@@ -295,11 +294,9 @@ def test_accumulation_equals_a_loop_over_microbatches(compiled, transform):
     tolerance = {"rtol": 1e-5, "atol": 1e-3} if transform is not jls.autocast else {"rtol": 2e-3, "atol": 2e-2}
     np.testing.assert_allclose(mean.value, np.mean(values), rtol=1e-3)
     np.testing.assert_allclose(mean.aux, auxs, rtol=1e-5)
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, **tolerance), nnx.to_pure_dict(mean.grads), expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), nnx.to_pure_dict(mean.grads), expected)
     ours, theirs = (pure(model, nnx.Not(nnx.RngKey)) for model in models)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6), ours, theirs)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), ours, theirs)
     assert int(ours["dropout"]["rngs"]["count"]) == 3
     assert not jnp.array_equal(ours["norm"]["mean"], before["norm"]["mean"])
     opts[0].update(models[0], mean.grads, value=mean.value)

@@ -123,9 +123,8 @@ def test_scale_may_be_an_optimizer_state(function):
         found = make(pulled_back)(function, X, X, (state, optax.EmptyState()))
         np.testing.assert_array_equal(found, 8 * X if function is jls.scale_gradient else X / 8)
     np.testing.assert_array_equal(pulled_back(function, X, X, None), X)
-    with pytest.raises(
-        ValueError, match=rf"`{function.__name__}\(scale=...\)` must contain a single scale, got scales of shape \(3,\)"
-    ):
+    message = rf"`{function.__name__}\(scale=...\)` must contain a single scale, got scales of shape \(3,\)"
+    with pytest.raises(ValueError, match=message):
         function(X, jls.FixedLossScale(jnp.ones(3)))
 
 

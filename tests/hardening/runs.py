@@ -52,11 +52,8 @@ def inputs_of(event, random):
     )
     if leaf:
         grads[leaf][np.unravel_index(random.integers(grads[leaf].size), grads[leaf].shape)] = float(fault)
-    return {
-        "grads": grads,
-        "value": np.float32(random.choice([np.nan, np.inf]) if event.startswith("lost_loss") else 0.5),
-        "skip_if": np.bool_(event.startswith("skip_if")),
-    }
+    value = np.float32(random.choice([np.nan, np.inf]) if event.startswith("lost_loss") else 0.5)
+    return {"grads": grads, "value": value, "skip_if": np.bool_(event.startswith("skip_if"))}
 
 
 def stacked_inputs(sequence, seed):
@@ -94,11 +91,9 @@ def verdict_of(kind, scale, inputs):
     leaves = [np.float32(leaf) / np.float32(scale) for leaf in inputs["grads"].values()]
     grads_finite = all(np.isfinite(leaf).all() for leaf in leaves)
     value_finite = bool(np.isfinite(inputs["value"]))
-    return Verdict(
-        applied=value_finite and not inputs["skip_if"] and (grads_finite or not kind.skip_nonfinite),
-        grads_finite=grads_finite,
-        reacts=value_finite and (not inputs["skip_if"] or not grads_finite),
-    )
+    applied = value_finite and not inputs["skip_if"] and (grads_finite or not kind.skip_nonfinite)
+    reacts = value_finite and (not inputs["skip_if"] or not grads_finite)
+    return Verdict(applied=applied, grads_finite=grads_finite, reacts=reacts)
 
 
 def momentum_step(params, trace, grads, scale):

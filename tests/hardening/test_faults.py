@@ -63,9 +63,8 @@ def loss_fn(params, batch, dtype=jnp.float16):
 
 # Huge gradients are finite and therefore applied, so the optimizer clips them. Adam is not used because its second
 # moment would be affected for many steps.
-OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(0.1), optax.sgd(optax.cosine_decay_schedule(0.05, STEPS), momentum=0.9)
-)
+SCHEDULE = optax.cosine_decay_schedule(0.05, STEPS)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(SCHEDULE, momentum=0.9))
 
 
 def with_lost_microbatches(batch, fault):
@@ -112,9 +111,8 @@ def make_step(name):
 
     def step(carry, inputs):
         params, state = carry
-        window = jls.accumulate_gradients(loss_that_may_be_lost, state, MICROBATCHES)(
-            params, with_lost_microbatches(inputs["batch"], inputs["fault"])
-        )
+        accumulated = jls.accumulate_gradients(loss_that_may_be_lost, state, MICROBATCHES)
+        window = accumulated(params, with_lost_microbatches(inputs["batch"], inputs["fault"]))
         grads = spoiled(window.grads, inputs["fault"], inputs["position"])
         value = jnp.where(inputs["fault"] == CODES["lost_loss"], jnp.nan, window.value)
         skip_if = inputs["fault"] == CODES["skip_if"]
@@ -177,9 +175,8 @@ def losses_without_faults():
 def by_scan(name):
     tx, step = make_step(name)
     params = initial_params()
-    return jax.device_get(
-        jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs))((params, tx.init(params)), inputs(0))
-    )
+    run = jax.jit(functools.partial(jax.lax.scan, step))
+    return jax.device_get(run((params, tx.init(params)), inputs(0)))
 
 
 @pytest.mark.parametrize("name", TRAINED)

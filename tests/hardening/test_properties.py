@@ -71,9 +71,7 @@ def beginning(name, inner, exponent):
     if hasattr(loss_scale, "current_loss_scale"):
         floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale or 2.0**127
         loss_scale = dataclasses.replace(loss_scale, current_loss_scale=min(max(2.0**exponent, floor), ceiling))
-    state = jls.loss_scaled(inner, loss_scale).init(
-        {k: v for k, v in PARAMS.items() if k != "frozen"} | {"frozen": None}
-    )
+    state = jls.loss_scaled(inner, loss_scale).init(PARAMS | {"frozen": None})
     return PARAMS, state
 
 

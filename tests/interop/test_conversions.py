@@ -69,9 +69,8 @@ def test_flax_grows_as_late_as_the_conversion_assumes():
 
 def test_from_and_to_jmp():
     jmp, theirs = ours("jmp"), pytest.importorskip("jmp")
-    assert jmp.from_jmp(theirs.DynamicLossScale(jnp.float32(4), jnp.int32(3), 9)) == at(
-        jls.DynamicLossScale(4.0, 9), 4.0, 3
-    )
+    dynamic = theirs.DynamicLossScale(jnp.float32(4), jnp.int32(3), 9)
+    assert jmp.from_jmp(dynamic) == at(jls.DynamicLossScale(4.0, 9), 4.0, 3)
     assert jmp.from_jmp(theirs.StaticLossScale(jnp.float32(8))) == jls.FixedLossScale(8.0)
     assert jmp.from_jmp(theirs.NoOpLossScale()) == jls.NoOpLossScale()
     assert jmp.to_jmp(jls.FixedLossScale(8.0)) == theirs.StaticLossScale(jnp.float32(8))

@@ -74,10 +74,8 @@ def oracle(config, state, finite, largest):
     floor, ceiling, headroom = config
     scale, peak, margin, allowance = (state[name] for name in STATE)
     s, at_most = math.ceil(math.log2(scale)), math.ceil(math.log2(min(ceiling, 2.0**126)))
-    no_peak, fresh = (
-        peak <= -127,
-        {"log2_peak": -127, "log2_margin": at_most + 1 - min(at_most, 40), "log2_allowance": 0},
-    )
+    no_peak = peak <= -127
+    fresh = {"log2_peak": -127, "log2_margin": at_most + 1 - min(at_most, 40), "log2_allowance": 0}
 
     limit = math.log2(65512) - headroom
 

@@ -90,9 +90,8 @@ def test_all_finite_reduces_over_the_named_axes_under_shard_map(axis_name, spec,
 def test_agree_reduces_flags_and_the_largest_magnitude_together(number, largest):
     """A flag that is false on one device is false on all devices, and a NaN on one device is NaN on all devices."""
     flags = np.array([[True, True, False], [True, True, True], [True, False, True]])[:, :number]
-    agreed, found = jax.vmap(lambda flags, largest: agree(flags, largest, "devices"), axis_name="devices")(
-        list(flags.T), None if largest is None else jnp.array(largest)
-    )
+    of_devices = jax.vmap(lambda flags, largest: agree(flags, largest, "devices"), axis_name="devices")
+    agreed, found = of_devices(list(flags.T), None if largest is None else jnp.array(largest))
     np.testing.assert_array_equal(agreed, np.tile(flags.all(axis=0)[:, None], 3))
     assert found is None if largest is None else np.array_equal(found, np.tile(np.max(largest), 3), equal_nan=True)
 

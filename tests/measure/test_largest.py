@@ -243,9 +243,8 @@ def test_shards_agree_under_shard_map(shape, check_vma):
     def of_shards(leaf, replicated):
         return finite_and_largest([leaf, replicated], jnp.float32(2), axis_name="x")
 
-    mapped = jax.jit(
-        jax.shard_map(of_shards, mesh=mesh, in_specs=(P("x"), P()), out_specs=(P(), P()), check_vma=check_vma)
-    )
+    specs = {"in_specs": (P("x"), P()), "out_specs": (P(), P())}
+    mapped = jax.jit(jax.shard_map(of_shards, mesh=mesh, check_vma=check_vma, **specs))
     with set_mesh(mesh) if check_vma else contextlib.nullcontext():
         placed = jax.device_put(values, NamedSharding(mesh, P("x")))
         same = jax.device_put(np.ones(2**16, np.float16), NamedSharding(mesh, P()))

@@ -127,10 +127,8 @@ def test_nonfinite_element_on_one_device_is_found_on_all_devices(axis_types, in_
     with set_mesh(mesh) if in_context else contextlib.nullcontext():
 
         def verdict(kernels):
-            placed = [
-                jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(kernels, SPECS, strict=True)
-            ]
-            found = is_finite(*placed)
+            shardings = [NamedSharding(mesh, spec) for spec in SPECS]
+            found = is_finite(*map(jax.device_put, kernels, shardings))
             assert found.sharding.is_fully_replicated
             return {bool(shard.data) for shard in found.addressable_shards}
 

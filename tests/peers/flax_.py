@@ -63,9 +63,8 @@ def unscaling():
 
 
 def float16_gradients():
-    result = DynamicScale(scale=jnp.float32(2.0**15)).value_and_grad(lambda p: p * 2.0**-10 * 2.0**-10 * 2.0**-8)(
-        jnp.float16(1.0)
-    )
+    scaled = DynamicScale(scale=jnp.float32(2.0**15))
+    result = scaled.value_and_grad(lambda p: p * 2.0**-10 * 2.0**-10 * 2.0**-8)(jnp.float16(1.0))
     assert (result.grad, result.grad.dtype) == (2.0**-28, jnp.float32)
     return "unscaled in float32"
 
@@ -112,9 +111,8 @@ def which_layer():
     states = []
     for bad in "a", "b":
         factors = dict.fromkeys("ab", 1.0) | {bad: jnp.inf}
-        result = DynamicScale().value_and_grad(lambda p, f=factors: f["a"] * p["a"] + f["b"] * p["b"])(
-            dict.fromkeys("ab", PARAMS)
-        )
+        gradient = DynamicScale().value_and_grad(lambda p, f=factors: f["a"] * p["a"] + f["b"] * p["b"])
+        result = gradient(dict.fromkeys("ab", PARAMS))
         states.append((result.finite, result.dynamic_scale))
     return cases.which_layer(states)
 

@@ -104,14 +104,8 @@ def step_under_shard_map(mesh, params_sharding, state_sharding):
         params, state = tx.update_and_apply(jax.tree.map(own_rows, grads), state, params, value=loss)
         return params, state, loss[None]
 
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(params_specs, state_specs, P("data")),
-            out_specs=(params_specs, state_specs, P("data")),
-        )
-    )
+    specs = params_specs, state_specs, P("data")  # of the arguments and of the results
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs))
 
 
 def out_of_disk():
@@ -139,27 +133,24 @@ def train(make_step, devices, bad_shard, how="never"):
     def sharding_of(tree):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, P("data") if leaf.ndim else P()), tree)
 
-    params = initial_params()
-    params_sharding = sharding_of(params)
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index]),
-        params,
-        params_sharding,
-    )
+    def placed(leaf, sharding):
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    params_sharding = sharding_of(initial_params())
+    params = jax.tree.map(placed, initial_params(), params_sharding)
     state_sharding = sharding_of(jax.eval_shape(loss_scaled().init, params))
     state = jax.jit(loss_scaled().init, out_shardings=state_sharding)(params)
     step = make_step(mesh, params_sharding, state_sharding)
 
+    rows = NamedSharding(mesh, P("data"))
     own_shards = [shard for shard, device in enumerate(devices) if device.process_index == jax.process_index()]
     losses, seen = [], {name: [] for name in jls.metrics(state)}
     for number in range(STEPS):
         if number == LEAVES_AT:
             WAYS[how]()
         shards = [shard_of_batch(number, shard, bad_shard) for shard in own_shards]
-        batch = jax.tree.map(
-            lambda *leaves: jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.stack(leaves)),
-            *shards,
-        )
+        of_process = jax.tree.map(lambda *leaves: np.stack(leaves), *shards)
+        batch = jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(rows, leaf), of_process)
         params, state, loss = step(params, state, batch)
         losses.append(loss)
         for name, value in jls.metrics(state).items():

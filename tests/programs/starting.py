@@ -23,17 +23,9 @@ def started(program, *arguments, devices, errors, stdout=subprocess.DEVNULL):
     """
     # XLA uses the last value of a repeated flag.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    with (
-        open(errors, "w") as stderr,
-        subprocess.Popen(
-            [sys.executable, Path(__file__).with_name(program), *map(str, arguments)],
-            env=environment_with(XLA_FLAGS=flags),
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        ) as process,
-    ):
+    command = [sys.executable, Path(__file__).with_name(program), *map(str, arguments)]
+    options = {"env": environment_with(XLA_FLAGS=flags), "stdout": stdout, "text": True, "start_new_session": True}
+    with open(errors, "w") as stderr, subprocess.Popen(command, stderr=stderr, **options) as process:
         try:
             yield process
         finally:
@@ -46,14 +38,7 @@ def run_python(*arguments, cwd=None, status=0, **environment):
 
     ``status`` is the expected exit status.
     """
-    completed = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env=environment_with(**environment),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command, place = [sys.executable, *map(str, arguments)], {"cwd": cwd, "env": environment_with(**environment)}
+    completed = subprocess.run(command, **place, capture_output=True, text=True, timeout=600, check=False)
     assert completed.returncode == status, completed.stdout + completed.stderr
     return completed.stdout

@@ -4,6 +4,7 @@ The loss differs between devices, but parameters, optimizer state and loss scale
 plain optax step without loss scaling on one device, which uses the whole batch.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,11 +80,7 @@ def test_step_equals_one_device_and_all_devices_skip_nonfinite_data(way, check_v
     expected_loss, grads = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
     updates, inner_state = INNER.update(grads, INNER.init(PARAMS), PARAMS)
     expected = optax.apply_updates(PARAMS, updates), inner_state, expected_loss
-    jax.tree.map(
-        lambda leaf, other: np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-6),
-        (params, state.inner_state, loss),
-        expected,
-    )
+    chex.assert_trees_all_close((params, state.inner_state, loss), expected, rtol=1e-4, atol=1e-6)
 
     bad = BATCH.copy()
     bad[11, 2] = np.nan  # One device has a NaN in its shard.

@@ -453,10 +453,8 @@ def test_partition_trains_each_group_with_its_own_wrapper():
     wrapped = {name: jls.master_weights(inner) for name, inner in optimizers.items()}
     wrapped["frozen"] = optimizers["frozen"]
     expected, _ = trained(optax.transforms.partition(optimizers, labels), jls.cast_floating(params, F32))
-    for tx in (
-        optax.transforms.partition(wrapped, labels),
-        jls.loss_scaled(optax.transforms.partition(wrapped, labels), None),
-    ):
+    partitioned = optax.transforms.partition(wrapped, labels)
+    for tx in partitioned, jls.loss_scaled(partitioned, None):
         new, state = trained(tx, params)
         assert_same_bits(jls.float32_params(new, state), expected)
         assert_same_bits(new["frozen"], params["frozen"])
@@ -534,9 +532,8 @@ def test_tree_map_params_and_schedule_free_evaluation_work():
 @ci
 def test_float32_params_of_arrays_without_remainder_are_cast():
     params = {"a": jnp.full(2, 1.5, BF16), "b": jnp.full(2, 0.1, F16)}
-    tx = optax.transforms.partition(
-        {"a": jls.master_weights(optax.sgd(1.0)), "b": jls.stochastic_rounding(optax.sgd(1.0))}, {"a": "a", "b": "b"}
-    )
+    parts = {"a": jls.master_weights(optax.sgd(1.0)), "b": jls.stochastic_rounding(optax.sgd(1.0))}
+    tx = optax.transforms.partition(parts, {"a": "a", "b": "b"})
     params, state = step_of(tx)(params, tx.init(params), {"a": jnp.full(2, 2.0**-20), "b": jnp.zeros(2)})
     weights = jax.jit(jls.float32_params)(params, state)
     np.testing.assert_array_equal(weights["a"], np.float32(1.5 - 2.0**-20))

@@ -74,17 +74,18 @@ def is_near_float32(loss, rel=0.02):
     return abs(float(loss) / float32_losses()[-1] - 1) <= rel
 
 
-def assert_trained(losses, state, skips=(0, 12), rel=0.02):
-    assert is_near_float32(losses[-1], rel)
-    assert skips[0] <= int(state.skipped_steps) <= skips[1]
+def assert_trained(losses, state, most_skips=12):
+    assert is_near_float32(losses[-1])
+    assert int(state.skipped_steps) <= most_skips
+    assert state.loss_scale() > 2.0**30
 
 
 def test_plain_trainer_reaches_the_float32_loss():
     assert float32_losses()[-1] < 0.05 * float32_losses()[0]
     mp = jls.MixedPrecision(adam())
     _, state, losses = train(mp.loss(loss_fn), mp.optimizer)
-    assert_trained(losses, state, skips=(0, 0))
-    assert jls.metrics(state)["loss_scale"] == jls.get_loss_scale(state)() > 2.0**30
+    assert_trained(losses, state, most_skips=0)
+    assert jls.metrics(state)["loss_scale"] == jls.get_loss_scale(state)()
     jls.raise_if_stuck(state)
     assert "not scaled" not in str(jls.diagnostics.explain(state))
 
@@ -228,12 +229,10 @@ def test_a_float16_loss_warns():
     ],
 )
 def test_the_method_loss_that_is_passed_instead_of_its_result_is_named(call):
-    mp = jls.MixedPrecision(adam())
-    with pytest.raises(TypeError, match=r"takes one argument, .* Pass `mp\.loss\(loss_fn\)` to the trainer instead of"):
+    mp, advice = jls.MixedPrecision(adam()), r"Pass `mp\.loss\(loss_fn\)` to the trainer instead of"
+    with pytest.raises(TypeError, match=rf"takes one argument, .* {advice}"):
         call(mp.loss)
-    with pytest.raises(
-        ValueError, match=r"must be a function, .* Pass `mp\.loss\(loss_fn\)` to the trainer instead of"
-    ):
+    with pytest.raises(ValueError, match=rf"must be a function, .* {advice}"):
         jax.grad(mp.loss)(PARAMS)
 
 
@@ -279,7 +278,6 @@ def test_ways_of_compiling(compiled):
     params = jax.tree.map(jnp.copy, PARAMS)
     _, state, losses = train(mp.loss(loss_fn), mp.optimizer, compiled=compiled, params=params)
     assert_trained(losses, state)
-    assert state.loss_scale() > 2.0**30
 
 
 def test_steps_in_a_scan_with_cond():
@@ -291,9 +289,8 @@ def test_steps_in_a_scan_with_cond():
         taken = jax.lax.cond(number % 2 == 0, lambda: step(params, opt_state, DATA)[:2], lambda: carry)
         return taken, loss_fn(taken[0], DATA)
 
-    (_, state), losses = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(2 * STEPS)))(
-        (PARAMS, mp.optimizer.init(PARAMS))
-    )
+    start = PARAMS, mp.optimizer.init(PARAMS)
+    (_, state), losses = jax.jit(lambda carry: jax.lax.scan(body, carry, jnp.arange(2 * STEPS)))(start)
     assert is_near_float32(losses[-1], 0.1)
     assert int(state.applied_steps) + int(state.skipped_steps) == STEPS
     assert state.loss_scale() > 2.0**30
@@ -333,7 +330,6 @@ def test_several_devices(axis_type, is_set, devices):
     with any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         _, state, losses = train(mp.loss(loss_fn), mp.optimizer, params=params, data=data)
     assert_trained(losses, state)
-    assert state.loss_scale() > 2.0**30
 
 
 def on_the_third_device(tree):
@@ -428,10 +424,8 @@ def test_first_use_outside_of_the_mesh_raises_an_error(is_set):
     fun = mp.loss(loss_fn)
     fun(PARAMS, DATA)
     params = PARAMS if is_set else jax.device_put(PARAMS, NamedSharding(mesh, P()))
-    with (
-        any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext(),
-        pytest.raises(ValueError, match=r"a mesh of 8 devices, but the loss scale is stored on 1\. .*mesh=mesh"),
-    ):
+    message = r"a mesh of 8 devices, but the loss scale is stored on 1\. .*mesh=mesh"
+    with any_jax.set_mesh(mesh) if is_set else contextlib.nullcontext(), pytest.raises(ValueError, match=message):
         jax.jit(jax.grad(fun))(params, DATA)
 
 
@@ -468,7 +462,6 @@ def test_data_parallel_training_with_the_third_line(mapped):
     mp = jls.MixedPrecision(adam(), axis_name="data")
     _, state, losses = train_data_parallel(mp, mp.loss(loss_fn), mp.step, STEPS, mapped)
     assert_trained(losses, state)
-    assert state.loss_scale() > 2.0**30
 
 
 THIRD_LINE = r"train_step = mp\.step\(train_step\)"
@@ -705,9 +698,8 @@ def test_loss_can_be_evaluated_outside_of_a_step():
     assert_trained(losses, state)
     np.testing.assert_allclose(jax.jit(fun)(PARAMS, DATA), loss_fn(PARAMS, DATA), rtol=2e-3)
     # The gradients outside of a step use the scale of the last update.
-    np.testing.assert_allclose(
-        jax.grad(fun)(PARAMS, DATA)["weights"], jax.grad(loss_fn)(PARAMS, DATA)["weights"], rtol=1e-2
-    )
+    grads, exact = (jax.grad(each)(PARAMS, DATA)["weights"] for each in (fun, loss_fn))
+    np.testing.assert_allclose(grads, exact, rtol=1e-2)
 
 
 def test_two_optimizers_have_independent_scales():

@@ -139,11 +139,8 @@ def test_training_run_has_skipped_steps_and_scale_growth_on_all_devices(make_ste
     scales = np.log2(run["step/loss_scale"])
     assert scales.T.tolist() == [[10, 10, 11, 11, 10, 10, 10, 9, 9, 9, 9, 10]] * DEVICES
     applied = [step not in (4, 7, 9) for step in range(12)]
-    for name, expected in (
-        ("grads_finite", applied),
-        ("applied_steps", np.cumsum(applied)),
-        ("skipped_steps", np.cumsum(np.logical_not(applied))),
-    ):
+    numbers = {"applied_steps": np.cumsum(applied), "skipped_steps": np.cumsum(np.logical_not(applied))}
+    for name, expected in {"grads_finite": applied, **numbers}.items():
         np.testing.assert_array_equal(run[f"step/{name}"].T, [expected] * DEVICES)
     assert np.isfinite(run["loss"]).all(axis=1).tolist() == [step != 9 for step in range(12)]
     assert run["state/inner_state/1/count"] == 9

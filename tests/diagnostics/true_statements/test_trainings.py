@@ -1,5 +1,7 @@
 """Statements of `explain` about small training runs are true, and only appear if they apply."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -108,16 +110,26 @@ def in_the_wrong_order(tx, params, state, loss_fn):
 MISTAKES = [computed_by_a_trainer, with_jax_value_and_grad, clipped_outside, in_the_wrong_order]
 
 
+@functools.cache
+def compiled(step, loss_scale, steps):
+    """Return a compiled function from a factor of the loss to the states after each of the steps."""
+    tx = jls.loss_scaled(optax.adam(0.01), loss_scale)
+
+    def run(factor):
+        loss_fn = jls.autocast(lambda params: factor * regression(params, (X, Y, False)))
+
+        def body(carry, _):
+            params, state = step(tx, *carry, loss_fn)
+            return (params, state), state
+
+        return jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=steps)[1]
+
+    return jax.jit(run)
+
+
 def trained_with(step, loss_scale="auto", steps=100, factor=2.0**-7):
     """Return the states after each of the steps."""
-    tx = jls.loss_scaled(optax.adam(0.01), loss_scale)
-    loss_fn = jls.autocast(lambda params: factor * regression(params, (X, Y, False)))
-
-    def body(carry, _):
-        params, state = step(tx, *carry, loss_fn)
-        return (params, state), state
-
-    states = jax.jit(lambda: jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=steps)[1])()
+    states = jax.device_get(compiled(step, loss_scale, steps)(factor))
     return [jax.tree.map(lambda leaf, number=number: leaf[number], states) for number in range(steps)]
 
 
