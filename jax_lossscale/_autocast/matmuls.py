@@ -14,7 +14,7 @@ from jax_lossscale._autocast.rule import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced, jaxprs_of
 from jax_lossscale._program.location import Location, location_of
-from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL
+from jax_lossscale._program.primitives import ARITHMETIC, FLOAT32_RESULT_MATMUL
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 
@@ -70,8 +70,11 @@ def nested_equations(
 
 
 def jaxprs_in(eqn: Any) -> list[Jaxpr]:
-    """Return the jaxprs among the parameters of an equation."""
-    return [jaxpr for parameter in eqn.params.values() for jaxpr in jaxprs_of(parameter)]
+    """Return the jaxprs among the parameters of an equation.
+
+    The jaxpr of a reduction or a scatter, which only computes single numbers, is not returned.
+    """
+    return [] if eqn.primitive.name in ARITHMETIC else jaxprs_of(tuple(eqn.params.values()))
 
 
 def operation_name(eqn: Any) -> str:

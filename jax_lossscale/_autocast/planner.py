@@ -124,11 +124,11 @@ class Planner:
           reasons why matmuls in the jaxprs are not in half precision.
         """
         half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
-        into_matmuls = uses.going_into_matmuls(graph, node_plans)
+        rounded = uses.going_into_matmuls(graph, node_plans) | half_outputs
         half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
         # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
-        half |= (into_matmuls | half_outputs) & {*graph.inputs, *graph.constants}
+        half |= rounded & {*graph.inputs, *graph.constants}
         values = _Values(half, half_outputs, unrounded, constants)
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
@@ -148,7 +148,7 @@ class Planner:
                     results = [False] * len(node.outputs)
             for result, is_half in zip(node.outputs, results, strict=True):
                 aval = graph.types[result]
-                is_stored_in_half = (is_half and not aval.weak_type) or result in into_matmuls | half_outputs
+                is_stored_in_half = (is_half and not aval.weak_type) or result in rounded
                 if is_float32(aval) and is_stored_in_half:
                     half.add(result)
         return half, calls, reasons

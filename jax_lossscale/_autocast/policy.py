@@ -213,7 +213,7 @@ def _sentence(rule: PrecisionRule) -> str:
     precision = config.pop("precision")
     if precision == "float32_result":
         precision = "half-precision operands, float32 result"
-    names = ", ".join(f"{name} {value!r}" for name, value in config.items() if value)
+    names = ", ".join(f"{name} {value!r}" if value else f"no {name}" for name, value in config.items())
     return f"{precision}: {names or 'everything'}{reason}"
 
 

@@ -188,7 +188,8 @@ def sums_with_a_bias(
     found: set[int] = set()
     for segment in segments:
         # A sum with a bias may be the operand of another such sum, which has the same cotangent.
-        summands = {*half} - segment.upcast
+        operands = {n for position in segment.nodes for n in value_ids(graph.nodes[position].inputs)}
+        summands = half & (operands - segment.upcast)
         for position in segment.nodes:
             node = graph.nodes[position]
             if _adds_a_bias(graph, node, summands, broadcasts) and not in_float32.isdisjoint(node.outputs):

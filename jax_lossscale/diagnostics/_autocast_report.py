@@ -299,8 +299,8 @@ def _cells(operation: OperationPrecision) -> list[str]:
 
 
 def _in_bytes(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number} {unit}"
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 999.5:  # Larger numbers would be rounded to three digits in scientific notation.
+            return f"{number:.3g} {unit}"
         number /= 1024
-    return f"{number:.3g} GiB"
+    return f"{number:.3g} TiB"

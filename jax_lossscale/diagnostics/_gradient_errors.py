@@ -301,8 +301,6 @@ class GradientErrors(NamedTuple):
         headroom, the smallest accurate scale is returned.
         """
         finite, errors, scales = self.finite(), self.total.relative_error, self.scales
-        if not finite:
-            return scales[0]
         best = self.best()
         fewest = len(self.inaccurate_leaves(best))
         good = [n for n in finite if len(self.inaccurate_leaves(n)) <= fewest]

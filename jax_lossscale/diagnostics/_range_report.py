@@ -348,8 +348,8 @@ def _scale_of(loss_scale: Any) -> float:
     """Return the loss scale as a float. Unlike a `FixedLossScale`, a plain number may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()
-    if not 0 < float(loss_scale) < math.inf:
-        raise ValueError(f"`range_report(loss_scale=...)` must be positive and finite, got {loss_scale!r}.")
+    if jnp.ndim(loss_scale) or not 0 < float(loss_scale) < math.inf:
+        raise ValueError(f"`range_report(loss_scale=...)` must be one positive finite number, got {loss_scale!r}.")
     return float(loss_scale)
 
 

@@ -396,4 +396,5 @@ def test_error_for_an_invalid_precision_suggests_the_closest_value(precision, su
 
 
 def test_parameter_pattern_may_be_empty():
-    assert str(jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])) == "float32: layer 'a'"
+    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="a", parameter="")])
+    assert str(policy) == "float32: layer 'a', no parameter"

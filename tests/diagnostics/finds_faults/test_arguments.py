@@ -174,6 +174,7 @@ def test_opaque_operations_are_listed(report, sentence):
 
 FLOATING = "must be a real floating dtype, got int32"
 NUMBERS = "must be a sequence of positive finite numbers, got"
+BATCH = jax.vmap(jls.FixedLossScale)(jnp.ones(2))
 REFUSED = [
     ("autocast_report", {"policy": "float32"}, "policy=...)` must be"),
     ("autocast_report", {"has_aux": 1}, "has_aux=...)` must be"),
@@ -196,7 +197,8 @@ REFUSED = [
     ("find_precision", {"batches": [X[:3]]}, "batches=...)` must be a sequence of values with the structure"),
     ("find_precision", {"batches": []}, "batches=...)` must be a sequence of values with the structure"),
     ("range_report", {"dtype": jnp.int32}, f"dtype=...)` {FLOATING}"),
-    ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be positive and finite, got 0.0"),
+    ("range_report", {"loss_scale": 0.0}, "loss_scale=...)` must be one positive finite number, got 0.0"),
+    ("range_report", {"loss_scale": BATCH}, "loss_scale=...)` must be one positive finite number, got Array([1."),
 ]
 
 

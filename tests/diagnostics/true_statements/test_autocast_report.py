@@ -1,5 +1,6 @@
 """Reports by `autocast_report` on programs whose matmuls can be counted by hand."""
 
+import dataclasses
 import functools
 import re
 
@@ -73,6 +74,7 @@ def test_report_without_matmuls_contains_no_numbers_of_matmuls():
     assert lines[0] == "Matrix multiplications and convolutions (matmuls): none."
     assert lines[1].startswith("Saved for the backward pass")
     assert "dot_general" not in "".join(lines)
+    assert "backward pass: 0.996 MiB" in str(dataclasses.replace(report, bytes_after=1020 * 2**10))
 
 
 def test_report_is_printed_as_a_table_of_matmuls():
@@ -137,6 +139,11 @@ def test_arithmetic_is_included():
 
     assert (tanh(None).dtype, tanh(None).reason, tanh(None).flops) == ("float32", "", 0)
     assert tanh(jls.PrecisionPolicy([jls.PrecisionRule("half", operation="tanh")])).dtype == "float16"
+    scatter = autocast_report(lambda x: jnp.sum(jnp.zeros(X.shape).at[0].add(x[0])), X)
+    names = {each.operation.replace("_", "-") for each in scatter}
+    assert "scatter-add" in names
+    assert "add" not in names
+    assert scatter.bytes_accessed > 4 * X.nbytes
 
 
 def test_saved_bytes_equal_the_residuals_of_vjp():
