@@ -254,10 +254,10 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
       levels: the precision of each site, ``int[sites]``.
       reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules state no reason.
     """
-    rules: list[PrecisionRule] = []
+    rules, covered = list[PrecisionRule](), set[int]()
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
-        if any(rule.matches(sites[number].operation, sites[number].location) for rule in rules):
+        if number in covered:
             continue
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
@@ -265,13 +265,14 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
+        covered.update(matched)
     return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
     """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
-    patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
-    return patterns < others
+    patterns, others = ({**vars(rule), "reason": ""} for rule in (one, other))
+    return patterns != others and all(pattern in ("*", others[name]) for name, pattern in patterns.items())
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
