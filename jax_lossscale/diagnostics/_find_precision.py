@@ -18,7 +18,7 @@ from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
@@ -87,7 +87,7 @@ def find_precision(
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
-        `compare_gradients`.
+        `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: float16 or bfloat16.
@@ -161,7 +161,14 @@ def find_precision(
       - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
         tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
-    call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
+
+    def checked(args: Sequence[Any]) -> LossCall:
+        call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
+        # A float16 gradient would be rounded in the float32 reference, too.
+        widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
+        return call._replace(args=widened)
+
+    call = checked(args)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
@@ -172,7 +179,7 @@ def find_precision(
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
     call.check_has_gradients("find_precision")
-    calls = [check_call("find_precision", fun, each, kwargs, argnums, has_aux) for each in _all_batches(args, batches)]
+    calls = list(map(checked, _all_batches(args, batches)))
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
     return _found(call, Search(Gradients(calls, dtype, names_parameters, shown), tolerance), tolerance)
