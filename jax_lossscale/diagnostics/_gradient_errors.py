@@ -148,8 +148,7 @@ def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference)]
     flags = sizes > 0, (sizes > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    sums = [total.astype(jnp.promote_types(total.dtype, jnp.float32)) for total in reduced(sums=[*squares, *flags])]
-    return Measurement(largest, smallest, *sums)
+    return Measurement(largest, smallest, *reduced(sums=[*squares, *flags]))
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients
+from jax_lossscale.diagnostics._gradient_errors import measure
 
 pytestmark = pytest.mark.ci
 
@@ -74,6 +75,11 @@ def test_gradients_are_accurate_at_the_recommended_scale(name):
         # The bias without a true gradient is skipped.
         if float(jnp.linalg.norm(reference)) > 1e-7 or name == "tiny_loss":
             assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
+
+
+def test_nonzero_elements_are_counted_exactly():
+    ones = {"": jnp.ones(2**24 + 1, jnp.float16)}
+    assert measure(ones, ones, 1.0)[0].nonzero == 2**24 + 1  # Not a float32 number.
 
 
 def test_range_of_working_scales_is_reported():
