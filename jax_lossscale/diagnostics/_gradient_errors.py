@@ -339,6 +339,7 @@ def errors_by_scale(
     # `exact` contains the float32 gradients. `rounding` contains one measurement per leaf: the difference between the
     # float32 gradients at slightly changed parameters and those in `exact`.
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
+    # `leaf.largest` is the largest magnitude in the float32 gradient, not in the difference.
     scales = scales or _default_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
