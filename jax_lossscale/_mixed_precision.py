@@ -351,6 +351,11 @@ class _SharedLossScale:
         Args:
           method: the calling method of `MixedPrecision`, for error messages.
           arguments: the arguments of the method, whose mesh is used for the reference.
+
+        Raises:
+          RuntimeError: if JAX is older than 0.7.2.
+          ValueError: if the method is called inside `jax.pmap` or `jax.shard_map`, if the number of devices differs
+            from that of the reference, or if the devices of the step cannot be determined.
         """
         value = self._value.get()
         if value is not None:
@@ -377,7 +382,9 @@ class _SharedLossScale:
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
         token = self._value.set(_Value(loss_scale))
         try:
-            # Each trace of a step has its own tracers. Without tracers, all steps use the same compiled functions.
+            # JAX must not reuse a function that was traced in another step, because it contains the tracers of that
+            # step. Each step with tracers therefore enters the context with a new object. Without tracers, all steps
+            # use the same compiled functions.
             with _in_step(object() if is_traced else self):
                 yield
         finally:
@@ -386,8 +393,9 @@ class _SharedLossScale:
     def place_like(self, params: Any) -> None:
         """If the parameters are committed to devices, select their mesh or the device of the first committed leaf.
 
-        This has no effect after the reference has been created. A single CPU is ignored if there is an accelerator,
-        because parameters that were created on the CPU are usually moved to the accelerator before the first step.
+        This has no effect after the reference has been created. A single device is ignored if it does not belong to the
+        default backend. For example, parameters that were created on the CPU are usually moved to the accelerator
+        before the first step.
         """
         if isinstance(self._placement, Mesh):
             return

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.constants import Constants
+from jax_lossscale._autocast.constants import Constants, IntervalOrNaN
 from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
@@ -153,7 +153,8 @@ def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: C
     mask, scaled, x = node.inputs
     parts = [maker[value_id] for value_id in value_ids([mask, scaled]) if value_id in maker]
     others = [atom for part in parts for atom in part.inputs if isinstance(atom, Literal) or atom != x]
-    known = [interval() for interval in map(constants.of, others) if interval is not None]
+    intervals = [interval() for interval in map(constants.of, others) if interval is not None]
+    known = [interval for interval in intervals if not isinstance(interval, IntervalOrNaN)]
     names = [part.eqn.primitive.name for part in parts]
     if names != ["ge", "mul"] or parts[0].inputs[0] != x or not len(others) == len(known) == 2:
         return None, 0

@@ -29,6 +29,10 @@ class Interval(NamedTuple):
     high: float
 
 
+class IntervalOrNaN(Interval):
+    """The interval of a constant that may contain NaNs in addition to the numbers in the interval."""
+
+
 UNKNOWN = Interval(-math.inf, math.inf)
 # A function that computes the interval of a constant.
 FindInterval: TypeAlias = Callable[[], Interval]
@@ -116,11 +120,11 @@ def _of_array(value: Any) -> Interval:
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     if not is_number or not getattr(value, "is_fully_addressable", True):
         return UNKNOWN
-    numbers = np.asarray(value)
+    numbers, kind = np.asarray(value), Interval
     with np.errstate(invalid="ignore"):
         if numbers.size and math.isnan(numbers.min()):
-            numbers = numbers[~np.isnan(numbers)]
-    return _between([numbers.min(), numbers.max()] if numbers.size else [0], dtype)
+            numbers, kind = numbers[~np.isnan(numbers)], IntervalOrNaN
+    return kind(*_between([numbers.min(), numbers.max()] if numbers.size else [0], dtype))
 
 
 def _between(numbers: Sequence[Any], dtype: Any) -> Interval:
@@ -167,7 +171,8 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         ends = [(low, high, min(max(low, 0.0), high)) for low, high in operands]
         with np.errstate(all="ignore"):
             numbers = [function(*map(np.float64, corner)) for corner in itertools.product(*ends)]
-    return _between(numbers, eqn.outvars[position].aval.dtype)
+    kind = IntervalOrNaN if any(isinstance(operand, IntervalOrNaN) for operand in operands) else Interval
+    return kind(*_between(numbers, eqn.outvars[position].aval.dtype))
 
 
 def _is_cast_to_integer(eqn: Any) -> bool:

@@ -221,27 +221,26 @@ class Planner:
         self,
         graph: Graph,
         node_plans: Sequence[NodePlan],
-        half: Set[ValueId],
+        stored: set[ValueId],
         within: tuple[Any, ...],
         constants: Constants,
     ) -> tuple[list[Segment], set[ValueId]]:
         """Group the nodes of a graph into segments.
 
         Determine, for each segment, the values that are converted to float32 within the segment, the cotangents that
-        are rounded, and the values that are saved.
+        are rounded, and, if the backward pass recomputes the segments, the values that are saved.
 
         Returns:
-          The segments, and the set of all values that are stored in half precision. This set contains the values in
-          ``half`` and, if the policy requires it, the non-constant values of the residual streams.
+          The segments, and the attribute ``half`` of the plan: the values in ``stored``, which are stored in half
+          precision, and, if the policy requires it, the non-constant values of the residual streams.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
         # The residual streams are added first, because the attributes of the segments depend on the stored values.
-        stored = {*half}
         if self.policy.half_residual_stream:
             stream = {value for segment in grouped for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
-            stored |= {value for value in stream if constants.of(value) is None}
+            stored = stored | {value for value in stream if constants.of(value) is None}
         grouped = [
             segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), stored)))
             for segment in grouped
@@ -340,12 +339,11 @@ def _with_reasons(
       in_calls: the reasons for the equations in the jaxprs of nodes.
     """
     around = [(*within, *node.within) for node in graph.nodes]
-    with_plans = zip(around, graph.nodes, node_plans, strict=True)
+    with_plans = list(zip(around, graph.nodes, node_plans, strict=True))
     of_nodes = {(*outer, node.eqn): node_plan.reason for outer, node, node_plan in with_plans if node_plan.reason}
     containing = {path[:n]: "" for path in of_nodes for n in range(1, len(path))}
     reasons = {**containing, **of_nodes, **in_calls}
-    pairs = zip(around, graph.nodes, strict=True)
-    nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node in pairs)
+    nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node, _ in with_plans)
     return graph._replace(nodes=nodes), reasons
 
 

@@ -89,7 +89,7 @@ class PrecisionRule:
     def matches(self, operation: str, location: Location) -> bool:
         """Return whether the rule applies to an operation at a location."""
         # A location contains the path of the source file relative to the working directory.
-        source = os.path.abspath(location.source) if location.source else ""
+        source = os.path.abspath(location.source) if location.source and self.source != "*" else ""
         return (
             _fits(operation, self.operation)
             and (_fits(location.layer, self.layer) or _fits(location.layer, f"{self.layer}/*"))
@@ -100,8 +100,7 @@ class PrecisionRule:
 
     def get_config(self) -> dict[str, str]:
         """Return the constructor arguments that differ from their defaults."""
-        fields = dataclasses.fields(self)
-        return {field.name: getattr(self, field.name) for field in fields if getattr(self, field.name) != field.default}
+        return {name: value for name, value in vars(self).items() if value != getattr(type(self), name, None)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +182,7 @@ class PrecisionPolicy:
 
 def _fits(name: str, pattern: str) -> bool:
     """Return whether a name matches a pattern in which brackets have no special meaning."""
-    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+    return pattern == "*" or fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 def _checked_recompute(recompute: Any) -> bool | float:

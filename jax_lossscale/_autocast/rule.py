@@ -49,6 +49,7 @@ class Rule:
         self._parameters = parameters
         self._dtype = dtype
         self._policy = policy
+        self._constant_reason = f"its constant operand is outside the range of {dtype.name}"
         # If `jax_default_matmul_precision` is set when the function is called, it applies to all matmuls, so the user
         # did not select a precision for a particular matmul. The function has already been traced, so a precision
         # setting inside the function is no longer active; it is treated like the `precision` argument of a matmul.
@@ -132,10 +133,6 @@ class Rule:
         if UNKNOWN in intervals:
             return "the range of its constant operand is unknown"
         return "" if all(map(self._holds, intervals)) else self._constant_reason
-
-    @property
-    def _constant_reason(self) -> str:
-        return f"its constant operand is outside the range of {self._dtype.name}"
 
     def _is_marked(self, precision: Any) -> bool:
         if not isinstance(precision, tuple):  # None, or an algorithm

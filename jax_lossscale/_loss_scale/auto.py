@@ -30,8 +30,8 @@ _LOG2_FORGOTTEN = 1 / 64
 # gradients are zero.
 _LOG2_HARDLY_FORGOTTEN = 1 / 768
 _LOG2_LEAST_MARGIN = 1
-# If gradients overflow even though the scale is below its target, the new margin is limited so that the sum of the
-# margin and the magnitude of the allowance is at most this number. Normal float16 numbers span 30 powers of two.
+# If gradients overflow even though the scale is below its target, the sum of the new margin and the magnitude of the
+# old allowance is at most this number. Normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # The base-2 logarithm of the target that is used until the first nonzero gradient. If all gradients of a step are zero,
 # the scale is set to 2**39, 1 bit below this target. At this scale, gradients above 2**-64 do not underflow in float16.
@@ -252,6 +252,7 @@ class AutoLossScale(BoundedLossScale):
         """Return the state after an overflow, before the scale is clipped to its bounds."""
         s, peak, margin, allowance = now
         target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
+        # With this margin, the new target is 24 bits, and the new scale 32 bits, below the scale.
         margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
@@ -259,12 +260,16 @@ class AutoLossScale(BoundedLossScale):
         # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
         # uses the first row whose condition is true.
         conditions, margins, allowances = zip(
+            # Usually, the previous step has overflowed as well and has already changed the margin or the allowance.
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_without_peak, allowance),
+            # The gradients overflow although more than 16 + 7 bits are free, so the scale is not the cause.
             (allowance_is_large & (margin > 2 * LOG2_MOVE), jnp.float32(_LOG2_LEAST_MARGIN), jnp.float32(-LOG2_MOVE)),
             (s < target, margin_for_lower_target, allowance_after_overflow),
             (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
+            # If more than 5 bits are free, the allowance grows by 2 bits. If it grew by only 1 bit, and only a rare kind
+            # of batch overflowed, it would decay faster than it grows.
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
             (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),
             strict=True,

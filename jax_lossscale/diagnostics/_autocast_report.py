@@ -218,8 +218,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
     half = under(policy)
-    value_and_grad = jax.value_and_grad(half, call.argnums, has_aux=True)
-    program = trace_with_reasons(value_and_grad, call.args, call.kwargs)
+    program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)

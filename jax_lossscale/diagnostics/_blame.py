@@ -126,8 +126,8 @@ _SUGGESTIONS = {
     "forward pass underflows": "A loss scale does not affect the forward pass. Compute this operation in float32, or "
     "make its operands larger.",
     "amplified later": "{amplifier} amplifies the rounding error of this operation. Compute both in float32{how}.",
-    "terms cancel": "The terms of this sum cancel. The result is about {factor:,.0f} times smaller than the terms, so "
-    "their rounding errors are amplified by this factor. Compute the terms in float32 as well.",
+    "terms cancel": "The terms of this sum cancel, which amplifies their rounding errors about {factor:,.0f} times. "
+    "Compute the terms in float32 as well.",
     "sum in 16 bits": "A sum in 16 bits stops changing when the added numbers are smaller than the last bit of the "
     "sum. Compute the sum in float32.",
     "amplified here": "This operation amplifies the rounding errors of its operands. Compute {in_float32}.",

@@ -79,8 +79,10 @@ class GradientComparison(Report[LeafGradientError]):
     def _header(self) -> str:
         losses = f"Loss: {self.value:.6g}; float32 reference: {self.reference_value:.6g}."
         lines = [str(self.summary), self.verdict, losses]
-        if self.will_train and len(self.working_scales) > 1:
-            ends = (power_of_two(scale) for scale in (self.working_scales[0], self.working_scales[-1]))
+        working, scales = self.working_scales, self.loss_scales
+        is_range = len(working) > 1 and working == scales[scales.index(working[0]) : scales.index(working[-1]) + 1]
+        if self.will_train and is_range:
+            ends = (power_of_two(scale) for scale in (working[0], working[-1]))
             lines.append(
                 f"At every compared loss scale between {' and '.join(ends)}, the error of all gradients together is at "
                 f"most {LARGE_ERROR:.0%}, and the error of each leaf is at most {LARGE_LEAF_ERROR:.0%}."
@@ -229,8 +231,7 @@ def compare_gradients(
     call.check_has_gradients("compare_gradients")
     float32_program = None
     if reference is not None:
-        reference_call = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux)
-        float32_program = reference_call.value_and_grad()
+        float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
     errors = errors_by_scale(gradients, float32_program, scales, shown)
     finding = Finder(gradients, errors).found()
     at = finding.at

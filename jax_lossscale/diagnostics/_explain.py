@@ -15,11 +15,10 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale, FixedLossScale, LossScale
-from jax_lossscale._measure import all_finite, first_nonfinite
 from jax_lossscale._optax import LossScaledState, monitoring
 from jax_lossscale._optax.state import CAUSES, BadStep
 from jax_lossscale._program import nnx_objects
-from jax_lossscale.diagnostics._nonfinite import leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._nonfinite import LeafReport, leaf_path, reports_of_named
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
@@ -121,12 +120,13 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     Args:
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
       params: the current parameters. The report states whether the parameters are finite, because a NaN in the
-        parameters makes every later step non-finite. The path of the first non-finite leaf is also looked up in the
-        parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in a
-        part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there is
-        no such part, the report contains the index of the leaf. If ``params`` is an nnx model, pass the nnx optimizer
-        as ``opt_state``. Its attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters, and the
-        report also states whether one of the other variables, such as a batch statistic, is not finite.
+        parameters makes every later step non-finite. This check ignores all leaves that are not arrays, such as the
+        rate of a dropout layer or a `jax.ShapeDtypeStruct`. The path of the first non-finite leaf is also looked up in
+        the parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in
+        a part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there
+        is no such part, the report contains the index of the leaf. If ``params`` is an nnx model, pass the nnx
+        optimizer as ``opt_state``. Its attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters,
+        and the report also states whether one of the other variables, such as a batch statistic, is not finite.
 
     Returns:
       A report whose entries are the printed sentences. Programs can read its attribute ``cause``, which is the first of
@@ -175,8 +175,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       not finite, and whether it contained NaN or infinity. Otherwise, the text lists the possible causes.
     - With an `AutoLossScale`, the text reports the largest gradient. From step 20 on, it also reports if the gradients
       do not seem to be scaled (see `raise_if_stuck`).
-    - With any other loss scale, the text ends with a reminder to check whether the gradients are scaled if a step was
-      applied, no step was skipped, and the loss scale is not 1.
+    - With any other loss scale, the text ends with a reminder to check whether the gradients are scaled if at least one
+      step was applied, no step was skipped, the loss scale is not 1, and the last step and the parameters are finite.
 
     The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
     `range_report`, which find the operation.
@@ -191,10 +191,11 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     text: list[str] = []
     params, others = nnx_objects.trained_and_others(params, getattr(opt_state, "wrt", None))
     cause = _write_sentences(state, params, text.append)
-    if cause != "params" and _are_finite(others) is False:
+    lost = [leaf.path for leaf in _reports_of_arrays(others) if leaf.nonfinite]
+    if lost and cause != "params":
         text.append(
-            f"{leaf_path(others, first_nonfinite(others))}, which is not trained, is not finite. Reset it. If a "
-            "skipped step changed it, pass `restore_from=nnx.clone(model)` to `update` in each step."
+            f"{lost[0]}, which is not trained, is not finite. Reset it. If a skipped step changed it, pass "
+            "`restore_from=nnx.clone(model)` to `update` in each step."
         )
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
@@ -217,17 +218,20 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     were = ["was" if number == 1 else "were" for number in (applied, skipped)]
     add(f"Of {_steps(applied + skipped)}, {applied} {were[0]} applied and {skipped} {were[1]} skipped.")
 
-    cause, are_finite = _cause_of_last_step(state), _are_finite(params)
+    arrays = _reports_of_arrays(params)
+    lost = [leaf.path or "the only leaf" for leaf in arrays if leaf.nonfinite]
+    # `are_finite` is None if it is not known whether the parameters are finite, because there are no arrays among them.
+    cause, are_finite = _cause_of_last_step(state), not lost if arrays else None
     if cause:
         _about_last_step(cause, state, params, are_finite, add)
     else:
         cause = _about_earlier_steps(state, params, add)
         if are_finite is not False:
             cause = _about_gradients(state, add) or cause
-    if are_finite is False:
-        return _about_lost_params(state, params, add)
+    if lost:
+        return _about_lost_params(state, lost[0], add)
     if are_finite and int(state.consecutive_skips) and cause != "skip_if":
-        _about_large_params(params, add)
+        _about_large_params(arrays, add)
     return cause
 
 
@@ -446,9 +450,8 @@ def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
     return None
 
 
-def _about_lost_params(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str:
+def _about_lost_params(state: LossScaledState, where: str, add: _Add) -> str:
     """Add sentences about parameters that are not finite."""
-    where = leaf_path(params, first_nonfinite(params)) or "the only leaf"
     lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
     if state.loss_scale.skip_nonfinite:
         add(f"{lost} Restart from a checkpoint.")
@@ -459,12 +462,10 @@ def _about_lost_params(state: LossScaledState, params: chex.ArrayTree | None, ad
     return "params"
 
 
-def _about_large_params(params: chex.ArrayTree | None, add: _Add) -> None:
+def _about_large_params(arrays: list[LeafReport], add: _Add) -> None:
     """Add sentences about the largest parameter if its square is not a finite float16 number."""
-    leaf = nonfinite_report(params)[0]  # The leaves are sorted by their largest magnitude, because all are finite.
-    largest = leaf.largest_finite or 0.0
+    largest, where = max((leaf.largest_finite or 0.0, leaf.path or "the only leaf") for leaf in arrays)
     if largest > math.sqrt(limits_of(jnp.float16).largest):
-        where = leaf.path or "the only leaf"
         add(
             f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "
             "multiplied.\n"
@@ -487,9 +488,11 @@ def _num_steps(state: LossScaledState) -> int:
     return int(state.applied_steps) + int(state.skipped_steps)
 
 
-def _are_finite(params: chex.ArrayTree | None) -> bool | None:
-    """Return whether all parameters are finite, or None if they are not given or are not concrete arrays."""
-    leaves = _tree.inexact_leaves(params)
-    if not leaves or not all(isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves):
-        return None
-    return bool(all_finite(params))
+def _reports_of_arrays(tree: chex.ArrayTree | None) -> list[LeafReport]:
+    """Return a report for each floating-point or complex array of a pytree, in the order of its leaves.
+
+    Leaves without values, such as a `jax.ShapeDtypeStruct`, and Python floats, such as a dropout rate, are ignored.
+    """
+    with_paths = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = [pair for pair in with_paths if isinstance(pair[1], (jax.Array, np.ndarray, np.generic))]
+    return reports_of_named([(jax.tree_util.keystr(path), leaf) for path, leaf in arrays if _tree.is_inexact(leaf)])

@@ -18,7 +18,7 @@ from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
@@ -87,7 +87,7 @@ def find_precision(
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
-        `compare_gradients`.
+        `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: float16 or bfloat16.
@@ -161,7 +161,14 @@ def find_precision(
       - If multiplying the parameters by ``1 ± 2**-9`` causes disproportionately large errors even in float32, the
         tolerance is up to ten times as large. For example, the inputs of ReLUs may change their signs.
     """
-    call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
+
+    def checked(args: Sequence[Any]) -> LossCall:
+        call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
+        # A float16 gradient would be rounded in the float32 reference, too.
+        widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
+        return call._replace(args=widened)
+
+    call = checked(args)
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
@@ -172,7 +179,7 @@ def find_precision(
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
     call.check_has_gradients("find_precision")
-    calls = [check_call("find_precision", fun, each, kwargs, argnums, has_aux) for each in _all_batches(args, batches)]
+    calls = list(map(checked, _all_batches(args, batches)))
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
     return _found(call, Search(Gradients(calls, dtype, names_parameters, shown), tolerance), tolerance)
@@ -254,10 +261,10 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
       levels: the precision of each site, ``int[sites]``.
       reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules state no reason.
     """
-    rules: list[PrecisionRule] = []
+    rules, covered = list[PrecisionRule](), set[int]()
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
-        if any(rule.matches(sites[number].operation, sites[number].location) for rule in rules):
+        if number in covered:
             continue
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
@@ -265,13 +272,14 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
             if all(levels[other] == level for other in matched):
                 break
         rules.append(rule)
+        covered.update(matched)
     return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
     """Return whether ``one`` has the same precision as ``other`` and matches every operation that ``other`` matches."""
-    patterns, others = ({*rule.get_config().items()} - {("reason", rule.reason)} for rule in (one, other))
-    return patterns < others
+    patterns, others = ({**vars(rule), "reason": ""} for rule in (one, other))
+    return patterns != others and all(pattern in ("*", others[name]) for name, pattern in patterns.items())
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:

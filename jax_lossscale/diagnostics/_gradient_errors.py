@@ -148,8 +148,7 @@ def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference)]
     flags = sizes > 0, (sizes > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    sums = [total.astype(jnp.promote_types(total.dtype, jnp.float32)) for total in reduced(sums=[*squares, *flags])]
-    return Measurement(largest, smallest, *sums)
+    return Measurement(largest, smallest, *reduced(sums=[*squares, *flags]))
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -338,6 +337,7 @@ def errors_by_scale(
     # `exact` contains the float32 gradients. `rounding` contains one measurement per leaf: the difference between the
     # float32 gradients at slightly changed parameters and those in `exact`.
     exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
+    # `leaf.largest` is the largest magnitude in the float32 gradient, not in the difference.
     scales = scales or _default_scales([leaf.largest for leaf in rounding], gradients.dtype)
 
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))

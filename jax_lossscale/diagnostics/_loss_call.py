@@ -123,6 +123,7 @@ def check_call(
             "`fun` itself needs the `jax.ShapeDtypeStruct`, bind it to `fun` with `functools.partial`."
         )
     counted = (n + len(args) if n < 0 else n for n in ((argnums,) if isinstance(argnums, int) else argnums))
+    # Positions that are out of range are ignored here, because JAX raises an error for them when the program is traced.
     positions = [position for position in counted if 0 <= position < len(args)]
     chosen, rebuild = list(args), dict[int, Callable[[Leaves], Any]]()
     for position in positions:
@@ -138,7 +139,10 @@ def check_call(
     except (TypeError, ValueError):  # The function has no signature.
         names = []
     names += [f"args[{number}]" for number in range(len(names), len(args))]
-    return LossCall(of_leaves, chosen, kwargs, argnums, positions, names)
+    call = LossCall(of_leaves, chosen, kwargs, argnums, positions, names)
+    if argnums == ():  # `jax.value_and_grad` would raise an error that does not name the argument.
+        call.check_has_gradients(caller)
+    return call
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -203,8 +207,7 @@ def _nonfinite(leaf: LeafReport) -> str:
 
 def argument_faults(call: LossCall) -> ArgumentFaults:
     """Return, for all arguments of a call, the numbers of non-finite elements and the largest magnitudes."""
-    named = [pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])]
-    reports = reports_of_named(named)
+    reports = reports_of_named([pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])])
     nan = [_nonfinite(leaf) for leaf in reports if leaf.nan]
     infinite = [_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan]
     return ArgumentFaults(nan, infinite, {leaf.path: leaf.largest_finite or 0.0 for leaf in reports})

@@ -288,9 +288,7 @@ def range_report(
     scale = None if loss_scale is None else _scale_of(loss_scale)
     shown = progress_bar("range_report", progress)
     gradients = TracedGradients(check_call("range_report", fun, args, kwargs, argnums, has_aux), dtype)
-    if scale is None:
-        scale = initial_scale(gradients)
-    return ranges_at(gradients, scale, shown)
+    return ranges_at(gradients, scale or initial_scale(gradients), shown)
 
 
 def ranges_at(

@@ -29,7 +29,8 @@ class Site(NamedTuple):
     """The static information about a measured result.
 
     Attributes:
-      operation: the name of the operation that computes the result.
+      operation: the name of the primitive. If the result of a sum or matmul is cast, this is the name of the sum or
+        matmul. An ``integer_pow`` in the derivative of a division is named "div".
       location: the location of the operation.
       aval: the type of the result.
       derivative_of: if ``operation`` is part of a derivative that is computed in the forward pass, the name of the

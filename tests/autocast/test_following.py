@@ -414,6 +414,15 @@ def leaky_relus():
         "a vmapped leaky_relu": (jax.vmap(jax.nn.leaky_relu), True),
         "a negative slope": (lambda y: jax.nn.leaky_relu(y, -0.2), False),
         "different slopes": (lambda y: jax.nn.leaky_relu(y, jnp.linspace(0.1, 0.2, y.shape[1])[None]), False),
+        "a slope with NaN": (
+            lambda y: jax.nn.leaky_relu(y, jnp.float32([[0.2] * (y.shape[1] - 1) + [jnp.nan]])),
+            False,
+        ),
+        "a threshold with NaN": (
+            lambda y: jnp.where(y >= jnp.float32([[0.0] * (y.shape[1] - 1) + [jnp.nan]]), y, 0.2 * y),
+            False,
+        ),
+        "a threshold of NaN": (lambda y: jnp.where(y >= jnp.nan, y, 0.2 * y), False),
         "a slope of zero": (lambda y: jax.nn.leaky_relu(y, 0.0), False),
         "an infinite slope": (lambda y: jax.nn.leaky_relu(y, jnp.inf), False),
         "another threshold": (lambda y: jnp.where(y >= 1, y, 0.2 * y), False),

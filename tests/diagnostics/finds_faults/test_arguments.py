@@ -192,6 +192,7 @@ REFUSED = [
         )
         for report in ("compare_gradients", "find_precision")
     ),
+    *((report, {"argnums": ()}, "argnums=())` selects no floating-point or complex argument") for report in REPORTS),
     ("find_precision", {"dtype": jnp.float32}, "dtype=...)` must be float16 or bfloat16, got float32"),
     ("find_precision", {"tolerance": "small"}, "tolerance=...)` must be a number between 0 and 1, got 'small'"),
     ("find_precision", {"batches": [X[:3]]}, "batches=...)` must be a sequence of values with the structure"),

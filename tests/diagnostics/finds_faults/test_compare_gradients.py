@@ -1,5 +1,6 @@
 """`compare_gradients` reports whether a model will train in float16, and why not. Its numbers equal those of NumPy."""
 
+import dataclasses
 import functools
 import math
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import compare_gradients
+from jax_lossscale.diagnostics._gradient_errors import measure
 
 pytestmark = pytest.mark.ci
 
@@ -76,6 +78,11 @@ def test_gradients_are_accurate_at_the_recommended_scale(name):
             assert jnp.linalg.norm(leaf / loss_scale - reference) < 0.01 * jnp.linalg.norm(reference)
 
 
+def test_nonzero_elements_are_counted_exactly():
+    ones = {"": jnp.ones(2**24 + 1, jnp.float16)}
+    assert measure(ones, ones, 1.0)[0].nonzero == 2**24 + 1  # Not a float32 number.
+
+
 def test_range_of_working_scales_is_reported():
     fun, *args = workloads.healthy()
     report = compared("healthy")
@@ -83,6 +90,8 @@ def test_range_of_working_scales_is_reported():
     assert low <= report.loss_scale < high
     assert f"loss scale between 2^{jnp.log2(low):.0f} and 2^{jnp.log2(high):.0f}, the error of all" in repr(report)
     assert "is at most 10%, and the error of each leaf is at most 50%." in repr(report)
+    with_a_gap = report.working_scales[:1] + report.working_scales[2:]
+    assert "At every compared loss scale" not in repr(dataclasses.replace(report, working_scales=with_a_gap))
     grad = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))
     for scale in report.loss_scales:
         assert bool(jls.all_finite(grad(jnp.float32(scale)))) == (scale <= high)

@@ -181,6 +181,15 @@ def test_batches_can_be_nnx_modules():
     assert find_precision(lambda x, batch: jnp.sum(x * batch.x[...]), X, Batch(X), batches=[Batch(2 * X)]).rules == ()
 
 
+def test_float16_parameters_are_cast_to_float32():
+    """In float16, the gradients would be infinite at the loss scale of the report, and tiny gradients would be zero."""
+    weights, x = jnp.ones((3, 2), jnp.float16), jnp.ones((4, 3))
+    for size in 1.0, 1e-9:
+        report = find_precision(lambda w, x: size * jnp.mean((x @ w) ** 2), weights, x)  # noqa: B023
+        assert report.rules == ()
+        assert report.errors[1] < 0.01
+
+
 def test_function_without_matmuls_has_no_rules():
     assert find_precision(lambda x: jnp.sum(x * x), X).rules == ()
 

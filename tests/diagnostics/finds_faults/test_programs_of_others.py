@@ -1,9 +1,11 @@
 """Every report accepts typical user programs, and reports no faults in their sound parts."""
 
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from programs_of_others import PROGRAMS
 from workloads import draw
@@ -147,3 +149,19 @@ def test_rule_that_is_contained_in_another_is_detected():
     assert _contains(rule("float32", layer="a"), rule("float32", layer="a", operation="dot_general", reason="why"))
     assert not _contains(rule("float32", layer="a"), rule("float32_result", layer="a", operation="dot_general"))
     assert not _contains(rule("float32", layer="a"), rule("float32", layer="a", reason="why"))
+
+
+def test_work_is_not_repeated_for_each_pair_of_a_rule_and_a_matmul(monkeypatch):
+    from jax_lossscale._program.location import Location
+    from jax_lossscale.diagnostics._find_precision import _rules_for
+    from jax_lossscale.diagnostics._precision_probes import MatmulSite
+
+    def location(n):
+        return Location("", f"block{n}", f"model.py:{n}", "", (), False, "")
+
+    calls = []
+    monkeypatch.setattr(os, "getcwd", lambda: calls.append("getcwd") or "/")
+    monkeypatch.setattr(jls.PrecisionRule, "get_config", lambda rule: calls.append("get_config") or {})
+    rules = _rules_for([MatmulSite("dot_general", location(n)) for n in range(20)], np.full(20, 2), None)
+    assert [rule.layer for rule in rules] == [f"block{n}" for n in range(20)]
+    assert len(calls) <= 20

@@ -275,6 +275,9 @@ def test_non_finite_parameters_are_the_only_explanation():
     assert statements_of(text) == "skipped | parameters, skipping"
     assert "Some parameters in ['kernel'] are not finite, so the loss cannot be finite either." in text
     assert "Some parameters in the only leaf are not finite" in explain(tx.init(PARAMS), jnp.array([NAN]))
+    for other in 0.1, NAN, jax.ShapeDtypeStruct((), jnp.float32), jax.device_put(1.0, jax.devices()[1]):
+        params = {"a": other, "b": jax.device_put(NAN, jax.devices()[0]), "c": jnp.float32(1)}
+        assert "Some parameters in ['b'] are not finite" in explain(state, params)
 
 
 def test_large_parameter_is_reported_if_steps_are_skipped():
