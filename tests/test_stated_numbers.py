@@ -159,6 +159,8 @@ def test_cost_of_an_optimizer_step_on_a_gpu():
     assert large.format(*over["1000.0", ours][::2]) in page
     small = "{} ({}) with float32 gradients, and {} ({}) with float16 gradients, compared with {} and {} with jmp"
     assert small.format(*over["100.0", ours], *over["100.0", "jmp"][::2]) in page
+    with_cond = 'With `skip="cond"`, the ratios are {} and {}'
+    assert with_cond.format(*over["100.0", f"{ours}, skip='cond'"][::2]) in page
 
 
 # The keys are rows of `docs/performance.md`, and the values are rows of the benchmark.

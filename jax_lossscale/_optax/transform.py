@@ -104,10 +104,10 @@ def loss_scaled(
       skip: how to skip a step. ``"cond"`` uses a branch. ``"select"`` always computes the step and then selects either
         the new or the old parameters and state. ``"auto"`` uses ``"cond"`` on a CPU, where a branch is faster. On all
         other platforms, ``"auto"`` uses ``"select"``, because a GPU program compiled with jax 0.10 moves half as many
-        bytes with ``"select"``. With jax 0.11, a step with one billion parameters takes equally long with both on an
-        H100. All values of ``skip`` lead to the same results. Use ``"cond"`` if you differentiate through optimizer
-        steps, as in meta-learning, because the derivative of ``"select"`` can be NaN if the unused values are not
-        finite.
+        bytes with ``"select"``. With jax 0.11 on an H100, both take equally long for one billion parameters, but
+        ``"cond"`` is faster for 100 million parameters. All values of ``skip`` lead to the same results. Use ``"cond"``
+        if you differentiate through optimizer steps, as in meta-learning, because the derivative of ``"select"`` can be
+        NaN if the unused values are not finite.
       record_bad_steps: whether the state contains a `BadStep`, which records the last skipped or non-finite step and
         the first leaf of its gradients that was not finite. Recording bad steps adds one branch to every step, and one
         reduction per leaf to the compiled program.
