@@ -168,8 +168,8 @@ def compare_gradients(
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype that ``fun`` uses.
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
-        ``2**-8`` and ``2**24`` are compared. If the largest gradient overflows only at a scale far outside of this
-        range, as is usual in bfloat16, powers of two close to that scale are also compared.
+        ``2**-8`` and ``2**24`` are compared. If the largest scale at which no gradient overflows is below ``2**-4``,
+        or above ``2**20`` as is usual in bfloat16, powers of two around this scale are also compared.
       reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
         in place of half precision, as computed by `in_precision`.
       progress: whether to show a progress bar, which needs tqdm (the extra ``progress``). By default, the bar is shown
