@@ -268,8 +268,8 @@ class AutoLossScale(BoundedLossScale):
             (s < target, margin_for_lower_target, allowance_after_overflow),
             (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
-            # If more than 5 bits are free, the allowance grows by 2 bits. If it grew by only 1 bit, and only a rare kind
-            # of batch overflowed, it would decay faster than it grows.
+            # If more than 5 bits are free, the allowance grows by 2 bits. If it grew by only 1 bit, and only a rare
+            # kind of batch overflowed, it would decay faster than it grows.
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
             (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),
             strict=True,
