@@ -13,12 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule
+from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast
 from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, argument_faults, check_call
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, TracedGradients, argument_faults, check_call
+from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
@@ -30,7 +31,10 @@ _PRECISIONS = ("half", "float32_result", "float32")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrecisionReport(Report[PrecisionRule]):
-    """A sequence of the rules that `find_precision` found. The printed report contains the policy and its accuracy.
+    """A sequence of the rules that `find_precision` found.
+
+    The printed report contains a summary of the matrix multiplications and convolutions (matmuls), the policy and its
+    accuracy.
 
     Attributes:
       policy: the policy for `autocast`.
@@ -38,11 +42,14 @@ class PrecisionReport(Report[PrecisionRule]):
       errors: the largest relative error of the value and the gradients, compared with float32: the error with all
         matmuls in half precision, and the error under the policy. An error of more than 1 is replaced by 1. ``errors``
         is ``None`` if there is no float32 reference.
+      summary: under the policy, the number of matmuls, the number of matmuls in ``dtype``, and the location of the
+        first matmul in another dtype.
     """
 
     policy: PrecisionPolicy
     loss_scale: float | None = None
     errors: tuple[float, float] | None = None
+    summary: MatmulSummary = MatmulSummary()
 
     _entries: ClassVar[str] = "rules"
 
@@ -53,9 +60,9 @@ class PrecisionReport(Report[PrecisionRule]):
 
     def _header(self) -> str:
         if self.errors is None or not self.rules:
-            return str(self.policy)
+            return f"{self.summary}\n{self.policy}"
         before, after = (percent(error) if error < 1 else "over 100%" for error in self.errors)
-        return f"Error compared with float32: {before} -> {after}.\n{self.policy}"
+        return f"{self.summary}\nError compared with float32: {before} -> {after}.\n{self.policy}"
 
     def _notes(self) -> Sequence[str]:
         if self.loss_scale is None:
@@ -168,21 +175,22 @@ def find_precision(
         widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
         return call._replace(args=widened)
 
-    call = checked(args)
+    calls = list(map(checked, _all_batches(args, batches)))
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
     if dtype not in (jnp.float16, jnp.bfloat16):
         raise ValueError(f"`find_precision(dtype=...)` must be float16 or bfloat16, got {dtype.name}.")
-    shown = progress_bar("find_precision", progress)
     if tolerance is None:
         tolerance = errors.noted_error_of_loss(dtype)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
     tolerance = float(tolerance)
-    call.check_has_gradients("find_precision")
-    calls = list(map(checked, _all_batches(args, batches)))
+    calls[0].check_has_gradients("find_precision")
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
-    return _found(call, Search(Gradients(calls, dtype, names_parameters, shown), tolerance), tolerance)
+    gradients = Gradients(calls, dtype, names_parameters, progress_bar("find_precision", progress))
+    report = _found(calls[0], Search(gradients, tolerance), tolerance)
+    under_policy = calls[0]._replace(fun=autocast(calls[0].fun, dtype, policy=report.policy))
+    return dataclasses.replace(report, summary=TracedGradients(under_policy, dtype).matmuls)
 
 
 def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
@@ -205,10 +213,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
         return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
 
     first, best = search.run()
-    verified = search.verify(best, policy(best))
-    while verified.ratio > 1 and (best.levels < FLOAT32).any():
+    while (verified := search.verify(best, policy(best))).ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
-        verified = search.verify(best, policy(best))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
@@ -227,7 +233,7 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
     """Return the positional arguments of the function for each batch."""
-    if batches is None:
+    if batches is None or not args:  # `check_has_gradients` rejects a call without arguments.
         return [args]
 
     def types(batch: Any) -> Any:

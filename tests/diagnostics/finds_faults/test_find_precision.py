@@ -125,6 +125,7 @@ def energies(weights, x):
 def test_report_prints_the_policy_with_its_errors_and_loss_scale():
     report = find_precision(energies, WEIGHTS, X)
     assert str(report) == (
+        "Matrix multiplications and convolutions (matmuls): 9 of 9 in float16.\n"
         f"Error compared with float32: over 100% -> {100 * report.errors[1]:.2g}%.\n"
         "half-precision operands, float32 result: layer 'energy', operation 'dot_general' "
         "(its result reaches 4.5e+05)\n"
@@ -138,11 +139,12 @@ def test_report_prints_the_policy_with_its_errors_and_loss_scale():
 def test_report_with_a_loss_scale_below_1_names_suitable_loss_scales():
     policy = jls.PrecisionPolicy()
     assert str(jls.diagnostics.PrecisionReport(policy, loss_scale=2.0**-13)).splitlines() == [
+        "Matrix multiplications and convolutions (matmuls): none.",
         "This policy has no rules.",
         "Tested at a loss scale of 2^-13.",
         'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.',
     ]
-    assert len(str(jls.diagnostics.PrecisionReport(policy, loss_scale=1.0)).splitlines()) == 2
+    assert len(str(jls.diagnostics.PrecisionReport(policy, loss_scale=1.0)).splitlines()) == 3
 
 
 def test_policy_remains_valid_for_other_batches_and_under_jit():

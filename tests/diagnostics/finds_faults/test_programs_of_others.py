@@ -112,7 +112,8 @@ def test_one_layer_of_eight_is_identified_by_its_parameter():
     report = autocast_report(layers, *args, policy=policy)
     assert sum(each.count for each in report.matmuls) == 23
     assert sum(each.count for each in report.matmuls if each.dtype == "float16") == 20
-    assert str(found).startswith("Error compared with float32: over 100% -> ")
+    assert found.summary == report.summary
+    assert str(found).startswith(f"{report.summary}\nError compared with float32: over 100% -> ")
     assert jls.PrecisionPolicy.from_config(policy.get_config()) == policy
 
 
