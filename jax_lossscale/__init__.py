@@ -44,9 +44,9 @@ if _typing.TYPE_CHECKING:
     from jax_lossscale._mixed_precision import MixedPrecision
     from jax_lossscale._scaled_backward import scaled_backward
 
-# For each name that is imported when it is first used: the module that contains it. These modules rewrite or read
-# jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported without these
-# modules.
+# The keys are the names that are imported when they are first used, and the values are their modules. These modules
+# rewrite or read jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported
+# without these modules.
 _LAZY = {
     **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
     "MixedPrecision": "_mixed_precision",

@@ -251,7 +251,7 @@ class MixedPrecision:
 
 
 class _Value:
-    """A loss scale that is known while the step is traced, so it needs no reference.
+    """A loss scale that is known when the step is traced. Therefore, no `_Reference` is needed.
 
     The loss scale is either a `NoOpLossScale` or an argument of a function returned by `MixedPrecision.step`. This
     function returns the next loss scale as part of the optimizer state.

@@ -17,7 +17,7 @@ Terms that are used in this package:
 - *Rounding* of a value: the same value after a cast to half precision.
 - *Residual stream*: the float32 sums that each block of a network with skip connections passes to the next block. The
   residual stream is stored in half precision if the policy contains ``half_residual_stream=True``.
-- *Reason*: the cause that keeps a matmul in float32. In a program that is traced for a report, the name stack of each
+- *Reason*: why a matmul stays in float32. In a program that is traced for a report, the name stack of each
   matmul that stays in float32 contains the reason (`reasons`), and `matmuls` returns all matmuls with their reasons.
 """
 

@@ -236,7 +236,7 @@ class Planner:
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
-        # The residual streams are added first, because the attributes of the segments depend on the stored values.
+        # The residual streams must be known before the attributes of the segments are determined.
         if self.policy.half_residual_stream:
             stream = {value for segment in grouped for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.

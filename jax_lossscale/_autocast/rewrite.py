@@ -52,7 +52,7 @@ class Rewriting:
     def declared(
         self, plan: Plan, closed: ClosedJaxpr, inputs: Sequence[Any], are_half: Sequence[bool] = ()
     ) -> list[Any]:
-        """Return the results of a planned jaxpr, in the dtypes that the jaxpr declares.
+        """Evaluate a jaxpr as planned. Return the results in the dtypes that the jaxpr declares.
 
         Args:
           plan: the plan.

@@ -173,9 +173,9 @@ class Rule:
         """Return the kinds of the operations in a jaxpr; None stands for an operation that computes new numbers.
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
-        Operations that compute only masks (boolean arrays) have the kind ``of_masks``. A constant that half precision
-        represents exactly does not count as arithmetic. In jax 0.11 and later, the jaxpr of a relu in a `jax.shard_map`
-        contains such a constant: the integer 0, which is cast to a float.
+        Operations that compute only masks (boolean arrays) have the kind ``of_masks``. If the results of an operation
+        are constants that half precision represents exactly, the operation is data movement. In jax 0.11 and later, the
+        jaxpr of a relu in a `jax.shard_map` contains such an operation, which casts the integer 0 to a float.
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)

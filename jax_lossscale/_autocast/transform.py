@@ -72,8 +72,8 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
         a rule that might apply to the backward pass of a `jax.custom_vjp` function, because the backward pass is
-        traced later. This is the case if the rule matches the source line of the function, and also its layer or a
-        layer inside its layer.
+        traced later. A rule might apply to it if the rule matches the source line of the function, and either its
+        layer or a layer inside its layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

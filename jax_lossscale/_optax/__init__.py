@@ -7,7 +7,7 @@ consists of the following operations:
 2. `decision`: Decide whether the step is applied and compute the next loss scale.
 3. `branch`: Run the inner optimizer, or leave the parameters and the state of the inner optimizer unchanged.
 4. `state`: Compute the next state, which includes the `scaling_evidence`.
-5. `partition`: Add the parameters that are not trained to the result of the inner optimizer.
+5. `partition`: Combine the result of the inner optimizer with the parameters that are not trained.
 
 The functions in `monitoring` read the optimizer state on the host.
 

@@ -173,8 +173,8 @@ def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Ar
     """
     counter = jnp.asarray(counter).astype(jnp.uint32)
     step = _mixed(counter)
-    # XLA inserts the constant `key[0]` into the code of the kernel, so each leaf would need its own kernel. With an
-    # index that depends on the counter, leaves with the same shape use the same kernel, which XLA compiles only once.
+    # XLA inserts the constant `key[0]` into the code of the kernel, so each leaf would need its own kernel. If the
+    # index depends on the counter, XLA compiles only one kernel for all leaves of the same shape.
     first, second = (jax.lax.dynamic_slice(key, [index & 1], [1])[0] for index in (counter, ~counter))
     return _mixed(_indices(like) ^ first ^ step, second + step) >> 16
 

@@ -26,7 +26,7 @@ _LEAST_GROWTH = 8  # minimum growth of the scale since the first step, in bits, 
 _MOST_CHANGE = 3  # maximum change of g since the first step, in bits, for `largest` to count as inverse to the scale
 # Minimum decrease of `largest` since the first step, in bits. A step with a smaller decrease contradicts the assumption
 # that the gradients are not scaled. With a new `AutoLossScale`, 6 of the first 10 steps can count as evidence only if
-# the scale grows by at least 5 bits in the second step. The limit is below these 5 bits.
+# the scale grows by at least 5 bits in the second step. Therefore, the minimum is less than 5.
 _LEAST_SHRINKAGE_OF_STEP = 4
 _LEAST_EVIDENCE = 6  # number of evidence steps that are required for a report
 _FIRST_REPORT = 20  # number of steps before the first report
