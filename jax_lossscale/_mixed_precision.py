@@ -28,7 +28,7 @@ from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.warn import is_frozen, warn_if_half
-from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._measure import AxisName
@@ -253,8 +253,8 @@ class MixedPrecision:
 class _Value:
     """A loss scale that is known when the step is traced. Therefore, no `_Reference` is needed.
 
-    The loss scale is either a `NoOpLossScale` or an argument of a function returned by `MixedPrecision.step`. This
-    function returns the next loss scale as part of the optimizer state.
+    The loss scale is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned
+    by `MixedPrecision.step`. This function returns the next loss scale as part of the optimizer state.
     """
 
     def __init__(self, loss_scale: LossScale) -> None:
@@ -327,7 +327,7 @@ class _SharedLossScale:
 
     The method `source` returns the object that contains the current loss scale:
 
-    - a `_Value`, if the loss scale is a `NoOpLossScale`, or inside a function returned by `MixedPrecision.step`;
+    - a `_Value`, if the loss scale contains no arrays, or inside a function returned by `MixedPrecision.step`;
     - otherwise, the only `_Reference`, which is created when it is needed for the first time.
 
     Attributes:
@@ -340,7 +340,7 @@ class _SharedLossScale:
         self.initial = initial
         self.is_read = False
         self.is_initialized = False
-        constant = _Value(initial) if isinstance(initial, NoOpLossScale) else None
+        constant = None if jax.tree.leaves(jax.eval_shape(lambda: initial)) else _Value(initial)
         self._value: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("value", default=constant)
         self._reference: _Reference | None = None
         self._placement: Any = mesh  # the mesh or the device for a new reference, or `None` if it is not known

@@ -37,7 +37,7 @@ UNKNOWN = Interval(-math.inf, math.inf)
 # A function that computes the interval of a constant.
 FindInterval: TypeAlias = Callable[[], Interval]
 
-_SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p sign sinh sqrt square tanh"
+_SAME_IN_NUMPY = "abs add cbrt ceil cosh exp exp2 expm1 floor log log1p round sign sinh sqrt square tanh"
 # Each function in `_MONOTONE` is monotone in each operand, on the positive numbers and on the negative numbers. On
 # an interval, each function therefore takes its largest and smallest values at the bounds of the interval or at the
 # number in the interval that is closest to 0.

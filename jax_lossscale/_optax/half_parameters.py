@@ -250,7 +250,7 @@ def half_precision_state(
 
     Args:
       inner: any optax transformation or an `optax.MultiSteps`. It must not contain a `loss_scaled`. A step must not
-        change the structure of its state, as `optax.monitor` does.
+        change the structure of the optimizer state (`optax.monitor` does this).
       seed: a nonnegative integer that determines the random bits.
       exclude: a function ``exclude(path) -> bool`` that is called for each float32 or bfloat16 array in the state of
         the inner optimizer, in ``init`` and ``update``. ``path`` is the string that `jax.tree_util.keystr` returns for

@@ -108,8 +108,10 @@ def _shown_names(stack: Any) -> str:
 
 def _layer(stack: str) -> str:
     """Return the names of the layers in a name stack, without the names that JAX adds to the name stack."""
-    while stack != (stripped := _TRANSFORMED.sub("\0" r"\1", stack)):
-        stack = stripped  # A null character marks each transformed name.
+    # A null character marks each differentiated name.
+    stack = re.sub(r"\b(?:jvp|transpose)\(", "\\g<0>\0", stack)
+    while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
+        stack = stripped
     # A name with an arrow is the specification of an `einsum`, such as "ij,jk->ik".
     marked = [name for name in stack.split("/") if name.strip("\0") not in _NO_LAYERS and "->" not in name]
     names = [name.strip("\0") for name in marked]

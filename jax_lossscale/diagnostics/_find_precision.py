@@ -183,12 +183,11 @@ def find_precision(
         tolerance = errors.noted_error_of_loss(dtype)
     if not is_number(tolerance) or not 0 < float(tolerance) < 1:
         raise ValueError(f"`find_precision(tolerance=...)` must be a number between 0 and 1, got {tolerance!r}.")
-    tolerance = float(tolerance)
     calls[0].check_has_gradients("find_precision")
     # The rules for nnx modules do not name parameters, because `autocast` changes the paths of their parameters.
     names_parameters = not nnx_objects.flattened((args, kwargs)).objects
     gradients = Gradients(calls, dtype, names_parameters, progress_bar("find_precision", progress))
-    report = _found(calls[0], Search(gradients, tolerance), tolerance)
+    report = _found(calls[0], Search(gradients, float(tolerance)), tolerance)
     under_policy = calls[0]._replace(fun=autocast(calls[0].fun, dtype, policy=report.policy))
     return dataclasses.replace(report, summary=TracedGradients(under_policy, dtype).matmuls)
 

@@ -497,6 +497,31 @@ def test_an_ensemble_by_vmap_needs_the_third_line():
     assert (states.loss_scale() > 2.0**30).all()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Thousand(jls.LossScale):
+    """A user-defined loss scale without arrays."""
+
+    def __call__(self):
+        return jnp.float32(1000)
+
+    def adjust(self, grads_finite):
+        return self
+
+    def get_config(self):
+        return {}
+
+
+def test_an_ensemble_by_vmap_with_a_loss_scale_without_arrays_needs_no_third_line():
+    mp = jls.MixedPrecision(optax.sgd(1e8), Thousand())
+    params = {"weights": jnp.stack([jnp.zeros(8), jnp.ones(8)])}
+    states = jax.vmap(mp.optimizer.init)(params)
+    step = jax.jit(jax.vmap(train_step_of(mp.loss(loss_fn), mp.optimizer), (0, 0, None)))
+    (params, *_), member = step(params, states, DATA), {"weights": jnp.ones(8)}
+    expected, *_ = train(loss_fn, optax.sgd(1e8), 1, params=member)
+    np.testing.assert_allclose(params["weights"][1], expected["weights"], rtol=0.05)
+
+
 def test_the_body_of_a_loop_inside_vmap_needs_the_third_line():
     """This is how purejaxrl trains several seeds."""
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))

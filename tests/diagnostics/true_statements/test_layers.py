@@ -50,9 +50,9 @@ def block(transform, depth, x):
         return transform(partial(block, transform, depth - 1))(jnp.sin(x)) if depth else jnp.cos(x)
 
 
-@pytest.mark.parametrize("transform", [lambda function: function, jax.checkpoint])
+@pytest.mark.parametrize("transform", [lambda function: function, jax.checkpoint, jax.vmap])
 def test_nested_scopes_with_the_same_name_are_different_layers(transform):
-    gradient = jax.make_jaxpr(jax.grad(partial(block, transform, 2)))(1.0)
+    gradient = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(block(transform, 2, x))))(jnp.ones((2, 2)))
     layers = {each.location.layer for each in nested_equations(gradient.jaxpr)}
     assert layers - {""} == {"Block", "Block/Block", "Block/Block/Block"}
 
