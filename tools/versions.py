@@ -109,15 +109,16 @@ def tested(requested: str, arguments: argparse.Namespace, folder: Path) -> tuple
     options = ["-q", "-p", "no:cacheprovider", "-n", arguments.processes, "--dist", "loadfile"]
     # Importing equinox with jax 0.8 causes a deprecation warning.
     options += ["-W", "ignore:jax.core.:DeprecationWarning"]
-    # The option replaces the default of `-m`, so tests marked as `ci` run as well.
-    options += ["-m", "not slow"] if arguments.quick else []
-    # Compilation is faster without optimizations. Tests marked as `as_for_users` enable them again.
-    unoptimized = str(int(arguments.quick))
-    environment = os.environ | {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": unoptimized}
-    finished = run([python, "-m", "pytest", *options, *(arguments.tests or tests)], cwd=ROOT, env=environment)
-    if finished.returncode:
-        print(finished.stdout[-20_000:] + finished.stderr[-2_000:], flush=True)
-    return not finished.returncode, re.sub(r"\s*(in .*|=+)\s*", "", last_line(finished.stdout))
+    options += ["-m", "not slow"]  # replaces the default of `-m`, so tests marked as `ci` run as well
+    environment = os.environ | {"PYTHONPATH": "", "JAX_PLATFORMS": "cpu"}
+    command = [*map(str, [python, "-m", "pytest", *options, *(arguments.tests or tests)])]
+    last = ""
+    # The output is printed while the tests run, so that the results of an interrupted run are not lost.
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        for line in running.stdout or ():
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    return not running.returncode, re.sub(r"\s*(in .*|=+)\s*", "", last)
 
 
 SHOW = """
