@@ -136,7 +136,7 @@ def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> li
 
 
 def reason_in_reports(reasons: Reasons) -> str:
-    """Return the reason from ``reasons`` that reports print for a matmul, or "" if ``reasons`` is empty."""
+    """Return one of the reasons, which the reports print for a matmul, or "" if there is no reason."""
     return next((reason for kind in (_FACTORED, _CONVERTED, _IN_PRODUCT) for reason in kind & reasons), "")
 
 

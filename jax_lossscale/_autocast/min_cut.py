@@ -1,8 +1,8 @@
 """Minimum cut, which selects the values that a segment saves for the backward pass so that the fewest bytes are moved.
 
 Every value from which a derivative is computed must be available in the backward pass. A value is available if it is
-either saved or recomputed from other available values. Saving a value and recomputing a value each have a price, which
-is the number of bytes that are read and written. The set of saved values with the lowest total price is given by a
+either saved or recomputed from other available values. Saving a value and recomputing a value each have a cost, which
+is the number of bytes that are read and written. The set of saved values with the lowest total cost is given by a
 minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
 """
 
@@ -26,18 +26,18 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
-# This fraction of the sum of all prices is added to the price of each saved value. If several cuts have the same price,
+# This fraction of the sum of all costs is added to the cost of each saved value. If several cuts have the same cost,
 # the cut with the fewest saved values is therefore selected. The fraction is large enough that the result is not
-# changed by the rounding of prices to integer capacities.
-_PRICE_PER_VALUE = 2.0**-24
+# changed by the rounding of costs to integer capacities.
+_COST_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
-# byte of the largest array from which the value is computed is read again. The two constants are the prices of a
-# written byte and of a read byte; a saved byte has the price 1. Writing a byte again costs less than 1, because XLA
+# byte of the largest array from which the value is computed is read again. The two constants are the costs of a
+# written byte and of a read byte; a saved byte has the cost 1. Writing a byte again costs less than 1, because XLA
 # sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap, because
 # the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu
 # of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream,
 # are saved. Both reduced the estimated time of programs that were compiled for an H100.
-_PRICE_REWRITTEN, _PRICE_REREAD = 7 / 8, 1 / 12
+_COST_REWRITTEN, _COST_REREAD = 7 / 8, 1 / 12
 
 
 class CutGraph:
@@ -54,14 +54,14 @@ class CutGraph:
 
     def __init__(self) -> None:
         self._edges: list[tuple[Any, Any, float]] = []
-        self._prices_saved: dict[Value, float] = {}
+        self._costs_saved: dict[Value, float] = {}
 
     def add_value(
-        self, value: Value, price_saved: float, price_recomputed: float, operands: Iterable[Value] = ()
+        self, value: Value, cost_saved: float, cost_recomputed: float, operands: Iterable[Value] = ()
     ) -> None:
         """Add a value to the network. The value can be saved or, if its operands are available, recomputed."""
-        self._edges.append(("source", (value, "needed"), price_recomputed))
-        self._prices_saved[value] = price_saved
+        self._edges.append(("source", (value, "needed"), cost_recomputed))
+        self._costs_saved[value] = cost_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
     def require(self, value: Value) -> None:
@@ -69,12 +69,12 @@ class CutGraph:
         self._edges.append(((value, "available"), "sink", math.inf))
 
     def saved(self) -> set[Value]:
-        """Return the values to save so that the total price of saving and recomputing is as low as possible."""
-        finite = [price for *_, price in self._edges if price < math.inf]
-        price_per_value = _PRICE_PER_VALUE * sum([*finite, *self._prices_saved.values()])
+        """Return the values to save so that the total cost of saving and recomputing is as low as possible."""
+        finite = [cost for *_, cost in self._edges if cost < math.inf]
+        cost_per_value = _COST_PER_VALUE * sum([*finite, *self._costs_saved.values()])
         edges = [
-            ((value, "needed"), (value, "available"), price + price_per_value)
-            for value, price in self._prices_saved.items()
+            ((value, "needed"), (value, "available"), cost + cost_per_value)
+            for value, cost in self._costs_saved.items()
         ]
         nodes = _nearest_to_sink(self._edges + edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
@@ -87,16 +87,16 @@ class MinCut(NamedTuple):
       types: the type of each value in the original jaxpr.
       half: the values that are stored in half precision outside of segments.
       dtype: the half-precision dtype.
-      price_saved: the price of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
+      cost_saved: the cost of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
       operands_needed: a function from an equation to the positions of the operands that its derivative needs.
       known: the results of `saved` for earlier segments, by key. The graphs that share this dictionary must have the
-        same `dtype` and `price_saved`.
+        same `dtype` and `cost_saved`.
     """
 
     types: Mapping[ValueId, Any]
     half: Collection[ValueId]
     dtype: jnp.dtype
-    price_saved: float
+    cost_saved: float
     operands_needed: Callable[[Any], Collection[int]]
     known: dict[Any, Any]
 
@@ -163,14 +163,14 @@ class MinCut(NamedTuple):
             found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
             read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
 
-        def price_saved(value: Value) -> float:
+        def cost_saved(value: Value) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
-            # backward pass costs `self.price_saved`, or 1 if the byte belongs to an input of the segment. Writing a
+            # backward pass costs `self.cost_saved`, or 1 if the byte belongs to an input of the segment. Writing a
             # byte of a value in the forward pass costs 1, or 0 if the value is written to memory anyway.
-            price_per_byte = 1.0 if value in inputs else self.price_saved + (value not in in_memory)
-            return self._bytes(value) * price_per_byte
+            cost_per_byte = 1.0 if value in inputs else self.cost_saved + (value not in in_memory)
+            return self._bytes(value) * cost_per_byte
 
-        def price_recomputed(value: Value) -> float:
+        def cost_recomputed(value: Value) -> float:
             # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
             # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value, such as a residual sum, to
             # memory, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
@@ -181,29 +181,29 @@ class MinCut(NamedTuple):
                 return 0
             is_cast = value.is_rounding and Value(value.id) in in_memory
             read = map(Value, [value.id] if is_cast else read_from[value.id])
-            return self._bytes(value) * _PRICE_REWRITTEN + max(map(self._bytes, read), default=0) * _PRICE_REREAD
+            return self._bytes(value) * _COST_REWRITTEN + max(map(self._bytes, read), default=0) * _COST_REREAD
 
         graph = CutGraph()
         for value in inputs:
-            graph.add_value(value, price_saved(value), math.inf)
+            graph.add_value(value, cost_saved(value), math.inf)
         for value in {value for values in operands for value in values if value.is_rounding}:
-            graph.add_value(value, price_saved(value), price_recomputed(value), [Value(value.id)])
+            graph.add_value(value, cost_saved(value), cost_recomputed(value), [Value(value.id)])
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
             for value in map(Value, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
                     # Recomputing a reduction requires reading its operands, which are much larger than its result.
-                    price: float = sum(map(self._bytes, {*values}))
+                    cost: float = sum(map(self._bytes, {*values}))
                 elif node.eqn.primitive.name == "gather":
                     # XLA fuses a gather with the operations that use its result, so a recomputed result is not written
                     # to memory.
-                    price = self._bytes(value)
+                    cost = self._bytes(value)
                 elif node.eqn.primitive.name in WRITTEN:
                     # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
                     # Therefore, a recomputed result is written to memory and read again.
-                    price = 2 * self._bytes(value)
+                    cost = 2 * self._bytes(value)
                 else:
-                    price = price_recomputed(value)
-                graph.add_value(value, price_saved(value), price, values)
+                    cost = cost_recomputed(value)
+                graph.add_value(value, cost_saved(value), cost, values)
         for value in of_matmuls | {*by_result} | self._needed_by_arithmetic(segment, nodes, operands):
             graph.require(value)
         return frozenset(graph.saved() - inputs)
@@ -271,11 +271,11 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     for start, end, _ in edges:
         numbers.setdefault(start, len(numbers))
         numbers.setdefault(end, len(numbers))
-    unit = max(1.0, sum(price for *_, price in edges if price < math.inf) / _MAX_CAPACITY)
+    unit = max(1.0, sum(cost for *_, cost in edges if cost < math.inf) / _MAX_CAPACITY)
     capacities: dict[tuple[int, int], int] = {}
-    for start, end, price in edges:
-        if price:
-            capacity = 2 * _MAX_CAPACITY if price == math.inf else math.ceil(price / unit)
+    for start, end, cost in edges:
+        if cost:
+            capacity = 2 * _MAX_CAPACITY if cost == math.inf else math.ceil(cost / unit)
             capacities[numbers[start], numbers[end]] = capacity
     shape = len(numbers), len(numbers)
     positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.

@@ -259,8 +259,8 @@ class Planner:
         The attribute ``saved`` of a segment is set only if all its nodes may be recomputed, and at least one of them is
         neither a matmul nor data movement.
         """
-        price_saved = float(self.policy.recompute)
-        min_cut = MinCut(graph.types, half, self.dtype, price_saved, self._operands_needed, self._known_cuts)
+        cost_saved = float(self.policy.recompute)
+        min_cut = MinCut(graph.types, half, self.dtype, cost_saved, self._operands_needed, self._known_cuts)
         found = []
         for segment in grouped:
             nodes = _nodes_of(segment, graph, node_plans)

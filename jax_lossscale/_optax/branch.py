@@ -1,4 +1,4 @@
-"""Conditional execution of a step with `jax.lax.cond` or `jax.lax.select`, which also works in `jax.shard_map`."""
+"""Conditional execution of a step with `jax.lax.cond` or `jax.lax.select`, both inside and outside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def run_or_skip(
         return jax.tree.map(lambda applied, left: jax.lax.select(should_apply, applied, left), run(), leave())
 
     if skip == "auto":
-        # On a CPU, a selection takes two to three times as long as a branch, because XLA copies both operands of the
-        # selection (measured by `python -m benchmarks optimizer`). In GPU programs of jax 0.10, a branch copies all its
-        # results, so it reads and writes twice as many bytes as a selection, which XLA fuses into the kernel that
-        # computes the step (counted by `python -m benchmarks cuda`). In GPU programs of jax 0.11, a branch copies
-        # nothing. On an H100, a step with one billion parameters then takes equally long with both (measured by
-        # `python -m benchmarks optimizer_on_gpu`).
+        # On a CPU, a selection takes three to six times as long as a branch, because XLA copies both operands of the
+        # selection (measured by `python -m benchmarks optimizer`). In GPU programs compiled with jax 0.10, a branch
+        # copies all its results, so it reads and writes twice as many bytes as a selection, which XLA fuses into the
+        # kernel that computes the step (counted by `python -m benchmarks cuda`). In GPU programs compiled with jax
+        # 0.11, a branch copies nothing. On an H100, a step with one billion parameters then takes equally long with
+        # both (measured by `python -m benchmarks optimizer_on_gpu`).
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 

@@ -282,10 +282,10 @@ def suggest_loss_scale(
 
 @partial(jax.jit, static_argnums=1)
 def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
-    """Return the bits of the largest finite magnitude as a float32, and four counts of elements, as ``uint32[]``.
+    """Return the float32 bits of the largest finite magnitude and the sizes of four groups, as ``uint32[]`` scalars.
 
-    Four groups of finite elements are counted separately, for ``dtype`` and a loss scale of ``2**log2_scale``: elements
-    that are already zero, elements that become zero, elements that become subnormal, and all others.
+    The groups of finite elements are, for ``dtype`` and a loss scale of ``2**log2_scale``: elements that are already
+    zero, elements that become zero, elements that become subnormal, and all others.
     """
     numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)

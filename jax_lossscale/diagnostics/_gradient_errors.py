@@ -183,7 +183,7 @@ def reports_of(
     with np.errstate(all="ignore"):
         norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
         relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
-        # Errors of leaves whose float32 gradient is zero count only if they are not finite.
+        # If the float32 gradient of a leaf is zero, its errors are counted only if they are not finite.
         parts = np.where(of.nonfinite > 0, math.inf, np.where((relative > 0) & (norms != 0), relative * norms, 0))
         norm = math.hypot(*norms)
         relative_of_all = [math.hypot(*row) / (norm or 1.0) for row in parts]

@@ -13,16 +13,16 @@ from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
 
 
 def all_cuts(edges):
-    """Yield the price of every possible cut, and the nodes on the side of the sink."""
+    """Yield the cost of every possible cut, and the nodes on the side of the sink."""
     nodes = sorted({node for start, end, _ in edges for node in (start, end)} - {"source", "sink"})
     for chosen in itertools.product((False, True), repeat=len(nodes)):
         beyond = {"sink", *(node for node, is_beyond in zip(nodes, chosen, strict=True) if is_beyond)}
-        yield sum(price for start, end, price in edges if start not in beyond and end in beyond), beyond
+        yield sum(cost for start, end, cost in edges if start not in beyond and end in beyond), beyond
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_cut_is_the_cheapest_and_nearest_to_the_sink(seed):
-    """There are only a few different prices, so that different cuts often have the same price."""
+    """There are only a few different costs, so that different cuts often have the same cost."""
     numbers = np.random.default_rng(seed)
     nodes = ["source", *"abcdef", "sink"]
     edges = [
@@ -31,12 +31,12 @@ def test_cut_is_the_cheapest_and_nearest_to_the_sink(seed):
         if (start, end) not in (("source", "sink"), ("source", "a"), ("f", "sink")) and numbers.random() < 0.6
     ]
     edges += [("source", "a", 3.0), ("f", "sink", 3.0)]
-    cheapest = min(price for price, _ in all_cuts(edges))
-    nearest = set.intersection(*(beyond for price, beyond in all_cuts(edges) if price == cheapest))
+    cheapest = min(cost for cost, _ in all_cuts(edges))
+    nearest = set.intersection(*(beyond for cost, beyond in all_cuts(edges) if cost == cheapest))
     assert _nearest_to_sink(edges) == nearest | {"sink"}
 
 
-def test_small_price_is_distinguished_from_zero():
+def test_small_cost_is_distinguished_from_zero():
     edges = [("source", "a", 2.0**40), ("a", "b", 1.0), ("b", "sink", math.inf)]
     assert _nearest_to_sink(edges) == {"b", "sink"}
 

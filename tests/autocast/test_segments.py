@@ -164,7 +164,7 @@ def attention(w, x):
     ids=["relu", "norms", "attention"],
 )
 def test_saved_bytes_per_row_do_not_depend_on_the_number_of_rows(block, row):
-    """The prices of the minimum cut must not be rounded so coarsely that the saved values change."""
+    """The costs of the minimum cut must not be rounded so coarsely that the saved values change."""
 
     def bytes_per_row(rows):
         w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((96, 96), (rows, *row, 96)))
@@ -256,8 +256,8 @@ def test_large_exponential_is_computed_once():
     assert text.count("= exp ") == 1
 
 
-def test_higher_price_of_saved_bytes_saves_fewer_bytes():
-    """The value of `recompute` is the price of a saved byte. It trades time for memory."""
+def test_higher_cost_of_saved_bytes_saves_fewer_bytes():
+    """The value of `recompute` is the cost of a saved byte. It trades time for memory."""
 
     def loss(w, v, x):
         return jnp.sum(norm(jnp.tanh(norm(x @ w))) @ v)
