@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from jax_lossscale._program.location import Location, location_of
-from jax_lossscale._program.subjaxprs import CALLS, CUSTOM_CALLS, REBOUND, REMAT, subjaxprs
+from jax_lossscale._program.subjaxprs import CUSTOM_CALLS, LOOPS, REBOUND, subjaxprs
 from jax_lossscale._program.walk import Walk
 
-FOLLOWED = (*CALLS, REMAT, *CUSTOM_CALLS)
+# All calls, whose only sub-jaxpr has the same arguments and results as the equation.
+FOLLOWED = REBOUND.difference(LOOPS, ["cond"]).union(CUSTOM_CALLS)
 
 Known = TypeVar("Known")
 

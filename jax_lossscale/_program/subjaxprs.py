@@ -18,8 +18,9 @@ CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` t
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
-# Primitives whose jaxprs `with_jaxprs` can replace. `program_order` is in `jax.experimental.overlap` since JAX 0.11.
-REBOUND = frozenset({*CALLS, "program_order", REMAT, *LOOPS, "cond"})
+# Primitives whose jaxprs `with_jaxprs` can replace. Since JAX 0.11, `program_order` is in `jax.experimental.overlap`,
+# and `xla_metadata_call` is in `jax.experimental.xla_metadata`.
+REBOUND = frozenset({*CALLS, "program_order", "xla_metadata_call", REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
@@ -130,8 +131,8 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 _RULES: dict[str, Callable[[Any], SubJaxprs]] = {
-    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
-    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite", "program_order"), _called),
+    **dict.fromkeys((*REBOUND, *CUSTOM_CALLS), _called),  # loops and `cond` have their own rules below
+    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -1,5 +1,7 @@
 """Reports use familiar names for operations, and describe infinities and constants correctly."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -236,8 +238,8 @@ def test_harmless_overflow_is_counted_separately():
     args = jnp.full(3, 30.0), jnp.ones(3)
     report = range_report(fun, *args, loss_scale=1.0)
     assert not report[0].changes_result
-    words = "At a loss scale of 2^0, 1 of 9 float16 operations overflows (1 without changing the result)."
-    assert words in repr(report)
+    words = r"At a loss scale of 2\^0, 1 of \d+ float16 operations overflows \(1 without changing the result\)\."
+    assert re.search(words, repr(report))  # The number of operations depends on the version of JAX.
     assert "changing the result" not in repr(range_report(log_times_zero, jnp.zeros((2, 3)), loss_scale=1.0))
 
 
