@@ -298,7 +298,8 @@ class _Additions(Propagation[_Tracked]):
             self.used.update(*operands)
             return [{}] * len(eqn.outvars)
         items = [[item for n in of_result for item in operands[n].items()] for of_result in moved]
-        # A concatenation of a tracked value and of a sum counts as a sum, because `sorted` places True after False.
+        # If the same item is a sum in one operand and not in another, it counts as a sum in the result: `sorted` places
+        # True after False, and the last entry of an item determines its value in the dictionary.
         return [dict(sorted(of_result, key=operator.itemgetter(1))) for of_result in items]
 
 

@@ -116,7 +116,7 @@ def _layer(stack: str) -> str:
     marked = [name for name in stack.split("/") if name.strip("\0") not in _NO_LAYERS and "->" not in name]
     names = [name.strip("\0") for name in marked]
     # In the backward pass of `jax.checkpoint`, the scopes around `jax.checkpoint` occur twice, as in
-    # `transpose(jvp(a))/b/jvp(a)/b`. In contrast, the scopes `jvp(a)/a` are two layers with the same name.
+    # `transpose(jvp(a))/b/jvp(a)/b`. In contrast, `jvp(a)/a` consists of the scopes of two layers with the same name.
     for number in range(len(names) // 2, 0, -1):
         for start in range(len(names) - 2 * number, -1, -1):
             first, second = (slice(n, n + number) for n in (start, start + number))

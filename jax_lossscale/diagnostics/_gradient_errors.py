@@ -32,7 +32,7 @@ from jax_lossscale.diagnostics._loss_call import LossCall, TracedGradients
 _MOSTLY_ROUNDING = 0.05
 # The parameters are changed by this fraction to measure rounding errors. The fraction is close to the smallest relative
 # change that float32 can represent.
-NUDGE = 2.0**-22
+PERTURBATION = 2.0**-22
 # Gradients count as wrong if the relative error of the whole gradient exceeds the first limit or the relative error of
 # a single leaf exceeds the second limit. If training works, the error of the whole gradient is usually below 0.01 in
 # float16 and below 0.05 in bfloat16.
@@ -411,7 +411,7 @@ def _reference(
     """
     call, program = gradients.call, gradients.program
     evaluator = Evaluator(jnp.dtype(jnp.float32))
-    moved = nudged(call, keep_dtypes=float32_program is not None)
+    moved = perturbed(call, keep_dtypes=float32_program is not None)
     if float32_program is None:
         float32_program, moved = program, [np.float32(1), *moved]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
@@ -473,7 +473,7 @@ def _default_scales(largest_of_leaves: Sequence[float], dtype: jnp.dtype) -> lis
     return [2.0**exponent for exponent in sorted(exponents) if -100 <= exponent <= 127]
 
 
-def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]:
+def perturbed(call: LossCall, *, keep_dtypes: bool, by: float = PERTURBATION) -> list[Any]:
     """Return the arguments of a call with small random changes to all differentiated elements.
 
     Each element is multiplied by ``1 + by`` or by ``1 - by``.
@@ -488,14 +488,14 @@ def nudged(call: LossCall, *, keep_dtypes: bool, by: float = NUDGE) -> list[Any]
     leaves, structure = jax.tree.flatten(chosen)
     most = max(map(np.size, leaves), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
-    moved_leaves = [_nudge(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
+    moved_leaves = [_perturbed(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
     moved = dict(zip(call.positions, jax.tree.unflatten(structure, moved_leaves), strict=True))
     return [moved.get(position, argument) for position, argument in enumerate(call.args)]
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _nudge(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
+def _perturbed(leaf: Any, signs: jax.Array, start: int, by: float, keep_dtype: bool) -> jax.Array:
     (widened,) = _tree.widen([leaf])
     sign = jax.lax.dynamic_slice_in_dim(signs, start, widened.size).reshape(widened.shape).astype(widened.real.dtype)
-    nudged = widened * (1 + by * sign)
-    return nudged.astype(leaf.dtype) if keep_dtype else nudged
+    perturbed = widened * (1 + by * sign)
+    return perturbed.astype(leaf.dtype) if keep_dtype else perturbed

@@ -118,7 +118,7 @@ class Gradients:
         next(self._steps, None)
 
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
-        args = errors.nudged(batch, keep_dtypes=False, by=by) if by else batch.args
+        args = errors.perturbed(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
         are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
         outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
@@ -189,44 +189,44 @@ _Change: TypeAlias = tuple[float, list[errors.Measurement]]
 
 
 def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
-    """Evaluate the float32 gradients for the original parameters, and for two small random changes (nudges) of them.
+    """Evaluate the float32 gradients for the original parameters, and for two small random perturbations of them.
 
     Return the reference for each batch, and the measurements that the probes make without a loss scale.
     """
     exact = list(gradients.in_float32(1.0))
 
-    def change(exact: Result, nudged: Result) -> _Change:
-        return errors.relative_error(nudged.value, exact.value), errors.measure(nudged.leaves, exact.leaves, 1.0)
+    def change(exact: Result, perturbed: Result) -> _Change:
+        return errors.relative_error(perturbed.value, exact.value), errors.measure(perturbed.leaves, exact.leaves, 1.0)
 
     # `map` frees the gradients of each batch before the next batch is evaluated.
-    fine, coarse = (list(map(change, exact, gradients.in_float32(1.0, by))) for by in (errors.NUDGE, _COARSE))
+    fine, coarse = (list(map(change, exact, gradients.in_float32(1.0, by))) for by in (errors.PERTURBATION, _COARSE))
     return list(map(partial(_reference, tolerance), exact, fine, coarse)), largest_of(exact)
 
 
 def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
     """Return the float32 results for a batch, and the tolerance for each error.
 
-    To estimate rounding errors, each parameter is multiplied by ``1 ± 2**-22`` (the fine nudge), a change of a few
-    float32 rounding errors. If the fine nudge changes the value by more than half the tolerance, the error of the value
-    is ignored in trials. The same applies to the gradient of each leaf. The coarse nudge multiplies each parameter by
-    ``1 ± 2**-9``, a change of a few float16 rounding errors. If the coarse nudge causes a disproportionately large
-    error, for example because the inputs of ReLUs change sign, the tolerance is increased.
+    To estimate rounding errors, each parameter is multiplied by ``1 ± 2**-22`` (the fine perturbation), a change of a
+    few float32 rounding errors. If the fine perturbation changes the value by more than half the tolerance, the error
+    of the value is ignored in trials. The same applies to the gradient of each leaf. The coarse perturbation multiplies
+    each parameter by ``1 ± 2**-9``, a change of a few float16 rounding errors. If the coarse perturbation causes a
+    disproportionately large error, for example because the inputs of ReLUs change sign, the tolerance is increased.
 
     Args:
       tolerance: the tolerance of the user.
       exact: the result in float32.
-      fine: the change after a nudge by `errors.NUDGE`.
-      coarse: the change after a nudge by `_COARSE`.
+      fine: the change after a perturbation by `errors.PERTURBATION`.
+      coarse: the change after a perturbation by `_COARSE`.
     """
     (fine_of_value, rounding), (coarse_of_value, measured) = fine, coarse
     reports, total = errors.reports_of(exact.leaves, [measured], rounding)
 
     def allowed(coarse: float, fine: float) -> float:
-        """Return the tolerance for a quantity from its relative changes after the coarse and the fine nudge.
+        """Return the tolerance for a quantity from its relative changes after the coarse and the fine perturbation.
 
-        If the function has no kinks, such as those of ReLUs, the changes are proportional to the sizes of the nudges.
+        If the function has no kinks, such as those of ReLUs, the changes are proportional to the perturbations.
         """
-        if coarse <= 2 * fine * _COARSE / errors.NUDGE:
+        if coarse <= 2 * fine * _COARSE / errors.PERTURBATION:
             return tolerance
         return min(max(coarse, tolerance), _MOST_SENSITIVE * tolerance)
 

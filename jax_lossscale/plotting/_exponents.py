@@ -33,9 +33,9 @@ def plot_exponents(
 
     A loss scale moves the histogram to the right by ``log2(loss_scale)``. A good scale moves all gradients out of the
     range in which they become zero (below half of the smallest subnormal number), and moves no gradient into the range
-    in which gradients overflow. The legend shows the percentages of gradients that become zero and that overflow,
-    relative to all finite nonzero gradients, as in `jax_lossscale.diagnostics.underflow_fraction`. If the loss scale is
-    not a power of two, the percentages in the legend are accurate to within one bar.
+    in which gradients overflow. The legend shows the percentage of gradients that become zero and the percentage that
+    overflow, relative to all finite nonzero gradients, as in `jax_lossscale.diagnostics.underflow_fraction`. If the
+    loss scale is not a power of two, the percentages in the legend are accurate to within one bar.
 
     Args:
       tree_or_histogram: *unscaled* gradients, preferably computed in float32; or an `ExponentHistogram` of gradients.
