@@ -90,6 +90,17 @@ def test_get_finds_a_subclass_of_a_user_defined_class():
     assert (type(rebuilt), float(rebuilt())) == (BelowHalvingLossScale, 16)
 
 
+def test_arguments_of_a_subclass_are_passed_to_its_other_base_classes():
+    class Tagged:
+        def __init_subclass__(cls, *, tag):
+            cls.tag = tag
+
+    class TaggedLossScale(HalvingLossScale, Tagged, tag="mine"):
+        pass
+
+    assert TaggedLossScale.tag == "mine"
+
+
 class UnregisteredLossScale(HalvingLossScale):
     pass
 
