@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/versions.py                        # all versions: half an hour on two cores
+    python tools/versions.py                        # all versions: one to two hours on two cores
     python tools/versions.py --only 0.7 --only 0.9  # some versions
     python tools/versions.py --only oldest --quick  # the quick check of CI, in addition to `.ci/run`
 
