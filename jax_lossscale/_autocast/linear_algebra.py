@@ -184,7 +184,7 @@ def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
 def _is_scalar(atom: Any) -> bool:
     """Return whether an array is a scalar, or contains one scalar for each matrix in a batch of matrices.
 
-    `jax.vmap` converts a multiplication by a scalar to a multiplication by one number for each matrix.
+    If a matrix is multiplied by a scalar under `jax.vmap`, each matrix of the batch is multiplied by its own scalar.
     """
     return size_of_shape(atom.aval.shape[-2:]) == 1
 

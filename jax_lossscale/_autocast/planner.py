@@ -314,7 +314,8 @@ def _results_of_stream(node: Node, stream_operands: Set[int], values: _Values) -
 def _results_of_any_dtype(eqn: Any) -> range:
     """Return the positions of the results that may be in half precision although the jaxpr declares float32.
 
-    These are all results of an equation whose primitive is in `OF_ANY_DTYPE`, and the stacked results of a scan.
+    If the primitive of the equation is in `OF_ANY_DTYPE`, this applies to all its results. For a scan, it applies to
+    the stacked results.
     """
     number = len(eqn.outvars)
     if eqn.primitive.name in OF_ANY_DTYPE:

@@ -24,10 +24,10 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 # The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
 LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and maximum plausible increase in the peak
-# Decay of the peak and of the margin per step with finite nonzero gradients, if there is no allowance.
+# If there is no allowance, the peak and the margin decay by this number in each step with finite nonzero gradients.
 _LOG2_FORGOTTEN = 1 / 64
-# Decay of the allowance per step with finite nonzero gradients, and of the peak if there is an allowance or if all
-# gradients are zero.
+# The allowance decays by this number in each step with finite nonzero gradients. The peak decays by this number in each
+# step with finite gradients if there is an allowance or if all gradients are zero.
 _LOG2_HARDLY_FORGOTTEN = 1 / 768
 _LOG2_LEAST_MARGIN = 1
 # If gradients overflow even though the scale is below its target, the sum of the new margin and the magnitude of the

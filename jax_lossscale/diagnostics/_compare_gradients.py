@@ -84,7 +84,7 @@ class GradientComparison(Report[LeafGradientError]):
         if self.will_train and is_range:
             ends = (power_of_two(scale) for scale in (working[0], working[-1]))
             lines.append(
-                f"At every compared loss scale between {' and '.join(ends)}, the error of all gradients together is at "
+                f"At all compared loss scales between {' and '.join(ends)}, the error of all gradients together is at "
                 f"most {LARGE_ERROR:.0%}, and the error of each leaf is at most {LARGE_LEAF_ERROR:.0%}."
             )
         if self.run_time_errors and self.cause != "run-time error":

@@ -48,8 +48,8 @@ class Site(NamedTuple):
 class Dataflow(Propagation[frozenset[int]]):
     """A graph of a jaxpr, whose nodes are the results that are measured.
 
-    Carries of loops are also nodes. Each node is represented by an integer. For each value,
-    this class propagates the set of nodes from which unmeasured operations compute the value.
+    Carries of loops are also nodes. Each node is represented by an integer. The class propagates a set of nodes for
+    each value: the value depends on these nodes, with only unmeasured operations in between.
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.

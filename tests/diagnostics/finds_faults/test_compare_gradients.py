@@ -91,7 +91,7 @@ def test_range_of_working_scales_is_reported():
     assert f"loss scale between 2^{jnp.log2(low):.0f} and 2^{jnp.log2(high):.0f}, the error of all" in repr(report)
     assert "is at most 10%, and the error of each leaf is at most 50%." in repr(report)
     with_a_gap = report.working_scales[:1] + report.working_scales[2:]
-    assert "At every compared loss scale" not in repr(dataclasses.replace(report, working_scales=with_a_gap))
+    assert "At all compared loss scales" not in repr(dataclasses.replace(report, working_scales=with_a_gap))
     grad = jax.jit(lambda scale: jls.scaled_grad(fun, scale)(*args))
     for scale in report.loss_scales:
         assert bool(jls.all_finite(grad(jnp.float32(scale)))) == (scale <= high)
