@@ -88,7 +88,7 @@ def test_range_of_working_scales_is_reported():
     report = compared("healthy")
     low, high = report.working_scales[0], report.working_scales[-1]
     assert low <= report.loss_scale < high
-    assert f"loss scale between 2^{jnp.log2(low):.0f} and 2^{jnp.log2(high):.0f}, the error of all" in repr(report)
+    assert f"loss scales between 2^{jnp.log2(low):.0f} and 2^{jnp.log2(high):.0f}, the error of all" in repr(report)
     assert "is at most 10%, and the error of each leaf is at most 50%." in repr(report)
     with_a_gap = report.working_scales[:1] + report.working_scales[2:]
     assert "At all compared loss scales" not in repr(dataclasses.replace(report, working_scales=with_a_gap))
