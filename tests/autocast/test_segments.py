@@ -606,3 +606,13 @@ def test_function_without_a_derivative_between_matmuls_is_supported():
 
     inputs = W, X, jnp.full(X.shape, 2.0)
     assert distance(jax.grad(jls.autocast(loss))(*inputs), jax.grad(loss)(*inputs)) < 4e-3
+
+
+@pytest.mark.as_for_users
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_float32_operations_use_the_rounded_results_of_matmuls(dtype):
+    """XLA may omit the rounding of a result that is cast to float32, but the backward pass uses the rounded result."""
+    x, w = jax.random.normal(jax.random.key(0), (2, 32, 32))
+    rounded = jax.jit(lambda x, w: x.astype(dtype) @ w.astype(dtype))(x, w)
+    result = jax.jit(jls.autocast(lambda x, w: jnp.exp(0.1 * (x @ w)), dtype))(x, w)
+    np.testing.assert_allclose(result, np.exp(0.1 * np.float32(rounded)), rtol=1e-6)
