@@ -45,10 +45,10 @@ class Feeding:
 
     - If the result of a matmul is factorized or belongs to a product that is factorized, the operands of the matmul
       belong to such a product as well. Otherwise, the operands may be rounded.
-    - The reason `_IN_PRODUCT` is propagated only through these operations: matmuls, data movement, additions,
-      subtractions, and multiplications or divisions by a scalar. For example, rounding is allowed for the result of a
-      matmul before an activation function. A selection with a mask is data movement, unless the mask is the result of
-      an elementwise comparison of floats, as in the leaky ReLU.
+    - Only matmuls, data movement, additions, subtractions, and multiplications or divisions by a scalar propagate the
+      reason `_IN_PRODUCT`. For example, rounding is allowed for the result of a matmul before an activation function. A
+      selection with a mask is data movement, unless the mask is the result of an elementwise comparison of floats, as
+      in the leaky ReLU.
     - Results that are not floats do not propagate reasons. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 

@@ -50,9 +50,9 @@ class Rule:
         self._dtype = dtype
         self._policy = policy
         self._constant_reason = f"its constant operand is outside the range of {dtype.name}"
-        # If `jax_default_matmul_precision` is set when the function is called, it applies to all matmuls, so the user
-        # did not select a precision for a particular matmul. The function has already been traced, so a precision
-        # setting inside the function is no longer active; it is treated like the `precision` argument of a matmul.
+        # A value of `jax_default_matmul_precision` that is set outside the function applies to all matmuls, so it is
+        # not a choice for a particular matmul. A value that is set inside the function is no longer active here,
+        # because the function has already been traced. It is treated like the `precision` argument of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def decide(

@@ -220,7 +220,7 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
 
     arrays = _reports_of_arrays(params)
     lost = [leaf.path or "the only leaf" for leaf in arrays if leaf.nonfinite]
-    # `are_finite` is None if it is not known whether the parameters are finite, because there are no arrays among them.
+    # If `params` contains no arrays, it is not known whether the parameters are finite, and `are_finite` is None.
     cause, are_finite = _cause_of_last_step(state), not lost if arrays else None
     if cause:
         _about_last_step(cause, state, params, are_finite, add)
