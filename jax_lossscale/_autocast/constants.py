@@ -73,7 +73,7 @@ class Constants:
                 self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
     def of(self, atom: ValueId | Literal) -> FindInterval | None:
-        """Return the function that computes the interval of a value, or None if the value is not a constant."""
+        """Return a function that computes the interval of a value. If the value is not a constant, return None."""
         if isinstance(atom, Literal):
             return _known(atom.val)
         return functools.partial(self._interval, atom) if atom in self._maker else self._given.get(atom)

@@ -298,8 +298,8 @@ class _Additions(Propagation[_Tracked]):
             self.used.update(*operands)
             return [{}] * len(eqn.outvars)
         items = [[item for n in of_result for item in operands[n].items()] for of_result in moved]
-        # If the same item is a sum in one operand and not in another, it counts as a sum in the result: `sorted` places
-        # True after False, and the last entry of an item determines its value in the dictionary.
+        # An item that is a sum in at least one operand is a sum in the result. Such entries are sorted to the end, so
+        # they replace other entries of the same item in the dictionary.
         return [dict(sorted(of_result, key=operator.itemgetter(1))) for of_result in items]
 
 

@@ -38,8 +38,8 @@ def run_or_skip(
         # selection (measured by `python -m benchmarks optimizer`). In GPU programs compiled with jax 0.10, a branch
         # copies all its results, so it reads and writes twice as many bytes as a selection, which XLA fuses into the
         # kernel that computes the step (counted by `python -m benchmarks cuda`). In GPU programs compiled with jax
-        # 0.11, a branch copies nothing. On an H100, a step with one billion parameters then takes equally long with
-        # both (measured by `python -m benchmarks optimizer_on_gpu`).
+        # 0.11, a branch copies nothing. On an H100, a step with one billion parameters then takes the same time with a
+        # branch as with a selection (measured by `python -m benchmarks optimizer_on_gpu`).
         return jax.lax.platform_dependent(cpu=cond, default=select)
     return cond() if skip == "cond" else select()
 

@@ -31,7 +31,7 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       remainders: a pytree with the structure of the parameters. It contains a uint16 array for each 16-bit parameter,
-        and ``None`` for each other parameter.
+        and ``None`` for every other parameter.
       inner_state: the state of the inner optimizer.
     """
 

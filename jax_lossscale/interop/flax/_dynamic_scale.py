@@ -45,7 +45,7 @@ def from_flax(dynamic_scale: DynamicScale) -> DynamicLossScale:
     """
     if not isinstance(dynamic_scale, DynamicScale):
         raise ValueError(f"`from_flax(dynamic_scale=...)` must be a `DynamicScale`, got {dynamic_scale!r}.")
-    theirs: Any = dynamic_scale  # The type annotations of flax do not include arrays.
+    theirs: Any = dynamic_scale  # In flax, the attributes are not annotated as arrays.
     interval = theirs.growth_interval
     if _steps_late():
         warn_user(
