@@ -55,6 +55,7 @@ IN_HALF = {
 IN_FLOAT32 = {
     "no matmul uses the table": lambda table, tokens: block(table[tokens], W),
     "differences of rows": lambda table, tokens: ((table[tokens] - table[tokens[::-1]]) @ W, table @ W),
+    "activation before the sum": lambda table, tokens: (jnp.tanh(table[tokens]) + X[:1, None], X @ table.T),
     "codebook": lambda table, tokens: (jnp.sum((jnp.tanh(X @ W) - table[tokens[:4, 0]]) ** 2), X @ table.T),
     "keep_float32": functools.partial(model, start=jls.keep_float32(lambda table, tokens: table[tokens])),
     "constant table": lambda table, tokens: model(TABLE, tokens) + jnp.sum(table),
