@@ -8,6 +8,7 @@
 
 ``oldest`` installs exactly the lower bounds of all dependencies. For each minor version, the latest patch release is
 installed with the newest compatible versions of optax, chex and numpy. Each version has its own virtual environment.
+As in `.ci/run`, most tests are compiled without optimizations, and tests marked as `slow` do not run.
 The versions are those that support the Python interpreter: JAX 0.11 and newer require Python 3.12.
 """
 

@@ -70,8 +70,8 @@ def _leaky_relu(slope: float) -> ByResult:
         is_negative = jax.lax.bitcast_convert_type(y, jnp.int32) < 0
         return tangent * jnp.where(is_negative, slope, 1).astype(tangent.dtype)
 
-    # The absolute value converts -0 to 0, and does not change other numbers. At -0, JAX's derivative of leaky relu is
-    # 1.
+    # Among the selected numbers, `abs` changes only -0, to 0. At -0, the derivative of leaky relu is 1 in JAX, but
+    # `derivative` would return `slope`.
     return ByResult(lambda x: jnp.where(x >= 0, jnp.abs(x), (slope * as_float32(x)).astype(x.dtype)), derivative)
 
 

@@ -136,7 +136,7 @@ def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> li
 
 
 def reason_in_reports(reasons: Reasons) -> str:
-    """Return one of the reasons, which the reports print for a matmul, or "" if there is no reason."""
+    """Return the reason that the reports print for a matmul, selected from ``reasons``, or "" if there is none."""
     return next((reason for kind in (_FACTORED, _CONVERTED, _IN_PRODUCT) for reason in kind & reasons), "")
 
 

@@ -34,7 +34,7 @@ PLACEMENTS = _names(
 # operation have the same dtype.
 _MOVES_AND_MASKS = _names(
     "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice split "
-    "squeeze stack stage stop_gradient transpose unstack xla_metadata_value"
+    "squeeze stack stage stop_gradient transpose unstack"
 )
 PLAIN_DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
 # Data movement that may copy a number to several positions. The backward pass of these operations sums the

@@ -14,7 +14,8 @@ from jax_lossscale._program.location import Location, location_of
 from jax_lossscale._program.subjaxprs import CUSTOM_CALLS, LOOPS, REBOUND, subjaxprs
 from jax_lossscale._program.walk import Walk
 
-# The primitives with a single sub-jaxpr that has the same arguments and results as the equation.
+# The primitives in `Propagation.follows` that are neither loops nor conditionals. Their only sub-jaxpr has the same
+# arguments and results as the equation.
 FOLLOWED = REBOUND.difference(LOOPS, ["cond"]).union(CUSTOM_CALLS)
 
 Known = TypeVar("Known")

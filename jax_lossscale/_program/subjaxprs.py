@@ -18,9 +18,8 @@ CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` t
 REMAT = "remat2"
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 LOOPS = ("scan", "while")
-# Primitives whose jaxprs `with_jaxprs` can replace. Since JAX 0.11, `program_order` is in `jax.experimental.overlap`,
-# and `xla_metadata_call` is in `jax.experimental.xla_metadata`.
-REBOUND = frozenset({*CALLS, "program_order", "xla_metadata_call", REMAT, *LOOPS, "cond"})
+# Primitives whose jaxprs `with_jaxprs` can replace. `program_order` is in `jax.experimental.overlap` since JAX 0.11.
+REBOUND = frozenset({*CALLS, "program_order", REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):

@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import xla_metadata
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
-from jax_lossscale import diagnostics
 from jax_lossscale._program.primitives import COMPUTED_ONCE, KNOWN
 from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
@@ -49,10 +47,7 @@ def function_with(primitive, parameter):
     return function
 
 
-CALLS = [("eval_jaxpr", False), ("program_order", True), ("xla_metadata_call", True)]
-
-
-@pytest.mark.parametrize(("name", "is_kept"), CALLS)
+@pytest.mark.parametrize(("name", "is_kept"), [("eval_jaxpr", False), ("program_order", True)])
 def test_jaxpr_of_a_call_is_rewritten(name, is_kept):
     function = jls.autocast(function_with(call(name, "call_jaxpr"), "call_jaxpr"))
     assert matmul_dtypes(function, W, X) == ["float16"]
@@ -61,20 +56,6 @@ def test_jaxpr_of_a_call_is_rewritten(name, is_kept):
 
 def test_reports_evaluate_the_jaxprs_whose_operations_they_list():
     assert set(MeasuringEvaluator.rules) == Propagation.follows
-
-
-@pytest.mark.skipif(not hasattr(xla_metadata, "xla_metadata_call"), reason="not in jax before 0.11")
-def test_function_with_metadata():
-    layer = xla_metadata.xla_metadata_call(lambda w, x: jnp.tanh(x @ w), tag="layer")
-
-    def loss(w, x):
-        return jnp.mean(layer(w, xla_metadata.set_xla_metadata(layer(w, x), tag="first")))
-
-    args = 0.3 * W, X
-    assert matmul_dtypes(jax.grad(jls.autocast(loss)), *args) == ["float16"] * 5
-    assert "xla_metadata_call" in str(jax.make_jaxpr(jls.autocast(loss))(*args))
-    report = diagnostics.range_report(jls.autocast(loss), *args, loss_scale=2.0**20)
-    assert {site.operation for site in report} >= {"dot_general"}
 
 
 @pytest.mark.parametrize("name", ["compute_on", "fused_call"])
