@@ -113,3 +113,12 @@ def test_layers_of_operations_are_unchanged(program):
     scoped = jax.named_scope("network")(program)
     rewritten, original = ({*layers(jax.make_jaxpr(f)(W, X))} for f in (jls.autocast(scoped), scoped))
     assert rewritten - {("", "")} <= original | {(layer, "") for layer, _ in original}
+
+
+def test_half_precision_values_are_passed_to_a_scan_in_half_precision():
+    def function(w, x):
+        return jax.lax.scan(lambda carry, row: (carry, row @ w), 0.0, jnp.stack([x @ w, x @ w]))[1]
+
+    (scan,) = (eqn for eqn in jax.make_jaxpr(jls.autocast(function))(W, X).eqns if eqn.primitive.name == "scan")
+    (body,) = jaxprs_of(scan.params["jaxpr"])
+    assert {scan.invars[-1].aval.dtype, body.invars[-1].aval.dtype} == {jnp.dtype("float16")}
