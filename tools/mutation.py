@@ -9,8 +9,9 @@ A mutant is a copy of the package with one changed expression, such as a compari
 of a selection, or a removed check. The tests of its folder (`CORE` in `source_map.py`) that execute the changed line
 run until one fails. Tests that detected other mutants of the same file or folder run first, followed by test files that
 are quick or that detected many mutants. If no test fails, or none within `PATIENCE`, the mutant survives. In this case,
-either a test is missing, or the change has no effect, and `tools/mutation_explained.json` contains the reason. At the
-end, the program prints a table and the surviving mutants without a reason.
+a test is missing, the change has no effect, or a test that did not run detects it. In the last two cases,
+`tools/mutation_explained.json` contains the reason. At the end, the program prints a table and the surviving mutants
+without a reason.
 
 ``.mutation/lines.json`` contains the lines that each test executes. They are recorded once, with the unchanged package.
 This also checks that all tests pass without a mutation. Delete this file after a change of the package or of a test.
@@ -58,7 +59,8 @@ runs the tests on each of them, and writes this page. The columns count mutants:
 - killed: a test failed.
 - killed in CI: the first test that failed is one that only CI runs, not the README's test command.
 - timed out: the tests did not end.
-- explained: the change has no effect, for the reason in `mutation_explained.json`.
+- explained: no test that ran failed, for the reason in `mutation_explained.json`: the change has no effect, or a test
+  that did not run detects it.
 - survived: no test failed, and there is no reason.
 - not run: the mutant has not been tested yet.
 

@@ -136,7 +136,7 @@ def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> li
 
 
 def reason_in_reports(reasons: Reasons) -> str:
-    """Return the reason that the reports print for a matmul, selected from ``reasons``, or "" if there is none."""
+    """Return the reason that the reports print for a matmul, or "" if ``reasons`` is empty."""
     return next((reason for kind in (_FACTORED, _CONVERTED, _IN_PRODUCT) for reason in kind & reasons), "")
 
 

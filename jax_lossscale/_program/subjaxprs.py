@@ -130,8 +130,8 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 _RULES: dict[str, Callable[[Any], SubJaxprs]] = {
-    **dict.fromkeys((*REBOUND, *CUSTOM_CALLS), _called),  # loops and `cond` have their own rules below
-    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite"), _called),
+    **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
+    **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite", "program_order"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
