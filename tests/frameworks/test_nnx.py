@@ -203,6 +203,15 @@ def test_explain_distinguishes_parameters_from_other_variables(wrt):
     assert "not trained" not in report
 
 
+def test_explain_with_a_state_without_a_filter_counts_all_nnx_params_as_trained():
+    model = Deep()
+    state = jls.loss_scaled(optax.sgd(0.1)).init(nnx.state(model, nnx.Param))
+    model.norm.mean[...] *= jnp.inf
+    assert "['norm']['mean'].value, which is not trained, is not finite" in str(jls.diagnostics.explain(state, model))
+    model.norm.scale[...] *= jnp.inf
+    assert jls.diagnostics.explain(state, model).cause == "params"
+
+
 INSTEAD_OF_A_STATE = {
     "a state": (lambda model, opt: nnx.state(opt), "a `State`. Pass the nnx optimizer, created with `loss_scaled`,"),
     "a module": (lambda model, opt: model, "a `Deep`. Pass the nnx optimizer"),

@@ -38,7 +38,8 @@ def exported(tree):
 def exported_for_any_number_of_rows(tree):
     (rows,) = jax.export.symbolic_shape("rows")
     matrix = jax.ShapeDtypeStruct((rows, *tree["a"].shape[1:]), tree["a"].dtype)
-    return jax.export.export(jax.jit(as_flag))(matrix).call(tree["a"])
+    both = jax.export.export(jax.jit(lambda *leaves: as_flag(leaves)))(matrix, tree["b"])
+    return both.call(tree["a"], tree["b"])
 
 
 def differentiated(tree):
@@ -156,3 +157,18 @@ def test_shard_map_over_some_axes_checks_all_shards_of_the_other_axes():
 
     of_rows = jax.jit(jax.shard_map(verdicts, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}))
     assert of_rows(values).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_unreduced_sums_are_rejected(others):
+    """The partial sums on the devices can overflow if the sum does not, so they must not be checked."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with set_mesh(mesh):
+        rows = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("x")))
+
+        def verdict(rows):
+            unreduced = jnp.einsum("ij,ik->jk", rows, rows, out_sharding=P(None, None, unreduced={"x"}))
+            return jls.all_finite([unreduced] + [rows] * others)
+
+        with pytest.raises(Exception, match="is_finite"):  # The class of the error depends on the version of JAX.
+            jax.jit(verdict)(rows)
