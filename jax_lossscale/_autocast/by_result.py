@@ -24,7 +24,7 @@ from jax_lossscale._autocast.constants import Constants, IntervalOrNaN
 from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, in_context, is_float32
+from jax_lossscale._program.jaxpr import bind_here, in_context, is_float32
 
 
 class ByResult(NamedTuple):
@@ -137,11 +137,7 @@ def _is_relu(eqn: Any) -> bool:
         return str(jax.make_jaxpr(lambda x, tangent: jax.jvp(function, (x,), (tangent,)))(aval, aval))
 
     with in_context(eqn):
-        try:
-            found = derivative(lambda x: bind_differentiated(eqn, [x], eqn.params))
-        except RuleError:
-            return False
-        return found == derivative(lambda x: [jax.nn.relu(x)])
+        return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
 
 
 def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: Constants) -> tuple[Node | None, float]:

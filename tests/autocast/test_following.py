@@ -431,6 +431,8 @@ def leaky_relus():
         "a comparison of another value": (lambda y: jnp.where(jnp.sin(y) >= 0, y, 0.2 * y), False),
         "a square": (lambda y: jnp.where(y >= 0, y, y * y), False),
         "a sum": (lambda y: jnp.where(y >= 0, y, 0.2 + y), False),
+        "a selection from three arrays": (lambda y: jax.lax.select_n(jnp.int32(y >= 0), y, 0.2 * y, y), False),
+        "a leaky_relu before arithmetic": (lambda y: jnp.sin(jax.nn.leaky_relu(y)), False),
     }
 
 
@@ -444,6 +446,14 @@ def test_only_leaky_relus_are_differentiated_from_their_result(function, is_by_r
     assert ("bitcast_convert_type" in names) == is_by_result
     if is_by_result or jnp.isfinite(loss(W, X)):
         assert distance(jax.grad(loss, (0, 1))(W, X), jax.grad(half, (0, 1))(W, X)) < 2e-2
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.leaky_relu])
+def test_tangent_that_is_computed_from_a_result(function):
+    def half_and_plain(w):
+        return [around(lambda w: function(X @ w) @ w)(w) for around in (jls.autocast, lambda f: f)]
+
+    assert distance(*jax.jvp(half_and_plain, [W], [jnp.cos(W)])[1]) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
