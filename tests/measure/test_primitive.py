@@ -159,16 +159,15 @@ def test_shard_map_over_some_axes_checks_all_shards_of_the_other_axes():
     assert of_rows(values).tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_unreduced_sums_are_rejected(others):
+def test_unreduced_sums_are_rejected():
     """The partial sums on the devices can overflow if the sum does not, so they must not be checked."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with set_mesh(mesh):
         rows = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("x")))
 
         def verdict(rows):
             unreduced = jnp.einsum("ij,ik->jk", rows, rows, out_sharding=P(None, None, unreduced={"x"}))
-            return jls.all_finite([unreduced] + [rows] * others)
+            return jls.all_finite([unreduced, rows])
 
         with pytest.raises(Exception, match="is_finite"):  # The class of the error depends on the version of JAX.
             jax.jit(verdict)(rows)
