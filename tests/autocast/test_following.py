@@ -24,10 +24,14 @@ def pooled(x, size=2):
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, size), (1, 2), "SAME")
 
 
+relu_in_custom_jvp = jax.custom_jvp(jax.nn.relu)
+relu_in_custom_jvp.defjvp(functools.partial(jax.jvp, jax.nn.relu))
+
 # Selections from the results of matmuls or arithmetic. Each entry contains a function, a primitive, and its expected
 # dtype.
 SELECTIONS = {
     "relu": (lambda w, x: jax.nn.relu(x @ w), "max", HALF),
+    "relu in a custom_jvp function": (lambda w, x: relu_in_custom_jvp(x @ w), "max", HALF),
     "maximum of two matmuls": (lambda w, x: jnp.maximum(x @ w, x @ w.T), "max", HALF),
     "minimum": (lambda w, x: jnp.minimum(x @ w, 0.5), "min", HALF),
     "clip with integer bounds": (lambda w, x: jnp.clip(x @ w, 0, 6), "min", HALF),
@@ -94,7 +98,7 @@ BETWEEN_MATMULS = {
 }
 
 
-@pytest.mark.parametrize(("weights", "number"), BETWEEN_MATMULS.values(), ids=WEIGHTS_OF_MATMULS)
+@pytest.mark.parametrize(("weights", "number"), BETWEEN_MATMULS.values(), ids=BETWEEN_MATMULS)
 def test_only_softmaxes_and_relus_are_differentiated_from_their_result(weights, number):
     function = matmul_with(weights)
     assert primitives_of(jls.autocast(function), W, X).count("custom_jvp_call") == number

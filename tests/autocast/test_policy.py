@@ -12,6 +12,7 @@ from reading import distance, equations, matmul_dtypes
 from small_programs import W, X, shard_map
 
 import jax_lossscale as jls
+from jax_lossscale._program.location import Location
 
 HALF, FLOAT32 = "float16", "float32"
 
@@ -261,12 +262,16 @@ def test_rule_without_a_match_warns_and_has_no_effect(function, precision, patte
 # For each situation: a function, the patterns of a rule for half precision, a primitive, and the dtypes of its operands
 # and of its result.
 OF_MATMULS = {"operation": "dot_general"}, "dot_general", (HALF, HALF, HALF)
+MASK = (jnp.arange(8.0) > 3)[None].astype(jnp.float32)
 IN_HALF = {
     "keep_float32": (jls.keep_float32(lambda w, x: jnp.matmul(x, w, precision="highest")), OF_MATMULS),
     "an outer product": (lambda w, x: jax.lax.dot_general(x[0], x[1], (((), ()), ((), ()))) @ w, OF_MATMULS),
     "an outer product with an axis of size 1": (lambda w, x: (x[:, :1] @ w[:1]) @ w, OF_MATMULS),
     "a constant of unknown bounds": (lambda w, x: x @ jnp.linalg.cholesky(8 * jnp.eye(8)), OF_MATMULS),
-    "a mask": (lambda w, x: jax.nn.softmax(x @ w - 1e9 * (jnp.arange(8.0) > 3)[None]), ({}, *OF_MATMULS[1:])),
+    "a mask": (lambda w, x: jax.nn.softmax(x @ w - 1e9 * MASK), ({}, *OF_MATMULS[1:])),
+    "the largest number": (lambda w, x: jnp.tanh(x @ w - 65504.0 * MASK), ({}, "sub", (HALF,) * 3)),
+    "an infinity": (lambda w, x: jnp.tanh(x @ w - jnp.where(MASK > 0, jnp.inf, 0.0)), ({}, "sub", (HALF,) * 3)),
+    "too large a number": (lambda w, x: jnp.tanh(x @ w - 65536.0 * MASK), ({}, "sub", (FLOAT32,) * 3)),
     "arithmetic": (network, ({"operation": "tanh"}, "tanh", (HALF, HALF))),
     "integer operands": (
         lambda w, x: jnp.tanh(x @ w).at[jnp.array([3, 1])].get(mode="fill", fill_value=0.1) @ w,
@@ -366,7 +371,8 @@ def test_options_are_serialized_and_printed(given, options, words):
     assert words in str(policy)
 
 
-POLICY = jls.PrecisionPolicy([jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")], recompute=False)
+HEAD = jls.PrecisionRule("float32", layer="head", reason="logits of 1e5")
+POLICY = jls.PrecisionPolicy([HEAD], recompute=False, half_residual_stream=np.False_)
 
 
 def test_policy_is_hashable_and_serializable():
@@ -376,6 +382,11 @@ def test_policy_is_hashable_and_serializable():
     assert eval(repr(POLICY), vars(jls)) == POLICY
     assert str(POLICY) == "float32: layer 'head' (logits of 1e5)\nNo values are recomputed in the backward pass."
     assert str(jls.PrecisionPolicy()) == "This policy has no rules."
+
+
+def test_source_of_a_rule_does_not_match_an_operation_without_a_source():
+    rule = jls.PrecisionRule("float32", source=Path.cwd().name)
+    assert not rule.matches("tanh", Location("", "", "", "", (), False))
 
 
 def test_config_of_version_0_6_can_be_restored():
