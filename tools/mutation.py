@@ -66,7 +66,7 @@ runs the tests on each of them, and writes this page. The columns count mutants:
 
 The column "run on" contains the date of the last run of a file.
 """
-CPU_SECONDS = 600  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
+CPU_SECONDS = 300  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
 HOURS = 2  # A mutant that waits is stopped after this time, for example if the machine is busy.
 PATIENCE = 60  # If tests pass for this number of CPU seconds, no further file is run, and the mutant survives.
 # The exit status is 1 if a test of the README's test command fails, and 2 if a test fails that only CI runs.

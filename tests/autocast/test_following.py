@@ -421,7 +421,7 @@ def leaky_relus():
         "a negative slope": (lambda y: jax.nn.leaky_relu(y, -0.2), False),
         "different slopes": (lambda y: jax.nn.leaky_relu(y, jnp.linspace(0.1, 0.2, y.shape[1])[None]), False),
         "a slope with NaN": (
-            lambda y: jax.nn.leaky_relu(y, jnp.float32([[0.2] * (y.shape[1] - 1) + [jnp.nan]])),
+            lambda y: jax.nn.leaky_relu(y, 2 * jnp.float32([[0.1] * (y.shape[1] - 1) + [jnp.nan]])),
             False,
         ),
         "a threshold with NaN": (

@@ -84,6 +84,21 @@ def test_number_of_bytes_saved_between_two_matmuls(between, most):
     assert bytes_saved(jls.autocast(loss), W, W.T, X) <= bytes_saved(without, W, W.T, X)
 
 
+# Each entry contains a function, an operation, the policy's `recompute`, and the number of these operations in the
+# gradient.
+RECOMPUTED = {
+    "arithmetic that reads a float32 array": (lambda w, x: jnp.sin(x + w[:1]) @ w, "sin", 1.0, 1),
+    "the same if saved bytes cost more": (lambda w, x: jnp.sin(x + w[:1]) @ w, "sin", 1.2, 2),
+    "a softmax of scores that are saved": (lambda w, x: jax.nn.softmax(x @ w) @ w + jnp.sin(x @ w) @ w, "exp", 8.0, 1),
+}
+
+
+@pytest.mark.parametrize(("function", "name", "recompute", "number"), RECOMPUTED.values(), ids=RECOMPUTED)
+def test_number_of_executions_in_the_gradient(function, name, recompute, number):
+    half = jls.autocast(lambda w, x: jnp.sum(function(w, x)), policy=jls.PrecisionPolicy(recompute=recompute))
+    assert primitives_of(jax.grad(half, (0, 1)), W, jnp.ones((64, 16))).count(name) == number
+
+
 @jax.custom_jvp
 def ramp(x):
     return jnp.maximum(x, 0)
