@@ -1,5 +1,7 @@
 """The matmuls that stay in float32, and the reason that a report gives for each of them."""
 
+import functools
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -265,6 +267,30 @@ def test_default_matmul_precision_inside_the_function_keeps_all_matmuls_in_float
     assert set(matmul_dtypes(gradient, W, X)) == {"float32"}
     with jax.default_matmul_precision("highest"):  # The inner setting has no effect if the precision is set already.
         assert set(matmul_dtypes(gradient, W, X)) == {"float16"}
+
+
+def two_products(w, x):
+    return x @ w, x @ w.T
+
+
+def transpose(w, cotangents):
+    return cotangents[0] @ w.T + cotangents[1] @ w
+
+
+with_a_backward_rule = jax.custom_vjp(two_products)
+with_a_backward_rule.defvjp(lambda w, x: (two_products(w, x), w), lambda *args: (None, transpose(*args)))
+as_a_linear_call = functools.partial(jax.custom_derivatives.linear_call, two_products, transpose)
+
+
+@pytest.mark.parametrize("function", [with_a_backward_rule, as_a_linear_call], ids=["custom_vjp", "linear_call"])
+def test_cotangents_are_in_half_precision_if_only_a_result_must_not_be_rounded(function):
+    def loss(x):
+        factorized, other = function(W, x)
+        return jnp.linalg.slogdet(factorized)[1] + jnp.sum(other)
+
+    half = jls.autocast(loss)
+    assert matmul_dtypes(half, IDENTITY) == ["float32", "float16"]
+    assert matmul_dtypes(jax.grad(half), IDENTITY).count("float16") == 3
 
 
 def test_bfloat16_can_represent_large_constants():
