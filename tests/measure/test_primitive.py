@@ -169,5 +169,5 @@ def test_unreduced_sums_are_rejected():
             unreduced = jnp.einsum("ij,ik->jk", rows, rows, out_sharding=P(None, None, unreduced={"x"}))
             return jls.all_finite([unreduced, rows])
 
-        with pytest.raises(Exception, match="unreduced rule|is unreduced"):  # The class depends on the version of JAX.
+        with pytest.raises(Exception, match=r"unreduced rule|is unreduced"):  # The class depends on JAX.
             jax.jit(verdict)(rows)
