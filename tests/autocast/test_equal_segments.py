@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from reading import equations
 
 import jax_lossscale as jls
 from jax_lossscale._autocast import min_cut, rewrite
@@ -93,6 +94,16 @@ def test_layers_keep_their_names_and_lines():
     locations = jls.diagnostics.autocast_report(on_lines_of_their_own, WEIGHTS, X)
     first = on_lines_of_their_own.__code__.co_firstlineno
     assert all(f"test_equal_segments.py:{first + n}" in str(locations) for n in range(1, 5))
+
+
+def test_differentiated_layers_keep_the_names_of_the_transformations():
+    def stacks_of_matmuls(function):
+        eqns = equations(jax.make_jaxpr(function)(WEIGHTS, X))
+        return {str(eqn.source_info.name_stack) for eqn in eqns if eqn.primitive.name == "dot_general"}
+
+    gradient = jax.grad(named)
+    # The name stack of an equation in a nested jaxpr is empty.
+    assert stacks_of_matmuls(jls.autocast(gradient)) - {""} == stacks_of_matmuls(gradient)
 
 
 @pytest.mark.parametrize(("loss", "times"), [(unnamed, 1), (named, 1), (named_differently, 4)])
