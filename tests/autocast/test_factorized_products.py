@@ -92,6 +92,12 @@ CONTINUE = {
     "while carry": while_carry,
     "sum over devices": across_devices,
 }
+
+
+def mask_of_rows(y):
+    return jnp.where((y[:, 0] > 0)[:, None], y, 0)
+
+
 END = {
     "nonlinear": jnp.sin,
     "relu": jax.nn.relu,
@@ -99,6 +105,8 @@ END = {
     "leaky relu in vmap": jax.vmap(jax.nn.leaky_relu),
     "derivative of relu": lambda y: jax.vjp(jax.nn.relu, jnp.sin(EYE))[1](y)[0],
     "combined masks": lambda y: jnp.where((y > 0) | (EYE > 0), y, 0),
+    "mask of rows": mask_of_rows,
+    "mask of rows in vmap": lambda y: jax.vmap(mask_of_rows)(jnp.stack([y, EYE]))[0],
     "sort": jnp.sort,
     "clip": lambda y: jnp.clip(y, -1, 1),
     "elementwise product": lambda y: y * (EYE + 0.1),

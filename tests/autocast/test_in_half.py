@@ -120,18 +120,12 @@ def assert_alike(found, expected):
     chex.assert_trees_all_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("below", BELOW.values(), ids=BELOW)
-def test_autocast_computes_the_half_precision_function(below):
-    check_under_autocast(below, ABOVE["value and grad"])
-
-
-@pytest.mark.parametrize("below", ["vmap in jit in vmap"])
-@pytest.mark.parametrize("above", ABOVE.values(), ids=ABOVE)
-def test_transformations_of_autocast_compute_the_half_precision_function(below, above):
-    check_under_autocast(BELOW[below], above)
-
-
-def check_under_autocast(below, above):
+@pytest.mark.parametrize(
+    ("below", "above"),
+    [*((below, "value and grad") for below in BELOW), *(("vmap in jit in vmap", above) for above in ABOVE)],
+)
+def test_autocast_computes_the_half_precision_function(below, above):
+    below, above = BELOW[below], ABOVE[above]
     assert_alike(above(jls.autocast(loss_of(below(either)))), above(loss_of(below(by_hand(jnp.float16)))))
 
 

@@ -314,9 +314,7 @@ def test_debug_print_is_supported(capfd):
     assert "x 40000" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words"), [("int32", "real floating dtype"), ("pear", "must be a dtype"), ("float64", "enable_x64")]
-)
+@pytest.mark.parametrize(("dtype", "words"), [("pear", "must be a dtype"), ("float64", "enable_x64")])
 def test_invalid_dtype_raises_an_error(dtype, words):
     with pytest.raises(ValueError, match=rf"in_precision\(dtype=\.\.\.\).*{words}"):
         in_precision(jnp.sin, dtype)
