@@ -51,13 +51,11 @@ TOO_LARGE = {
     "joined": lambda: jnp.concatenate([EYE[:4], 1e6 * EYE[4:]]),
     "padded": lambda: jnp.pad(EYE[:4, :4], 2, constant_values=1e6),
     "scatter-add": lambda: jnp.zeros((N, N)).at[jnp.zeros(N, int)].add(3e4),
-    "a loop": lambda: jax.lax.fori_loop(0, 6, lambda _, y: 10 * y, jnp.ones((N, N))),
     "a condition": lambda: jax.lax.cond(jnp.sum(ROW()) > 0, lambda: jnp.full((N, N), 1e6), lambda: ROW()),
     "an outer product": lambda: jnp.matmul(1e9 * jnp.arange(1.0, 9.0)[:, None], jnp.ones((1, N))),
     "a custom_jvp function": lambda: jax.nn.relu(1e6 * EYE),
     "jit": lambda: jax.jit(lambda x: 1e6 * x)(EYE),
     "remat": lambda: jax.checkpoint(lambda x: 1e6 * x)(EYE),
-    "a factorization": lambda: jnp.linalg.cholesky(1e12 * (EYE + 0.1)),
     "3000 operations": lambda: one_after_another(jnp.full((N, N), 1.0), 3000, lambda x: x * 1.005),
 }
 # Constants whose computed bounds fit in float16.
