@@ -266,12 +266,9 @@ def test_shard_map_over_some_axes_of_a_mesh():
 
 BATCH = {"x": jnp.ones((6, 4)), "y": jnp.ones((6, 1))}
 REFUSED = {
-    "uneven": ({"num_microbatches": 4}, (BATCH,), "got a batch of 6 examples"),
     "empty": ({}, ({"x": jnp.ones((0, 4)), "y": jnp.ones((0, 1))},), "got a batch of 0 examples"),
     "different sizes": ({}, ({"x": jnp.ones((6, 4)), "y": jnp.ones((4, 1))},), "same number of examples"),
     "a scalar": ({}, ({"x": jnp.ones((6, 4)), "y": 1.0},), "same number of examples"),
-    "no arrays": ({}, (None,), "same number of examples"),
-    "differentiated and split": ({"argnums": (0, 1)}, (BATCH,), "must not differentiate with respect to"),
     "differentiated and split, from the end": ({"argnums": -1}, (BATCH,), "must not differentiate with respect to"),
     "split, from the end": ({"argnums": 1, "batch_argnums": -1}, (BATCH,), "must not differentiate with respect to"),
     "no such argument": ({"batch_argnums": 3}, (BATCH,), "Pass the batch"),

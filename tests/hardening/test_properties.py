@@ -10,7 +10,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,23 +120,6 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             assert_same_bits(after, state.loss_scale)
         elif not kind.needs_largest:
             assert_same_bits(after, adjusted(state.loss_scale, verdict.grads_finite))
-
-
-CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, STEPS)))
-
-
-@pytest.mark.slow
-@quick(max_examples=12)
-@runs
-def test_skipped_step_leaves_a_chain_of_transformations_unchanged(sequence, seed, exponent):
-    """The inner optimizer contains clipping, moments, weight decay and a schedule."""
-    for inputs, (params, state), ways in history("dynamic", CHAIN, sequence, seed, exponent):
-        verdict = verdict_of(KINDS["dynamic"], float(state.loss_scale()), inputs)
-        for after_params, after in ways:
-            chex.assert_trees_all_close((after_params, after), ways[0], rtol=2e-6)
-            chex.assert_tree_all_finite((after_params, after))
-            if not verdict.applied:
-                assert_same_bits((after_params, after.inner_state), (params, state.inner_state))
 
 
 @quick(max_examples=5)

@@ -246,11 +246,6 @@ def test_gradient_more_than_8_bits_above_the_peak_resets_margin_and_allowance():
         assert (round(float(after.log2_margin)), round(float(after.log2_allowance))) == expected
 
 
-def test_overflow_at_the_floor_resets_the_state():
-    lost = at_rest(at_rest(Auto(), 8, True, 2.0**-20.5), 10, False, np.nan)
-    assert state_of(lost) == {**state_of(Auto()), "current_loss_scale": 2.0**-24}
-
-
 @pytest.mark.parametrize("zeros", [0, 49])
 def test_limit_below_the_ceiling_is_found(zeros):
     """The gradients would allow a scale of 2**29, but the ceiling is 2**15, and scales above 2**8 overflow."""

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kinds import ONE_OF_EACH, Dynamic, Fixed, each_kind, grads_of, named
-from programs.starting import run_python
+from programs.starting import free_port, run_python
 
 import jax_lossscale as jls
 
@@ -150,10 +149,7 @@ print(jls.DynamicLossScale()())
 
 
 def test_constructors_do_not_initialize_a_backend():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert run_python("-c", CONSTRUCTION % port, XLA_FLAGS="") == "32768.0\n"
+    assert run_python("-c", CONSTRUCTION % free_port(), XLA_FLAGS="") == "32768.0\n"
 
 
 # --- Equality and hashes of loss scales ---

@@ -3,9 +3,17 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+
+def free_port():
+    """Return a port that is free at the moment."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def environment_with(**changes):

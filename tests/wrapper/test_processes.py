@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from programs import data_parallel
 from programs.data_parallel import DEVICES, STEP_MAKERS
-from programs.starting import started
+from programs.starting import free_port, started
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(sys.platform != "linux", reason="requires process groups and gloo")]
 
@@ -26,13 +26,6 @@ SECONDS = 120
 @functools.cache
 def in_this_process(make_step, bad_shard):
     return data_parallel.train(make_step, jax.devices("cpu")[:DEVICES], bad_shard)
-
-
-def free_port():
-    """Return a port that is free at the moment."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def in_processes(number, bad_shard, folder):
