@@ -185,7 +185,7 @@ TX.update(PARAMS, STATE, PARAMS, skip_if=np.array("x"))
 TX.update(PARAMS, (), PARAMS)
     `update(state=...)` STATE_EXPECTED; got (). The order is `update(updates, state, params)`.
 TX.update("x", STATE, PARAMS) -> `update(updates=...)` must be a pytree of arrays, got 'x'.
-ADAM.update(((LOSS, 0), PARAMS), ADAM.init(PARAMS), PARAMS)
+ADAM.update(((LOSS, {}), {"kernel": PARAMS}), ADAM.init({"kernel": PARAMS}), {"kernel": PARAMS})
     `update(updates=...)` must be the gradients, got a tuple of the value and the gradients. If you compute `value,
     grads = value_and_scaled_grad(...)(params)`, pass only `grads`.
 TX.init(square) -> `init(params=...)` must be a pytree of arrays, got SQUARE.

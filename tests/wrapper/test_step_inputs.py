@@ -52,6 +52,12 @@ def test_value_accepts_python_numpy_and_jax_scalars(value):
     assert state.applied_steps == 1
 
 
+def test_gradients_may_be_a_pair_with_a_scalar():
+    params, tx = (jnp.float32(1), jnp.ones(2)), jls.loss_scaled(optax.sgd(1.0), SCALE)
+    _, state = tx.update_and_apply(params, tx.init(params), params)
+    assert state.applied_steps == 1
+
+
 # --- The argument `grads_finite` ---
 
 
