@@ -27,12 +27,17 @@ from jax_lossscale._optax import (
     BadStep,
     LossScaledState,
     LossScaledTransformation,
-    float32_params,
-    half_precision_state,
     loss_scaled,
-    master_weights,
     metrics,
     raise_if_stuck,
+)
+from jax_lossscale._sixteen_bit import (
+    HalfPrecisionState,
+    MasterWeightsState,
+    StochasticRoundingState,
+    float32_params,
+    half_precision_state,
+    master_weights,
     stochastic_rounding,
 )
 from jax_lossscale._tree import cast_floating, select_tree
@@ -41,18 +46,18 @@ from jax_lossscale._version import __version__
 if _typing.TYPE_CHECKING:
     from jax_lossscale import diagnostics, plotting
     from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
-    from jax_lossscale._mixed_precision import MixedPrecision
-    from jax_lossscale._scaled_backward import scaled_backward
+    from jax_lossscale._trainers.mixed_precision import MixedPrecision
+    from jax_lossscale._trainers.scaled_backward import scaled_backward
 
 # The keys are the names that are imported when they are first used, and the values are their modules. These modules
 # rewrite or read jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported
 # without these modules.
 _LAZY = {
     **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
-    "MixedPrecision": "_mixed_precision",
+    "MixedPrecision": "_trainers.mixed_precision",
     "diagnostics": "diagnostics",
     "plotting": "plotting",
-    "scaled_backward": "_scaled_backward",
+    "scaled_backward": "_trainers.scaled_backward",
 }
 
 __all__ = [
@@ -61,13 +66,16 @@ __all__ = [
     "BadStep",
     "DynamicLossScale",
     "FixedLossScale",
+    "HalfPrecisionState",
     "LossScale",
     "LossScaledState",
     "LossScaledTransformation",
+    "MasterWeightsState",
     "MixedPrecision",
     "NoOpLossScale",
     "PrecisionPolicy",
     "PrecisionRule",
+    "StochasticRoundingState",
     "__version__",
     "accumulate_gradients",
     "all_finite",

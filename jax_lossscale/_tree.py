@@ -60,6 +60,11 @@ def is_floating(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def is_half(leaf: Any) -> bool:
+    """Return whether a leaf is a bfloat16 or float16 array (or a `jax.ShapeDtypeStruct` of one)."""
+    return is_array(leaf) and leaf.dtype in (jnp.bfloat16, jnp.float16)
+
+
 def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     """Raise a `ValueError` that names the argument if ``tree`` is a single leaf that is neither an array nor a number.
 

@@ -4,21 +4,15 @@
 consists of the following operations:
 
 1. `partition`: Replace the parameters and gradients that are not trained with ``None``.
-2. `decision`: Decide whether the step is applied and compute the next loss scale.
-3. `branch`: Run the inner optimizer, or leave the parameters and the state of the inner optimizer unchanged.
-4. `state`: Compute the next state, which includes the `scaling_evidence`.
+2. `decision`: Decide whether the step is applied, and compute the next loss scale.
+3. `decision`: Run the inner optimizer, or leave the parameters and the state of the inner optimizer unchanged.
+4. `state`: Compute the next state, which includes the measurements for the functions in `monitoring`.
 5. `partition`: Combine the result of the inner optimizer with the parameters that are not trained.
 
-The functions in `monitoring` read the optimizer state on the host.
-
-`half_parameters` contains three other optimizer wrappers, for parameters and optimizer states in 16 bits. They can be
-used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
+`inner` contains functions that check the inner optimizer and its state. The functions in `monitoring` read the
+optimizer state on the host.
 """
 
-from jax_lossscale._optax.half_parameters import float32_params as float32_params
-from jax_lossscale._optax.half_parameters import half_precision_state as half_precision_state
-from jax_lossscale._optax.half_parameters import master_weights as master_weights
-from jax_lossscale._optax.half_parameters import stochastic_rounding as stochastic_rounding
 from jax_lossscale._optax.monitoring import metrics as metrics
 from jax_lossscale._optax.monitoring import raise_if_stuck as raise_if_stuck
 from jax_lossscale._optax.state import BadStep as BadStep

@@ -5,18 +5,18 @@ All functions in this module take an optimizer state that contains a `LossScaled
 
 from __future__ import annotations
 
-from typing import cast
-
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._check import count
-from jax_lossscale._loss_scale import AutoLossScale, LossScale
+from jax_lossscale._loss_scale import AutoLossScale
 from jax_lossscale._loss_scale.auto import LOG2_NOTHING
 from jax_lossscale._loss_scale.lookup import find_one, unwrapped
 from jax_lossscale._optax import scaling_evidence
-from jax_lossscale._optax.state import CAUSES, LossScaledState
+from jax_lossscale._optax.causes import SEEMS_UNSCALED, advice, cause_of_last_step, clause_of, is_at_its_floor
+from jax_lossscale._optax.state import LossScaledState, not_measured
 
 # An overflow lowers the scale, so overflows cannot explain 1,000 consecutive skipped steps. MindSpore uses the same
 # limit.
@@ -25,18 +25,6 @@ _MAX_CONSECUTIVE_SKIPS = 1000
 # If the gradients of all steps are zero, an error is raised after this number of applied steps. In some runs, the first
 # gradients are zero for a good reason, such as equal rewards.
 _MAX_STEPS_WITHOUT_GRADIENTS = 100
-
-HOW_TO_SCALE = (
-    "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
-    "the arguments: `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
-    '"Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md).'
-)
-
-WRONG_USE_OF_OPTIMIZERS = (
-    "If several optimizers use the same `MixedPrecision` object, create one object for each optimizer. If the "
-    "optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
-    "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead."
-)
 
 
 def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
@@ -53,12 +41,14 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       - ``loss_scale``: ``float32[]``, the current loss scale.
       - ``grads_finite``: ``bool[]``, whether the gradients of the last step were finite.
       - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
-      - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step (only with
-        ``record_bad_steps=True``).
       - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. The value is
-        NaN before the first step, or if the gradients were not finite or not measured. This metric exists only if the
-        loss scale uses the largest gradient, as `AutoLossScale` does. The logged values of a run can be passed to
+        NaN before the first step, or if the gradients were not finite or not measured. Only a loss scale that uses the
+        largest gradient, such as `AutoLossScale`, measures it. The logged values of a run can be passed to
         `jls.diagnostics.simulate`.
+      - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step, or -1 if all leaves
+        were finite, if there was no bad step, or without ``record_bad_steps=True``.
+
+      The keys do not depend on the options of `loss_scaled`, so a training loop can stack the metrics of its steps.
 
     Raises:
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`.
@@ -71,13 +61,21 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       256.0
     """
     state = _own_numbers(opt_state, "metrics(opt_state=...)")
-    recorded = {} if state.last_bad_step is None else {"last_bad_leaf": state.last_bad_step.leaf}
-    measured = {} if state.largest is None else {"largest": state.largest}
-    names = "grads_finite", "applied_steps", "skipped_steps", "consecutive_skips"
-    return {"loss_scale": state.loss_scale(), **{name: getattr(state, name) for name in names}, **recorded, **measured}
+    record, largest = state.monitoring.last_bad_step, state.monitoring.largest
+    # In a batch of runs, the values that stand for missing measurements have the shape of the batch.
+    shape = jnp.shape(state.skipped_steps)
+    return {
+        "loss_scale": state.loss_scale(),
+        "grads_finite": state.grads_finite,
+        "applied_steps": state.applied_steps,
+        "skipped_steps": state.skipped_steps,
+        "consecutive_skips": state.consecutive_skips,
+        "largest": not_measured(shape) if largest is None else largest,
+        "last_bad_leaf": jnp.full(shape, -1, jnp.int32) if record is None else record.leaf,
+    }
 
 
-def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
+def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
     """Raise an error if a run keeps skipping steps and a lower scale would not help, or if gradients are not scaled.
 
     `raise_if_stuck` waits for the device, so call it outside `jax.jit` and only occasionally, for example once every
@@ -85,9 +83,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
 
     - The last ``patience`` steps were skipped, and the scale cannot be lowered, because it is equal to its
       ``lower_bound``.
-    - The last ``patience`` steps were skipped, the last one because its loss was not finite. A non-finite loss does not
-      lower the scale, and no scale can make the loss finite. The optimizer state shows this cause only if it was
-      created with ``loss_scaled(..., record_bad_steps=True)``.
+    - The last ``patience`` losses that were passed to ``update`` were not finite. A non-finite loss does not lower the
+      scale, and no scale can make the loss finite.
     - The last 1,000 steps were skipped, at any scale and for any reason.
     - At least 100 steps were applied, no step was skipped, and all gradients have been exactly zero since the first
       step. An `AutoLossScale` is needed to detect this case.
@@ -132,43 +129,47 @@ def raise_if_stuck(opt_state: chex.ArrayTree, patience: int = 20) -> None:
     meaning = "`patience` is the number of consecutive skipped steps."
     patience = count(patience, "raise_if_stuck(patience=...)", 1, meaning)
     state = concrete_state(opt_state, "raise_if_stuck(opt_state=...)")
-    skips, record = np.asarray(state.consecutive_skips), state.last_bad_step
-    scale = np.asarray(state.loss_scale())
-    if np.any(seem_unscaled(state)):
-        raise RuntimeError(
-            "Most likely, the gradients are not scaled. In the first steps, the largest gradient (after unscaling) "
-            f"decreased by as many powers of two as the loss scale increased. {HOW_TO_SCALE}"
-        )
-    if np.any(_never_had_gradients(state)):
-        raise RuntimeError(
-            f"All gradients have been exactly zero for many steps, although the loss scale is {scale}. Either "
-            "the gradients are computed in float16 and are not scaled, or the loss does not depend on the parameters, "
-            f"for example because all rewards are equal. {HOW_TO_SCALE}"
-        )
-    if np.any((skips >= patience) & is_at_its_floor(state.loss_scale)):
-        situation = f"and the loss scale cannot go lower (it is {scale})"
-    elif record is not None and np.any((skips >= patience) & (np.asarray(record.kind) == list(CAUSES).index("loss"))):
-        situation = f"the last one because its loss was not finite, which no loss scale can change (it is {scale})"
-    elif np.any(skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)):
-        situation = (
-            f"which overflows alone cannot explain (the loss scale is {scale}). If several optimizers use the same "
-            "`MixedPrecision` object, create one object for each optimizer"
-        )
-    else:
-        return
-    if not state.loss_scale.checks_gradients:
-        raise RuntimeError(
-            f"The last {skips.max()} steps were skipped. With a `{type(state.loss_scale).__name__}`, the gradients and "
-            "the loss are not checked. Check the condition passed as `skip_if`, which was true in each of these steps."
-        )
-    raise RuntimeError(
-        f"The last {skips.max()} steps were skipped, {situation}. Check the gradients for a NaN that occurs at every "
-        "scale (log of zero, division by zero, or a mask of -1e9 in float16). Check the loss: if it is not finite, the "
-        "forward pass overflows. If you pass `skip_if`, check this condition. If the gradients are infinite but the "
-        f"loss is finite, lower `min_loss_scale`. {WRONG_USE_OF_OPTIMIZERS} `jls.diagnostics.explain(opt_state)` "
-        f"reports the cause{' if you use `record_bad_steps=True`' if record is None else ''}, and "
-        "`compare_gradients(loss_fn, params, batch)` shows which operation is not finite."
+    problems = {
+        "unscaled": seem_unscaled(state),
+        "zero_gradients": _never_had_gradients(state),
+        "skipped": _is_stuck(state, patience),
+    }
+    for problem, are_stuck in problems.items():
+        if np.any(are_stuck):
+            run = _run_of_batch(state, int(np.argmax(are_stuck)))
+            # If a user changed the state, the last step may not look like a skipped step.
+            cause = (cause_of_last_step(run) or "skip_if") if problem == "skipped" else problem
+            more = "For more information, print `jls.diagnostics.explain(opt_state)`."
+            sentences = [_sentence(cause, run), *advice(cause, run), more]
+            raise RuntimeError(" ".join(sentences).replace("\n", " "))
+
+
+def _sentence(cause: str, run: LossScaledState) -> str:
+    """Return the first sentence of the error message for a run that is stuck."""
+    scale = f"{float(run.loss_scale()):g}"
+    if cause == "unscaled":
+        return SEEMS_UNSCALED
+    if cause == "zero_gradients":
+        return f"All gradients have been exactly zero for many steps, although the loss scale is {scale}."
+    return (
+        f"The last {run.consecutive_skips} steps were skipped at a loss scale of {scale}, the last one because "
+        f"{clause_of(cause, run)}."
     )
+
+
+def _is_stuck(state: LossScaledState, patience: int) -> np.ndarray:
+    """Return, as a NumPy boolean, whether a run skips all steps and a lower loss scale would not help."""
+    skips, losses = np.asarray(state.consecutive_skips), np.asarray(state.monitoring.consecutive_nonfinite_losses)
+    is_lowest = (skips >= patience) & is_at_its_floor(state.loss_scale)
+    return np.asarray(is_lowest | (losses >= patience) | (skips >= max(patience, _MAX_CONSECUTIVE_SKIPS)))
+
+
+def _run_of_batch(state: LossScaledState, index: int) -> LossScaledState:
+    """Return the state of one run of a batch of runs, or the state itself if it is that of a single run."""
+    if not np.ndim(state.consecutive_skips):
+        return state
+    own = jax.tree.map(lambda leaf: leaf[index], state._replace(inner_state=None))
+    return own._replace(inner_state=state.inner_state)
 
 
 def seem_unscaled(state: LossScaledState) -> np.ndarray:
@@ -177,20 +178,21 @@ def seem_unscaled(state: LossScaledState) -> np.ndarray:
     If the loss scale is not an `AutoLossScale`, the result is always false because the necessary measurements are not
     available.
     """
-    if state.scaling_evidence is None or not isinstance(state.loss_scale, AutoLossScale):
+    evidence, largest = state.monitoring.scaling_evidence, state.monitoring.largest
+    if evidence is None or largest is None or not isinstance(state.loss_scale, AutoLossScale):
         return np.asarray(False)
     num_steps = np.asarray(state.applied_steps) + np.asarray(state.skipped_steps)
-    largest = cast(jax.Array, state.largest)
-    return scaling_evidence.seem_unscaled(state.scaling_evidence, num_steps, state.loss_scale.log2_peak, largest)
+    return scaling_evidence.seem_unscaled(evidence, num_steps, state.loss_scale.log2_peak, largest)
 
 
 def _never_had_gradients(state: LossScaledState) -> np.ndarray:
     """Return, as a NumPy boolean, whether many steps were applied and the gradients of all steps were exactly zero."""
-    if not isinstance(state.loss_scale, AutoLossScale) or state.largest is None:
+    largest = state.monitoring.largest
+    if not isinstance(state.loss_scale, AutoLossScale) or largest is None:
         return np.asarray(False)
     # The peak alone does not show that all gradients were zero, because an overflow at the lowest loss scale also
     # resets the peak.
-    is_zero = (np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING) & (np.asarray(state.largest) == 0)
+    is_zero = (np.asarray(state.loss_scale.log2_peak) <= LOG2_NOTHING) & (np.asarray(largest) == 0)
     are_many = np.asarray(state.applied_steps) >= _MAX_STEPS_WITHOUT_GRADIENTS
     return np.asarray(is_zero & are_many & (np.asarray(state.skipped_steps) == 0))
 
@@ -221,9 +223,3 @@ def _own_numbers(opt_state: chex.ArrayTree, name: str) -> LossScaledState:
     """
     state = find_one(opt_state, LossScaledState, name)
     return unwrapped(state._replace(inner_state=None))._replace(inner_state=state.inner_state)
-
-
-def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:
-    """Return, as a NumPy boolean, whether the scale is known to be at its lower bound."""
-    floor = loss_scale.lower_bound
-    return np.asarray(False if floor is None else np.asarray(loss_scale()) <= np.asarray(floor, np.float32))

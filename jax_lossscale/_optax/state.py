@@ -15,8 +15,8 @@ from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
 from jax_lossscale._measure import AxisName, finite_and_largest, first_fault
-from jax_lossscale._optax.branch import run_or_skip
-from jax_lossscale._optax.decision import StepDecision
+from jax_lossscale._optax.decision import StepChecks, StepDecision, run_or_skip
+from jax_lossscale._optax.inner import with_dtypes_of, with_own_buffers
 from jax_lossscale._optax.scaling_evidence import ScalingEvidence, no_evidence, with_step
 
 # The possible causes of a bad step, and the clause that describes each cause in a report. `BadStep.kind` is an index
@@ -40,7 +40,7 @@ class BadStep(NamedTuple):
       step: ``int32[]``, the index of the step, counted from 0 over applied and skipped steps; -1 if there was no bad
         step.
       leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
-        `jls.diagnostics.leaf_path` converts the index to a path.
+        `jls.diagnostics.explain` reports its path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step.
       largest: ``float32[]``, the largest magnitude among the finite gradients of the bad step and the gradients of the
@@ -57,10 +57,9 @@ class BadStep(NamedTuple):
     leaf: jax.Array  # shape=(), dtype=jnp.int32
     kind: jax.Array  # shape=(), dtype=jnp.int32
     loss_scale: jax.Array  # shape=(), dtype=jnp.float32
-    # Pickles of version 0.6.0 do not contain the following fields, so the fields have default values.
-    largest: jax.Array | np.float32 = np.float32(0)  # shape=(), dtype=jnp.float32
-    was_exceeded: jax.Array | np.bool_ = np.bool_(False)  # shape=(), dtype=jnp.bool_
-    structure: jax.Array | np.int32 = np.int32(-1)  # shape=(), dtype=jnp.int32
+    largest: jax.Array  # shape=(), dtype=jnp.float32
+    was_exceeded: jax.Array  # shape=(), dtype=jnp.bool_
+    structure: jax.Array  # shape=(), dtype=jnp.int32
 
     @property
     def cause(self) -> str:
@@ -80,6 +79,29 @@ class BadStep(NamedTuple):
         return list(CAUSES)[int(self.kind)]
 
 
+class Monitoring(NamedTuple):
+    """Measurements for `metrics`, `explain` and `raise_if_stuck`, which do not influence the training run.
+
+    A later version may add, change or remove fields, so read them only with these functions. The structure does not
+    change during a run. A measurement that the options of `loss_scaled` or the loss scale exclude is ``None``.
+
+    Attributes:
+      last_bad_step: a record of the last bad step; ``None`` without ``record_bad_steps``.
+      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step; NaN before the first
+        step, or if the gradients were not finite or not measured; ``None`` if the loss scale does not use the largest
+        gradient.
+      scaling_evidence: evidence from the first steps of whether the gradients are scaled; ``None`` if the loss scale
+        does not use the largest gradient.
+      consecutive_nonfinite_losses: ``int32[]``, the number of steps with a non-finite ``value`` since the last step
+        whose ``value`` was finite or was not passed.
+    """
+
+    last_bad_step: BadStep | None
+    largest: jax.Array | None  # shape=(), dtype=jnp.float32
+    scaling_evidence: ScalingEvidence | None
+    consecutive_nonfinite_losses: jax.Array  # shape=(), dtype=jnp.int32
+
+
 class LossScaledState(NamedTuple):
     """The state of a `loss_scaled` optimizer.
 
@@ -92,12 +114,8 @@ class LossScaledState(NamedTuple):
         optimizer count only these steps.
       skipped_steps: ``int32[]``, the number of steps that were skipped for any reason.
       consecutive_skips: ``int32[]``, the number of steps that have been skipped since the last applied step.
-      last_bad_step: a record of the last bad step, or ``None`` if bad steps are not recorded.
-      largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step; NaN before the first
-        step, or if the gradients were not finite or not measured; ``None`` if the loss scale does not use the largest
-        gradient.
-      scaling_evidence: evidence from the first steps of whether the gradients are scaled, which `raise_if_stuck` uses;
-        ``None`` if the loss scale does not use the largest gradient.
+      monitoring: further measurements, whose fields may change between versions. `metrics`, `explain` and
+        `raise_if_stuck` read them.
     """
 
     loss_scale: LossScale
@@ -106,19 +124,19 @@ class LossScaledState(NamedTuple):
     applied_steps: jax.Array  # shape=(), dtype=jnp.int32
     skipped_steps: jax.Array  # shape=(), dtype=jnp.int32
     consecutive_skips: jax.Array  # shape=(), dtype=jnp.int32
-    last_bad_step: BadStep | None = None
-    largest: jax.Array | None = None  # shape=(), dtype=jnp.float32
-    scaling_evidence: ScalingEvidence | None = None
+    monitoring: Monitoring
 
 
 def _raise_attribute_error(state: LossScaledState, name: str) -> NoReturn:
-    """Raise an `AttributeError` that suggests ``inner_state`` if the inner state has the attribute.
+    """Raise an `AttributeError` that suggests ``inner_state`` or ``monitoring`` if it has the attribute.
 
     Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
     """
     hint = ""
     if not name.startswith("_") and hasattr(state.inner_state, name):
         hint = f", but the state of the inner optimizer does. Use `state.inner_state.{name}`"
+    elif name in Monitoring._fields:
+        hint = f". Use `jls.metrics`, `jls.diagnostics.explain` or `state.monitoring.{name}`"
     raise AttributeError(f"'LossScaledState' object has no attribute {name!r}{hint}.", name=name, obj=state)
 
 
@@ -131,7 +149,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
 
     Each leaf of the optimizer state has its own buffer, because JAX cannot donate the same buffer twice.
     """
-    inner_state = _with_own_buffers(inner_state)
+    inner_state = with_own_buffers(inner_state)
     return LossScaledState(
         # The leaves of the loss scale are copied because the caller can donate the state and then use `loss_scale`
         # again. The explicit dtype prevents weakly typed arrays.
@@ -141,9 +159,12 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         applied_steps=jnp.zeros([], jnp.int32),
         skipped_steps=jnp.zeros([], jnp.int32),
         consecutive_skips=jnp.zeros([], jnp.int32),
-        last_bad_step=_no_bad_step() if record_bad_steps else None,
-        largest=_not_measured() if loss_scale.needs_largest else None,
-        scaling_evidence=no_evidence() if loss_scale.needs_largest else None,
+        monitoring=Monitoring(
+            last_bad_step=_no_bad_step() if record_bad_steps else None,
+            largest=not_measured() if loss_scale.needs_largest else None,
+            scaling_evidence=no_evidence() if loss_scale.needs_largest else None,
+            consecutive_nonfinite_losses=jnp.zeros([], jnp.int32),
+        ),
     )
 
 
@@ -172,9 +193,12 @@ def next_state(
         applied_steps=_saturating_add(state.applied_steps, applied),
         skipped_steps=_saturating_add(state.skipped_steps, skipped),
         consecutive_skips=_saturating_add(state.consecutive_skips, 1) * skipped,
-        last_bad_step=_last_bad_step(state, decision, unscaled, axis_name),
-        largest=_largest(state, decision),
-        scaling_evidence=_scaling_evidence(state, decision),
+        monitoring=Monitoring(
+            last_bad_step=_last_bad_step(state, decision, unscaled, axis_name),
+            largest=_largest(state.monitoring, decision.checks),
+            scaling_evidence=_scaling_evidence(state.monitoring, decision),
+            consecutive_nonfinite_losses=_nonfinite_losses(state.monitoring, decision.checks),
+        ),
     )
 
 
@@ -192,35 +216,43 @@ def check_state(state: Any, method: str, order: str) -> None:
         raise ValueError(f"`{method}(state=...)` {READ_WITHOUT_INTEROP}")
 
 
-def _largest(state: LossScaledState, decision: StepDecision) -> jax.Array | None:
+def _largest(before: Monitoring, checks: StepChecks) -> jax.Array | None:
     """Return the ``largest`` field of the next state.
 
     A user can replace the loss scale in an optimizer state with a loss scale of a different class. Because the
     structure of the optimizer state must not change, a ``largest`` of ``None`` remains ``None``, and an array remains
     an array.
     """
-    if state.largest is None:
+    if before.largest is None:
         return None
-    return _not_measured() if decision.checks.largest is None else decision.checks.largest
+    return not_measured() if checks.largest is None else checks.largest
 
 
-def _scaling_evidence(state: LossScaledState, decision: StepDecision) -> ScalingEvidence | None:
+def _scaling_evidence(before: Monitoring, decision: StepDecision) -> ScalingEvidence | None:
     """Return the ``scaling_evidence`` field of the next state, which is ``None`` if the field is ``None`` now."""
-    if state.scaling_evidence is None or decision.checks.largest is None:
-        return state.scaling_evidence
-    return with_step(state.scaling_evidence, decision.gradient_scale, decision.checks.largest)
+    if before.scaling_evidence is None or decision.checks.largest is None:
+        return before.scaling_evidence
+    return with_step(before.scaling_evidence, decision.gradient_scale, decision.checks.largest)
 
 
-def _not_measured() -> jax.Array:
-    # The NaN for a gradient that was not measured is intentional, so the option `jax_debug_nans` must not report it.
+def _nonfinite_losses(before: Monitoring, checks: StepChecks) -> jax.Array:
+    """Return the number of consecutive steps, including this one, whose loss was passed and was not finite."""
+    if checks.value_finite is None:
+        return jnp.zeros([], jnp.int32)
+    return jnp.where(checks.value_finite, 0, _saturating_add(before.consecutive_nonfinite_losses, 1))
+
+
+def not_measured(shape: tuple[int, ...] = ()) -> jax.Array:
+    """Return the NaN that stands for a gradient that was not measured, or an array of NaNs for a batch of runs."""
+    # The NaN is intentional, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
-        return jnp.asarray(np.float32(np.nan))
+        return jnp.asarray(np.full(shape, np.nan, np.float32))
 
 
 def _last_bad_step(
     state: LossScaledState, decision: StepDecision, unscaled: Callable[[], optax.Updates], axis_name: AxisName
 ) -> BadStep | None:
-    before = state.last_bad_step
+    before = state.monitoring.last_bad_step
     if before is None:
         return None
     scale = jnp.asarray(decision.gradient_scale, jnp.float32)
@@ -254,48 +286,13 @@ def _largest_of_bad_step(
     state: LossScaledState, before: BadStep, grads: optax.Updates, axis_name: AxisName
 ) -> jax.Array:
     """Return the ``largest`` field of the `BadStep`, given the unscaled gradients and the record of earlier steps."""
-    if state.largest is None or not state.loss_scale.needs_largest:
+    previous = state.monitoring.largest
+    if previous is None or not state.loss_scale.needs_largest:
         return jnp.float32(0)
     finite = jax.tree.map(lambda grad: jnp.where(jnp.isfinite(grad), grad, 0), grads)
     _, largest = finite_and_largest(finite, axis_name=axis_name)
-    # If the previous step was not finite, `state.largest` is NaN. The record of this step contains a finite number.
-    return jnp.maximum(largest, jnp.where(jnp.isnan(state.largest), before.largest, state.largest))
-
-
-def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
-    """Return the optimizer state ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
-
-    If the dtypes or the weak types of an optimizer state changed in the first step, the second step would be traced and
-    compiled again.
-    """
-
-    def with_dtype(a: Any, b: Any) -> Any:
-        if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
-            a = jnp.asarray(a)
-        is_number = _tree.is_array(a) and jnp.issubdtype(a.dtype, jnp.number)
-        # If `init` is called with abstract parameters, a state that contains the parameters also has abstract leaves.
-        is_abstract = isinstance(b, jax.ShapeDtypeStruct)
-        return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
-
-    return jax.tree.map(with_dtype, old, new)
-
-
-def _with_own_buffers(state: optax.OptState) -> optax.OptState:
-    """Return the optimizer state, with repeated occurrences of the same array replaced by copies.
-
-    The initial states of some optimizers contain the same array several times, and JAX cannot donate an array twice.
-    """
-    seen: set[int] = set()
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        if id(leaf) in seen:
-            return jnp.copy(leaf)
-        seen.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(own, state)
+    # If the previous step was not finite, `previous` is NaN. The record of this step contains a finite number.
+    return jnp.maximum(largest, jnp.where(jnp.isnan(previous), before.largest, previous))
 
 
 def _no_bad_step() -> BadStep:

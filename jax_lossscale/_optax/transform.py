@@ -1,6 +1,6 @@
 """`loss_scaled`: an optax transformation that unscales gradients, checks them, and applies or skips the step.
 
-`decision.decide` decides whether a step is applied, `branch.run_or_skip` executes this decision, and
+`decision.decide` decides whether a step is applied, `decision.run_or_skip` executes this decision, and
 `wrapper.Wrapper` implements the methods ``init``, ``update`` and ``update_and_apply``.
 """
 
@@ -14,9 +14,8 @@ from jax.typing import ArrayLike
 from jax_lossscale._check import check_flag
 from jax_lossscale._loss_scale.registry import LossScaleLike, made
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.branch import Skip
-from jax_lossscale._optax.decision import StepInputs
-from jax_lossscale._optax.half_parameters import checked_optimizer
+from jax_lossscale._optax.decision import Skip, StepInputs
+from jax_lossscale._optax.inner import checked_optimizer
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.wrapper import Wrapper, apply_updates
 

@@ -23,12 +23,10 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.branch import Skip, run_or_skip
-from jax_lossscale._optax.decision import StepInputs, decide
-from jax_lossscale._optax.half_parameters import uses_half_parameters
+from jax_lossscale._optax.decision import Skip, StepInputs, decide, run_or_skip
+from jax_lossscale._optax.inner import rounds_parameters, with_dtypes_of
 from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
-from jax_lossscale._optax.rounding import is_half
-from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state, with_dtypes_of
+from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
 from jax_lossscale._warn import warn_user
 
 _Stepped = tuple[chex.ArrayTree, LossScaledState]
@@ -38,22 +36,18 @@ _Stepped = tuple[chex.ArrayTree, LossScaledState]
 class Wrapper:
     """An inner optimizer, the options of `loss_scaled` for it, and the methods of the resulting transformation.
 
-    Attributes:
-      takes_scaled_gradients: whether the gradients must be divided by the loss scale. Otherwise, they are unscaled.
-      inner: the inner optimizer.
-      initial_loss_scale: the loss scale of the first step.
-      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
-      skip: how a step is skipped, as in `loss_scaled`.
-      record_bad_steps: whether the state contains a `BadStep`.
+    A subclass can take unscaled gradients, or gradients that were computed at another scale than that of the state. It
+    overrides the class attributes and the methods `_divisor`, `_gradient_scale` and `_warn`.
     """
 
-    takes_scaled_gradients: ClassVar[bool] = True
+    function: ClassVar[str] = "loss_scaled"  # the function that creates the wrapper, for error messages
+    argument: ClassVar[str] = "inner"  # the argument of this function that contains the inner optimizer
 
     inner: optax.GradientTransformationExtraArgs
-    initial_loss_scale: LossScale
-    axis_name: AxisName
-    skip: Skip
-    record_bad_steps: bool
+    initial_loss_scale: LossScale  # the loss scale of the first step
+    axis_name: AxisName  # the axes over which devices agree on whether to skip a step
+    skip: Skip  # how a step is skipped, as in `loss_scaled`
+    record_bad_steps: bool  # whether the state contains a `BadStep`
 
     def __repr__(self) -> str:
         return f"loss_scaled({self.initial_loss_scale!r})"
@@ -67,16 +61,15 @@ class Wrapper:
         _tree.check_tree(params, "init(params=...)")
         self._check_not_masked("init(params=...)", params, self.initial_loss_scale)
         trained = _tree.inexact_only(params)
-        inner_state = self.inner.init(trained) if any(map(is_half, jax.tree.leaves(trained))) else None
-        if not uses_half_parameters(inner_state):
+        inner_state = self.inner.init(trained) if any(map(_tree.is_half, jax.tree.leaves(trained))) else None
+        if not rounds_parameters(inner_state):
             inner_state = self.inner.init(_widened(trained, self.initial_loss_scale))
         if _tree.instances(inner_state, LossScale):
-            argument = "loss_scaled(inner=...)" if self.takes_scaled_gradients else "MixedPrecision(optimizer=...)"
             raise ValueError(
-                f"`{argument}` already contains a `loss_scaled`, so the gradients would be unscaled twice. "
-                "Wrap the complete optimizer once."
+                f"`{self.function}({self.argument}=...)` already contains a `loss_scaled`, so the gradients would be "
+                "unscaled twice. Wrap the complete optimizer once."
             )
-        self._warn(params, uses_half_parameters(inner_state))
+        self._warn(params, rounds_parameters(inner_state))
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
     def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
@@ -85,7 +78,7 @@ class Wrapper:
         A wrapper for 16-bit parameters, such as `master_weights`, receives them as they are. All other optimizers
         receive a float32 copy of them.
         """
-        return params if uses_half_parameters(inner_state) else _widened(params, loss_scale)
+        return params if rounds_parameters(inner_state) else _widened(params, loss_scale)
 
     def _warn(self, params: optax.Params, rounds_params: bool) -> None:
         """Warn about float16 parameters whose updates or gradients would be lost.
@@ -99,15 +92,17 @@ class Wrapper:
         """
         with_paths = jax.tree_util.tree_leaves_with_path(params)
         paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
-        is_safe = rounds_params and self.takes_scaled_gradients
-        if not paths or is_safe or not self.initial_loss_scale.checks_gradients:
+        if not paths or not self.initial_loss_scale.checks_gradients:
+            return
+        are_scaled = self._divisor(self.initial_loss_scale) is not None
+        if rounds_params and are_scaled:
             return
         problem, fix = "unscaled gradients below 3e-8 are rounded to zero", "Use bfloat16 or float32 parameters"
         if not rounds_params:
             lost = "updates that are smaller than 1/4096 of a float16 parameter are lost"
-            problem = lost if self.takes_scaled_gradients else f"{lost}, and {problem}"
+            problem = lost if are_scaled else f"{lost}, and {problem}"
             fix = (
-                f"To train {'float16' if self.takes_scaled_gradients else 'bfloat16'} parameters without losing "
+                f"To train {'float16' if are_scaled else 'bfloat16'} parameters without losing "
                 "updates, wrap the optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the "
                 "parameters to float32 with `params = jls.cast_floating(params, jnp.float32)`"
             )
@@ -197,12 +192,11 @@ class Wrapper:
     def _check_not_masked(self, name: str, tree: optax.Params, loss_scale: LossScale) -> None:
         """Raise a `ValueError` that names the argument if `optax.masked` was applied outside the wrapper."""
         if loss_scale.checks_gradients and _tree.instances(tree, optax.MaskedNode):
-            wrapper = "loss_scaled" if self.takes_scaled_gradients else "MixedPrecision"
             raise ValueError(
-                f"`{name}` contains an `optax.MaskedNode`, so `{wrapper}` is inside `optax.masked` or "
+                f"`{name}` contains an `optax.MaskedNode`, so `{self.function}` is inside `optax.masked` or "
                 "`optax.partition`. Gradients outside the mask would not be unscaled or checked. Wrap the complete "
-                f"optimizer instead, as in `{wrapper}(optax.masked(inner, mask))` or "
-                f"`{wrapper}(optax.partition(...))`."
+                f"optimizer instead, as in `{self.function}(optax.masked(inner, mask))` or "
+                f"`{self.function}(optax.partition(...))`."
             )
 
     def _dispatched(
@@ -243,16 +237,16 @@ class Wrapper:
         inputs: StepInputs,
     ) -> _Stepped:
         """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
-        loss_scale, are_scaled = state.loss_scale, self.takes_scaled_gradients
-        gradient_scale = self._gradient_scale(scaled_grads, loss_scale)
-        decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, are_scaled, gradient_scale)
+        loss_scale = state.loss_scale
+        divisor, gradient_scale = self._divisor(loss_scale), self._gradient_scale(scaled_grads, loss_scale)
+        decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, divisor, gradient_scale)
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
         if applies:
             params = _tree.without_weak_types(params)
 
         def unscaled() -> optax.Updates:
-            return loss_scale.unscale(scaled_grads) if are_scaled else scaled_grads
+            return scaled_grads if divisor is None else loss_scale.unscale(scaled_grads)
 
         def run() -> tuple[chex.ArrayTree, optax.OptState]:
             grads = _widened(unscaled(), loss_scale)
@@ -268,6 +262,10 @@ class Wrapper:
             run = jax.jit(run)  # `run` is used several times below, but `jax.jit` traces it only once
         result, inner_state = run_or_skip(self.skip, decision.should_apply, run, leave)
         return result, next_state(state, decision, inner_state, unscaled, self.axis_name)
+
+    def _divisor(self, loss_scale: LossScale) -> jax.Array | None:
+        """Return the scale by which the gradients must be divided, or ``None`` if they are unscaled."""
+        return loss_scale()
 
     def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
         """Return the scale at which the gradients were computed, or ``None`` if it is the scale in the state."""

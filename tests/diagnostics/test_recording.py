@@ -29,7 +29,7 @@ RECORDED = {
 def test_state_records_the_last_bad_step(grads, value, skip_if, leaf, cause, skip):
     tx = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0, 1), skip=skip, record_bad_steps=True)
     state = recorded(tx, PARAMS, [GOOD, (grads, value, skip_if), GOOD, GOOD])
-    record = state.last_bad_step
+    record = state.monitoring.last_bad_step
     assert (record.step, record.leaf, record.cause) == (1, leaf, cause)
     assert record.loss_scale == 16  # The finite step before doubled the scale.
     assert jls.metrics(state)["last_bad_leaf"] == leaf
@@ -38,16 +38,16 @@ def test_state_records_the_last_bad_step(grads, value, skip_if, leaf, cause, ski
 def test_recorded_cause_is_the_reason_for_the_skip():
     """The cause is `skip_if` if the scale does not skip non-finite gradients. `grads_finite` is a separate cause."""
     tx = jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=True)
-    assert recorded(tx, PARAMS, [([1.0, NAN], 1.0, True)]).last_bad_step.cause == "skip_if"
+    assert recorded(tx, PARAMS, [([1.0, NAN], 1.0, True)]).monitoring.last_bad_step.cause == "skip_if"
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = tx.update_and_apply(PARAMS, tx.init(PARAMS), PARAMS, grads_finite=False)
-    assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (-1, "grads_finite")
+    assert (state.monitoring.last_bad_step.leaf, state.monitoring.last_bad_step.cause) == (-1, "grads_finite")
 
 
 def test_recorded_step_number_counts_applied_and_skipped_steps():
     bad = ([1.0, NAN], 1.0, False)
     state = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, [bad, GOOD, bad, bad, GOOD])
-    assert state.last_bad_step.step == 3
+    assert state.monitoring.last_bad_step.step == 3
 
 
 @pytest.mark.parametrize(
@@ -57,29 +57,21 @@ def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     state = tx.init(PARAMS)._replace(applied_steps=jnp.int32(applied), skipped_steps=jnp.int32(skipped))
     _, state = tx.update_and_apply(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS)
-    assert state.last_bad_step.step == min(applied + skipped, 2**31 - 1)
+    assert state.monitoring.last_bad_step.step == min(applied + skipped, 2**31 - 1)
     assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
-
-
-def test_record_of_version_0_6_can_be_continued():
-    tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
-    state = recorded(tx, PARAMS, [([1.0, NAN], 1.0, False)])
-    old = state._replace(last_bad_step=jls.BadStep(*state.last_bad_step[:4]))
-    assert "first in leaf 1" in jls.diagnostics.explain(old)
-    for _ in range(2):
-        _, old = jax.jit(tx.update_and_apply)(PARAMS, old, PARAMS)
-    assert old.last_bad_step.was_exceeded.dtype == bool
 
 
 def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():
     for steps in ([], [GOOD]):
-        record = recorded(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps).last_bad_step
+        record = recorded(
+            jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps
+        ).monitoring.last_bad_step
         numbers = {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0, "largest": 0, "structure": -1}
         assert record._asdict() == {**numbers, "was_exceeded": False}
         assert record.cause == "none"
     silent = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])
-    assert silent.last_bad_step is None
-    assert "last_bad_leaf" not in jls.metrics(silent)
+    assert silent.monitoring.last_bad_step is None
+    assert jls.metrics(silent)["last_bad_leaf"] == -1
 
 
 @pytest.mark.parametrize(("loss_scale", "bad_leaf"), [(8.0, 1), (None, -1)], ids=["fixed", "no loss scale"])
@@ -88,7 +80,7 @@ def test_bad_leaf_of_an_applied_step_is_recorded_if_gradients_are_checked(loss_s
     params = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1)] * 2)
     grads = jax.tree.unflatten(jax.tree.structure(PARAMS), [jnp.float32(1), jnp.float32(NAN)])
     _, state = jax.jit(tx.update_and_apply)(grads, tx.init(params), params)  # Neither `value` nor `skip_if` is passed.
-    assert (state.applied_steps, state.last_bad_step.leaf) == (1, bad_leaf)
+    assert (state.applied_steps, state.monitoring.last_bad_step.leaf) == (1, bad_leaf)
 
 
 def test_recording_works_in_scan_and_vmap():
@@ -104,8 +96,8 @@ def test_recording_works_in_scan_and_vmap():
         return jax.lax.scan(step, (params, tx.init(params)), grads)[0][1]
 
     state = jax.jit(jax.vmap(run))(grads)
-    assert state.last_bad_step.step.tolist() == [-1, 1]
-    assert state.last_bad_step.leaf.tolist() == [-1, 0]
+    assert state.monitoring.last_bad_step.step.tolist() == [-1, 1]
+    assert state.monitoring.last_bad_step.leaf.tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check"])
@@ -114,4 +106,4 @@ def test_all_devices_of_a_shard_map_record_the_same_leaf(check_vma):
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
     grads = {**params, "b": np.array([1, 1, 1, 1, 1, NAN, 1, 1], np.float32)}
     _, state = step_on_eight_devices(tx, params, check_vma)(grads, tx.init(params), params)
-    assert (state.last_bad_step.leaf, state.last_bad_step.cause) == (1, "nan")
+    assert (state.monitoring.last_bad_step.leaf, state.monitoring.last_bad_step.cause) == (1, "nan")

@@ -124,7 +124,7 @@ def test_random_bits_change_with_every_step_seed_and_leaf():
     grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-9), params)  # each direction has probability 1/2
 
     def rounded(seed, counter):
-        tx = jls.stochastic_rounding(optax.sgd(1.0), seed)
+        tx = jls.stochastic_rounding(optax.sgd(1.0), seed=seed)
         state = tx.init(params)._replace(counter=jnp.int32(counter))
         new, state = step_of(tx)(params, state, grads)
         assert state.counter == (counter + 1 if counter < largest else -(2**31))  # The counter wraps around.
@@ -167,8 +167,8 @@ def test_optimizers_of_a_partition_use_different_random_bits():
 def test_parameters_and_state_use_different_random_bits(seed, seed_of_state):
     """The roundings of the state in the first step and of the parameters in the second step have the same counter."""
     between = jnp.full(512, 1 + 2.0**-8)
-    inner = jls.half_precision_state(optax.chain(optax.trace(0.0), optax.scale(-1.0)), seed_of_state)
-    tx = jls.stochastic_rounding(inner, seed)
+    inner = jls.half_precision_state(optax.chain(optax.trace(0.0), optax.scale(-1.0)), seed=seed_of_state)
+    tx = jls.stochastic_rounding(inner, seed=seed)
     params = {"w": jnp.zeros(512, BF16)}
     params, state = step_of(tx)(params, tx.init(params), {"w": between})
     assert state.counter == state.inner_state.counter == 1
@@ -198,9 +198,10 @@ def test_float32_arrays_of_the_state_are_stored_in_bfloat16():
 def test_excluded_arrays_and_their_values_do_not_change():
     paths = []
 
-    def exclude(path):
-        paths.append(path)
-        return ".nu" in path
+    def exclude(path, leaf):
+        paths.append(jax.tree_util.keystr(path))
+        assert leaf.dtype in (F32, BF16)
+        return path[1].name == "nu"
 
     inner, params = optax.adam(1e-3), params_in(F32)
     _, state = trained(jls.half_precision_state(inner, exclude=exclude), params)
@@ -212,7 +213,7 @@ def test_excluded_arrays_and_their_values_do_not_change():
 
 def test_excluded_arrays_that_the_inner_optimizer_stores_in_bfloat16_do_not_change():
     inner, params = optax.apply_if_finite(optax.adam(1e-3, mu_dtype=BF16), 3), params_in(F32)
-    tx = jls.half_precision_state(inner, exclude=lambda path: True)
+    tx = jls.half_precision_state(inner, exclude=lambda path, leaf: True)
     assert_same_bits(trained(tx, params)[1].inner_state, trained(inner, params)[1])
     assert_same_bits(trained(tx, params)[0], trained(inner, params)[0])
 
@@ -557,8 +558,8 @@ def test_float32_params_rejects_other_states():
 
 
 def test_exclude_must_return_a_flag():
-    tx = jls.half_precision_state(optax.adam(1e-3), exclude=lambda path: None)
-    with pytest.raises(ValueError, match=r"`half_precision_state\(exclude=...\)\(path\)` must be True or False"):
+    tx = jls.half_precision_state(optax.adam(1e-3), exclude=lambda path, leaf: None)
+    with pytest.raises(ValueError, match=r"`half_precision_state\(exclude=...\)\(path, leaf\)` must be True or False"):
         tx.init(params_in(F32))
 
 

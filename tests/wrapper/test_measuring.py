@@ -62,7 +62,7 @@ def test_flag_and_largest_share_one_all_reduce_under_shard_map(check_vma):
         after, state = step(grads * scale, losses, before, params)
         chex.assert_trees_all_close(jax.device_get(state.loss_scale), expected, rtol=1e-6)
         # Seven of the eight devices have finite gradients in each case.
-        np.testing.assert_equal(float(state.largest), largest)
+        np.testing.assert_equal(float(state.monitoring.largest), largest)
         assert (np.asarray(after) != 1).all() == (largest == 3.0)
     text = step.lower(ones, ones, before, params).compile().as_text()
     collectives = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -163,4 +163,4 @@ def test_adjust_receives_grads_finite_and_the_largest_gradient(grads, said, fini
     _, state = step(grads * SCALE, said)
     assert_reported(state.loss_scale, finite, largest)
     assert (state.applied_steps, state.skipped_steps, state.grads_finite) == (finite, not finite, finite)
-    np.testing.assert_equal(float(state.largest), np.nan if largest is None else largest)
+    np.testing.assert_equal(float(state.monitoring.largest), np.nan if largest is None else largest)

@@ -667,7 +667,7 @@ def test_a_restart_does_not_change_the_scale(loss_scale, factor, growth):
         assert restored.loss_scale() == scale
         assert restored.skipped_steps == saved.skipped_steps + is_too_high
         if is_too_high:
-            assert restored.last_bad_step.loss_scale == initial, restart
+            assert restored.monitoring.last_bad_step.loss_scale == initial, restart
         saved = restored
 
 

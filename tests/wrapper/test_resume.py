@@ -3,12 +3,15 @@
 import functools
 import pickle
 import random
+import re
 import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 from subprocess import PIPE
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -49,7 +52,7 @@ SCHEDULED = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
 # Each entry contains the inner optimizer, the loss scale and the dtype of the parameters.
 RUNS = {
     "master weights": (jls.master_weights(jls.half_precision_state(optax.adam(1e-2))), DYNAMIC, BF16),
-    "stochastic": (jls.stochastic_rounding(jls.half_precision_state(optax.adam(1e-2), 3), 5), DYNAMIC, BF16),
+    "stochastic": (jls.stochastic_rounding(jls.half_precision_state(optax.adam(1e-2), seed=3), seed=5), DYNAMIC, BF16),
     "dynamic": (SCHEDULED, DYNAMIC, F32),
     "auto": (SCHEDULED, jls.AutoLossScale(8.0), F32),
     "fixed": (SCHEDULED, jls.FixedLossScale(8.0, skip_nonfinite=True), F32),
@@ -145,3 +148,45 @@ def test_training_run_has_skipped_steps_and_scale_changes_throughout():
         assert any(scales[step] < scales[step + 1] for step in range(start, end))
         assert any(scales[step] > scales[step + 1] for step in range(start, end))
     assert all(np.isfinite(leaf).all() for leaf in never_stopped()[STEPS].values())
+
+
+# --- The state of the previous version ---
+
+
+def page_function(name):
+    """Return a function that is defined in the page about checkpoints."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "checkpoints.md").read_text()
+    (block,) = re.findall(rf"^```python\n(def {name}.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    namespace = {"jax": jax}
+    exec(block, namespace)
+    return namespace[name]
+
+
+def nested(arrays, prefix):
+    """Return arrays whose names are paths as nested dictionaries, as orbax restores them without a target."""
+    tree = {}
+    for path, array in arrays.items():
+        if path.startswith(prefix):
+            *parents, name = path.removeprefix(prefix).split("/")
+            functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[name] = array
+    return tree
+
+
+def test_state_of_version_0_7_can_be_continued():
+    """The file contains a run of version 0.7.0: its state after 6 steps, and its parameters after 3 more steps."""
+    arrays = dict(np.load(Path(__file__).parents[1] / "golden" / "state_of_version_0_7.npz"))
+    tx = jls.loss_scaled(optax.adam(0.1), record_bad_steps=True)
+    params = nested(arrays, "params/")
+    state = page_function("from_version_0_7")(nested(arrays, "state/"), tx.init(params))
+    assert (state.applied_steps, state.skipped_steps, state.loss_scale()) == (5, 1, 2.0**13)
+    assert jls.diagnostics.explain(state, params).cause == "loss"
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["kernel"] + params["bias"][None] - 1) ** 2)
+
+    for number in range(6, 9):
+        x = jnp.sin(jnp.arange(12.0).reshape(4, 3) + number)
+        loss, grads = jls.value_and_scaled_grad(loss_fn, state)(params, x)
+        params, state = tx.update_and_apply(grads, state, params, value=loss)
+    chex.assert_trees_all_close(params, nested(arrays, "later_params/"), rtol=1e-6)
+    assert state.monitoring.consecutive_nonfinite_losses == 0

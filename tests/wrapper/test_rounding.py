@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_lossscale._optax import rounding
-from jax_lossscale._optax.rounding import as_float32, join, key_of, round_stochastically, split, update_between
+from jax_lossscale._sixteen_bit import rounding
+from jax_lossscale._sixteen_bit.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
 pytestmark = pytest.mark.as_for_users
 

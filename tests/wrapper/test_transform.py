@@ -84,7 +84,7 @@ def test_skipped_steps_and_scale_changes(skip, loss_scale, grads, value, skip_if
     assert state.consecutive_skips == 1 - applied
     assert state.grads_finite == (grads is GRADS)
     if loss_scale is AUTO:
-        np.testing.assert_equal(float(state.largest), float(largest) if grads is GRADS else np.nan)
+        np.testing.assert_equal(float(state.monitoring.largest), float(largest) if grads is GRADS else np.nan)
     if applied:
         assert (after["bias"] != params["bias"]).all()
         assert state.inner_state[0].count == 2
@@ -263,8 +263,8 @@ def keeps_everything_twice():
 def test_initial_state():
     state = jls.loss_scaled(optax.sgd(0.1), "auto").init(PARAMS)
     counters = (state.applied_steps, state.skipped_steps, state.consecutive_skips)
-    assert (*counters, state.grads_finite, state.last_bad_step) == (0, 0, 0, True, None)
-    assert np.isnan(state.largest)
+    assert (*counters, state.grads_finite, state.monitoring.last_bad_step) == (0, 0, 0, True, None)
+    assert np.isnan(state.monitoring.largest)
 
 
 @pytest.mark.parametrize(

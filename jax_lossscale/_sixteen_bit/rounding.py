@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_lossscale import _tree
-
 _compiled = partial(jax.jit, inline=True)
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)  # mask of the bits of a float32 number without its sign
@@ -35,11 +33,6 @@ _BIAS = np.uint32(112 << 23)  # difference between the exponent biases of float3
 _UNIT = np.float32(2.0**-40)  # unit of the fixed-point magnitude of subnormal float16 numbers
 _HALF_INFINITY = {"bfloat16": np.uint32(0x7F80), "float16": np.uint32(0x7C00)}
 _MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32 mantissa that the dtype lacks
-
-
-def is_half(leaf: Any) -> bool:
-    """Return whether a leaf is a bfloat16 or float16 array (or a `jax.ShapeDtypeStruct` of one)."""
-    return _tree.is_array(leaf) and leaf.dtype in (jnp.bfloat16, jnp.float16)
 
 
 @partial(_compiled, static_argnums=1)

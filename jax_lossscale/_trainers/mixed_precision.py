@@ -1,18 +1,13 @@
 """`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
 
 In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
-they must use the same loss scale. The current scale is therefore stored in a reference (`jax.Ref`), which JAX adds to
-the arguments of every compiled function that uses it. References cannot be used in `jax.pmap` or `jax.shard_map`. In
-these transformations, `MixedPrecision.step` finds the loss scale in the arguments of the training step and makes it
-available to the loss function while the step is traced.
+they must use the same loss scale. `shared_loss_scale` explains how they share it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
 
@@ -20,34 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat, _tree
+from jax_lossscale import _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.warn import is_frozen, warn_if_half
-from jax_lossscale._loss_scale import FixedLossScale, LossScale
+from jax_lossscale._gradients.warn import warn_if_half
+from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.branch import Skip
+from jax_lossscale._optax.decision import Skip
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
-from jax_lossscale._optax.wrapper import Wrapper, is_concrete_array
-from jax_lossscale._scaled_backward import scaled_backward
+from jax_lossscale._optax.wrapper import Wrapper
+from jax_lossscale._trainers.scaled_backward import scaled_backward
+from jax_lossscale._trainers.shared_loss_scale import SharedLossScale
 from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# `MixedPrecision.step` enters this context. Otherwise, JAX would reuse functions that it traced in another step, such
-# as the argument of `jax.checkpoint`, although they contain the loss scale of that step.
-_in_step = _compat.new_cache_context()
-
-_USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
-
-_PASS_MESH = "Create `MixedPrecision(optimizer, mesh=mesh)` with the mesh of the training step."
 
 
 class MixedPrecision:
@@ -135,7 +123,7 @@ class MixedPrecision:
         options = checked_options(optimizer, loss_scale, axis_name, skip, record_bad_steps, names)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
-        self._shared = _SharedLossScale(options["initial_loss_scale"], mesh)
+        self._shared = SharedLossScale(options["initial_loss_scale"], mesh)
         wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
@@ -250,212 +238,14 @@ class MixedPrecision:
         )
 
 
-class _Value:
-    """A loss scale that is known when the step is traced. Therefore, no `_Reference` is needed.
-
-    The loss scale is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned
-    by `MixedPrecision.step`. This function returns the next loss scale as part of the optimizer state.
-    """
-
-    def __init__(self, loss_scale: LossScale) -> None:
-        self._loss_scale = loss_scale
-
-    def read(self) -> LossScale:
-        """Return the loss scale for a backward pass."""
-        if is_frozen(self._loss_scale):
-            raise ValueError(
-                "`MixedPrecision.step(train_step=...)` got a compiled function, in which the loss scale would be a "
-                "constant. Wrap the function before it is compiled: `jax.jit(mp.step(train_step))`."
-            )
-        return self._loss_scale
-
-    def gradient_scale(self, of_state: LossScale) -> None:
-        """Return ``None``, because the gradients are computed at the loss scale in the state of the optimizer.
-
-        Raises:
-          ValueError: if the loss scale in the state has a different class or configuration.
-        """
-        if len({jax.tree.structure(loss_scale) for loss_scale in (of_state, self._loss_scale)}) > 1:
-            raise ValueError(
-                f"`MixedPrecision(loss_scale={self._loss_scale!r})` got a state with a different loss scale, "
-                f"{of_state!r}. Pass this loss scale to `MixedPrecision`."
-            )
-
-    def write(self, loss_scale: LossScale) -> None:
-        """Do nothing, because the state of the optimizer contains the next loss scale."""
-
-
-class _Reference:
-    """A reference (`jax.Ref`) to the scale, which each update overwrites with the scale of the next step."""
-
-    def __init__(self, scale: jax.Array) -> None:
-        self._ref = jax.new_ref(scale)
-        self.num_devices = len(scale.sharding.device_set)
-
-    def read(self) -> LossScale:
-        """Return the scale as a `FixedLossScale`. A backward pass needs the scale, but not the rule that updates it."""
-        # The leaf of the `FixedLossScale` is replaced, because the constructor would reject a scale below 1.
-        fixed: LossScale = jax.tree.map(lambda _: self._ref[...], FixedLossScale(jnp.ones([])))
-        return fixed
-
-    def gradient_scale(self, of_state: LossScale) -> jax.Array:
-        """Return the scale at which the gradients of the current update were computed."""
-        return self.read()()
-
-    def write(self, loss_scale: LossScale) -> None:
-        """Store the scale of the next step."""
-        self._ref[...] = _unbatched(jnp.asarray(loss_scale(), jnp.float32))
-
-
-@jax.custom_batching.custom_vmap
-def _unbatched(scale: jax.Array) -> jax.Array:
-    """Return the scale, or raise a `ValueError` if it is batched by `jax.vmap`."""
-    return scale
-
-
-@_unbatched.def_vmap
-def _raise_error(axis_size: int, in_batched: Any, scale: jax.Array) -> NoReturn:
-    # JAX also calls this function if `jax.vmap` is applied to a loop whose body contains the update.
-    raise ValueError(
-        "Inside `jax.vmap`, `MixedPrecision` cannot store the loss scale without `MixedPrecision.step`. "
-        f"{_USE_STEP} If the training step is the body of a loop, such as `jax.lax.scan`, wrap this body."
-    )
-
-
-class _SharedLossScale:
-    """The loss scale that the loss function and the optimizer of a `MixedPrecision` share.
-
-    The method `source` returns the object that contains the current loss scale:
-
-    - a `_Value`, if the loss scale contains no arrays, or inside a function returned by `MixedPrecision.step`;
-    - otherwise, the only `_Reference`, which is created when it is needed for the first time.
-
-    Attributes:
-      initial: the loss scale of the first step.
-      is_read: whether a function returned by `MixedPrecision.loss` was called or traced.
-      is_initialized: whether ``init`` of the optimizer was called or traced.
-    """
-
-    def __init__(self, initial: LossScale, mesh: Mesh | None) -> None:
-        self.initial = initial
-        self.is_read = False
-        self.is_initialized = False
-        constant = None if jax.tree.leaves(jax.eval_shape(lambda: initial)) else _Value(initial)
-        self._value: contextvars.ContextVar[_Value | None] = contextvars.ContextVar("value", default=constant)
-        self._reference: _Reference | None = None
-        self._placement: Any = mesh  # the mesh or the device for a new reference, or `None` if it is not known
-
-    def source(self, method: str, arguments: Any) -> _Value | _Reference:
-        """Return the object that contains the current loss scale.
-
-        Args:
-          method: the calling method of `MixedPrecision`, for error messages.
-          arguments: the arguments of the method, whose mesh is used for the reference.
-
-        Raises:
-          RuntimeError: if JAX is older than 0.7.2.
-          ValueError: if the method is called inside `jax.pmap` or `jax.shard_map`, if the number of devices differs
-            from that of the reference, or if the devices of the step cannot be determined.
-        """
-        value = self._value.get()
-        if value is not None:
-            return value
-        context = jax.sharding.get_abstract_mesh()
-        if context.manual_axes:
-            raise ValueError(
-                f"`MixedPrecision.{method}` was called inside `jax.pmap` or `jax.shard_map` (axes "
-                f"{', '.join(map(repr, context.manual_axes))}), where JAX does not support references. {_USE_STEP}"
-            )
-        mesh = _mesh_of(arguments) if context.empty else context
-        if self._reference is None:
-            self._reference = self._new_reference(mesh, is_context=not context.empty)
-        elif mesh is not None and mesh.size != self._reference.num_devices:
-            raise ValueError(
-                f"`MixedPrecision.{method}` was called with a mesh of {mesh.size} devices, but the loss "
-                f"scale is stored on {self._reference.num_devices}. {_PASS_MESH}"
-            )
-        return self._reference
-
-    @contextlib.contextmanager
-    def set_to(self, loss_scale: LossScale) -> Iterator[None]:
-        """Make `source` return a `_Value` that contains ``loss_scale`` within the ``with`` block."""
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(loss_scale))
-        token = self._value.set(_Value(loss_scale))
-        try:
-            # JAX must not reuse a function that was traced in another step, because it contains the tracers of that
-            # step. Each step with tracers therefore enters the context with a new object. Without tracers, all steps
-            # use the same compiled functions.
-            with _in_step(object() if is_traced else self):
-                yield
-        finally:
-            self._value.reset(token)
-
-    def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, select their mesh or the device of the first committed leaf.
-
-        This has no effect after the reference has been created. A single device is ignored if it does not belong to the
-        default backend. For example, parameters that were created on the CPU are usually moved to the accelerator
-        before the first step.
-        """
-        if isinstance(self._placement, Mesh):
-            return
-        arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and is_concrete_array(leaf)]
-        committed = [array for array in arrays if array.committed]
-        mesh = _mesh_of(committed)
-        if mesh is not None:
-            self._placement = mesh
-        elif committed and len(committed[0].devices()) == 1:
-            (device,) = committed[0].devices()
-            self._placement = device if device.platform == jax.default_backend() else None
-
-    def _new_reference(self, mesh: Any, is_context: bool) -> _Reference:
-        """Create the reference outside of all transformations.
-
-        Args:
-          mesh: the mesh of the arguments or of the context, or ``None`` if there is none.
-          is_context: whether the mesh was set with `jax.set_mesh`.
-        """
-        if not hasattr(jax, "new_ref"):
-            raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
-        with jax.core.eval_context(), jax.transfer_guard("allow"):
-            # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
-            scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()
-            return _Reference(scale if is_context else jax.device_put(scale, self._device_or_sharding(mesh)))
-
-    def _device_or_sharding(self, mesh: Any) -> Any:
-        """Return the device or the sharding of the reference, or ``None`` for the default device.
-
-        The mesh of the arguments may be an abstract mesh, which determines only the number of devices. A mesh of the
-        same size that is known from the argument ``mesh`` of `MixedPrecision` or from the parameters takes precedence
-        over any mesh of the arguments. Without a known mesh, an abstract mesh must contain all devices.
-        """
-        known = self._placement
-        if mesh is None or (isinstance(known, Mesh) and known.size == mesh.size):
-            mesh = known
-        elif not isinstance(mesh, Mesh):  # Traced arrays have an abstract mesh without devices.
-            if mesh.size != jax.device_count():
-                raise ValueError(
-                    f"`MixedPrecision` cannot determine the {mesh.size} devices of the training step. {_PASS_MESH}"
-                )
-            mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
-        return NamedSharding(mesh, PartitionSpec()) if isinstance(mesh, Mesh) else mesh
-
-
-def _mesh_of(arguments: Any) -> Any:
-    """Return the mesh of the first array that is on several devices, or ``None`` if there is no such array."""
-    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)]
-    shardings = [array.sharding if is_concrete_array(array) else jax.typeof(array).sharding for array in arrays]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    return next((mesh for mesh in meshes if mesh.size > 1), None)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UnscaledWrapper(Wrapper):
     """An optimizer that takes unscaled gradients and shares its loss scale with the loss function."""
 
-    takes_scaled_gradients: ClassVar[bool] = False
+    function: ClassVar[str] = "MixedPrecision"
+    argument: ClassVar[str] = "optimizer"
 
-    shared: _SharedLossScale
+    shared: SharedLossScale
     dtype: np.dtype[Any]
 
     def __repr__(self) -> str:
@@ -500,6 +290,9 @@ class _UnscaledWrapper(Wrapper):
         result, state = super()._step(applies, extra_args, grads, state, params, inputs)
         self.shared.source("optimizer.update", grads).write(state.loss_scale)
         return result, state
+
+    def _divisor(self, loss_scale: LossScale) -> None:
+        """Return ``None``, because `scaled_backward` has already unscaled the gradients."""
 
     def _gradient_scale(self, grads: optax.Updates, loss_scale: LossScale) -> jax.Array | None:
         return self.shared.source("optimizer.update", grads).gradient_scale(loss_scale)

@@ -1,0 +1,223 @@
+"""Causes of skipped steps and of stuck runs, and the advice for each cause, for `raise_if_stuck` and `explain`.
+
+`cause_of_last_step` determines the cause from the optimizer state, and `advice` looks it up in the table `_FIXES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+
+from jax_lossscale import _tree
+from jax_lossscale._loss_scale import FixedLossScale, LossScale
+from jax_lossscale._optax.state import CAUSES, BadStep, LossScaledState
+
+# A loss scale that starts at the default of 2**15 falls to 1 after 15 consecutive skipped steps. If at least 16
+# consecutive steps are skipped, the cause is probably not an overflow.
+_MANY_SKIPS_IN_A_ROW = 16
+
+# Clauses that describe the causes of skipped steps. The last clause is used if the exact cause was not recorded.
+_CLAUSES = CAUSES | {"gradients": "there was a NaN or an infinity in its gradients, or `grads_finite` was false"}
+
+HOW_TO_SCALE = (
+    "Compute the gradients with `jls.value_and_scaled_grad`, clip them inside `loss_scaled`, and check the order of "
+    "the arguments: `tx.update(updates, state, params)`. If a trainer computes the gradients itself, see the page "
+    '"Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md).'
+)
+HOW_TO_RECORD = (
+    "To record which leaf was not finite, and whether it contained NaN or infinity, use "
+    "`loss_scaled(..., record_bad_steps=True)`."
+)
+COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
+INSIDE_THE_STEP = (
+    "make sure that `value_and_scaled_grad` is called inside the training step, because otherwise its loss scale never "
+    "changes"
+)
+SEEMS_UNSCALED = (
+    "In the first steps, the largest gradient became smaller by about the same factor by which the loss scale became "
+    "larger. Most likely, the gradients are not scaled."
+)
+_ADAPTS = "Skipping steps is how the loss scale adapts to the size of the gradients."
+_NO_OVERFLOW = "A lower loss scale fixes an overflow, but {but}. " + COMPARE + " where the {what} begins."
+
+
+class _LastStep(NamedTuple):
+    """A run whose last step was skipped or not finite, and the facts on which the advice depends."""
+
+    cause: str
+    loss_scale: LossScale
+    is_at_floor: bool  # whether the loss scale cannot be lowered
+    are_many: bool  # whether so many consecutive steps were skipped that overflows alone are not a plausible cause
+
+    @property
+    def may_adapt(self) -> bool:
+        return not self.is_at_floor and not self.are_many
+
+    @property
+    def is_at_fixed_scale(self) -> bool:
+        return self.is_at_floor and isinstance(self.loss_scale, FixedLossScale)
+
+    @property
+    def is_at_bound(self) -> bool:
+        return self.is_at_floor and not isinstance(self.loss_scale, FixedLossScale)
+
+    @property
+    def was_lowered(self) -> bool:
+        return log2_lowered(self.loss_scale) > 0
+
+
+def _always(step: _LastStep) -> bool:
+    return True
+
+
+# Each row contains causes, a condition, and a fix. All rows apply whose causes include that of the run and whose
+# condition is true.
+_FIXES: list[tuple[str, Callable[[_LastStep], bool], str]] = [
+    ("gradients", _always, HOW_TO_RECORD),
+    ("gradients nan infinity", lambda step: step.is_at_bound, "The loss scale is at its lower bound."),
+    ("infinity", lambda step: step.may_adapt, f"{_ADAPTS} You do not need to do anything."),
+    ("infinity", lambda step: step.are_many and not step.is_at_floor, _ADAPTS),
+    (
+        "gradients nan",
+        lambda step: step.may_adapt,
+        "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything.",
+    ),
+    (
+        "gradients",
+        lambda step: not step.may_adapt,
+        "To find the non-finite leaf, you can also call `nonfinite_report(grads)`.",
+    ),
+    (
+        "gradients",
+        lambda step: not step.may_adapt and step.was_lowered,
+        _NO_OVERFLOW.format(but="it did not fix this problem", what="problem"),
+    ),
+    (
+        "gradients",
+        lambda step: not step.may_adapt and not step.was_lowered,
+        _NO_OVERFLOW.format(but="this problem may have another cause", what="problem"),
+    ),
+    (
+        "gradients",
+        lambda step: step.is_at_bound,
+        "If the gradients are infinite but the loss is finite, decrease `min_loss_scale`.",
+    ),
+    (
+        "nan",
+        lambda step: not step.may_adapt and step.was_lowered,
+        _NO_OVERFLOW.format(but="it did not fix this NaN", what="NaN"),
+    ),
+    (
+        "nan",
+        lambda step: not step.may_adapt and not step.was_lowered,
+        _NO_OVERFLOW.format(but="this NaN may have another cause", what="NaN"),
+    ),
+    (
+        "infinity",
+        lambda step: step.is_at_fixed_scale,
+        'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.',
+    ),
+    (
+        "infinity",
+        lambda step: step.is_at_bound and bool(step.loss_scale() <= 1),
+        "The gradients overflow even at this loss scale.\n"
+        f"Check whether the loss is a sum instead of a mean, and {INSIDE_THE_STEP}.\n"
+        f"Alternatively, decrease `min_loss_scale`. {COMPARE} where the gradients overflow.",
+    ),
+    (
+        "infinity",
+        lambda step: step.is_at_bound and bool(step.loss_scale() > 1),
+        "Decrease `min_loss_scale` so that the loss scale can become smaller.",
+    ),
+    (
+        "gradients nan infinity",
+        lambda step: step.are_many,
+        "If several optimizers use the same `MixedPrecision` object, create one object for each optimizer. If the "
+        "optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
+        "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead.",
+    ),
+    (
+        "loss",
+        _always,
+        f"The loss does not depend on the loss scale. {COMPARE} whether the loss is finite in float32, and which "
+        "operation causes the problem.\n"
+        "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by "
+        "zero, and the learning rate.",
+    ),
+    ("grads_finite", _always, "Check how the argument `grads_finite` is computed."),
+    ("skip_if", _always, "`skip_if` is your own condition, and it does not change the loss scale."),
+    (
+        "zero_gradients",
+        _always,
+        f"{COMPARE} whether they are zero in float32.\n"
+        "If the gradients are zero in float32, the loss does not depend on the parameters, for example because all "
+        "rewards are equal.\n"
+        "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. " + HOW_TO_SCALE,
+    ),
+    ("unscaled", _always, HOW_TO_SCALE),
+]
+
+
+def cause_of_last_step(state: LossScaledState) -> str | None:
+    """Return the cause if the last step was skipped or not finite; otherwise, return ``None``."""
+    record, skips = state.monitoring.last_bad_step, int(state.consecutive_skips)
+    last_step = min(int(state.applied_steps) + int(state.skipped_steps) - 1, np.iinfo(np.int32).max)
+    if record is not None and 0 <= record.step == last_step:
+        return record.cause
+    # Without a record, the state still shows which checks failed in the last step. A non-finite loss usually leads to
+    # non-finite gradients, so it is checked first, as in a record.
+    if int(state.monitoring.consecutive_nonfinite_losses):
+        return "loss"
+    if state.loss_scale.checks_gradients and not state.grads_finite and (state.loss_scale.skip_nonfinite or not skips):
+        return "gradients"
+    return "skip_if" if skips else None
+
+
+def clause_of(cause: str, state: LossScaledState, params: chex.ArrayTree | None = None) -> str:
+    """Return a clause with the cause of a skipped step, and the path of the non-finite leaf if it was recorded."""
+    record = state.monitoring.last_bad_step
+    where = _where(record, state, params) if record is not None and record.leaf >= 0 else ""
+    return _CLAUSES[cause].format(where=where)
+
+
+def advice(cause: str, state: LossScaledState) -> list[str]:
+    """Return sentences that describe how to fix the cause of a problem in the last step."""
+    are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
+    step = _LastStep(cause, state.loss_scale, bool(is_at_its_floor(state.loss_scale)), are_many)
+    return [fix for causes, is_true, fix in _FIXES if cause in causes.split() and is_true(step)]
+
+
+def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | None) -> str:
+    """Return the path of the recorded leaf in the parameters, or in a part of the state with the same paths."""
+    if params is None:
+
+        def is_like_gradients(part: Any) -> bool:
+            return _tree.hash_of_paths(part) == int(record.structure)
+
+        params = next(filter(is_like_gradients, jax.tree.leaves(state.inner_state, is_leaf=is_like_gradients)), None)
+        if params is None:
+            return f"leaf {record.leaf}"
+    paths = _tree.paths_of(params)
+    if int(record.leaf) >= len(paths):
+        raise ValueError(
+            f"`explain(params=...)` must have the structure of the gradients, got a tree of {len(paths)} leaves, "
+            f"although leaf {record.leaf} of the gradients was not finite. Pass the complete parameters."
+        )
+    return paths[int(record.leaf)] or "the only leaf"
+
+
+def log2_lowered(loss_scale: LossScale) -> float:
+    """Return the number of bits by which the loss scale is below its initial value, or 0 if there is no such value."""
+    start = getattr(loss_scale, "initial_loss_scale", None) or float(loss_scale())
+    return max(0.0, math.log2(start) - math.log2(float(loss_scale())))
+
+
+def is_at_its_floor(loss_scale: LossScale) -> np.ndarray:
+    """Return, as a NumPy boolean, whether the scale is known to be at its lower bound."""
+    floor = loss_scale.lower_bound
+    return np.asarray(False if floor is None else np.asarray(loss_scale()) <= np.asarray(floor, np.float32))

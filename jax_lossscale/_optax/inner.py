@@ -1,0 +1,74 @@
+"""The inner optimizer of a wrapper: its validation, what its state shows about it, and the dtypes of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_lossscale import _tree
+
+
+def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtraArgs:
+    """Return an optax transformation that accepts extra arguments.
+
+    Raises:
+      ValueError: if ``inner`` is not an optax transformation. The error message contains the name of the argument.
+    """
+    if isinstance(inner, optax.MultiSteps):
+        # `MultiSteps.gradient_transformation` is not used here because it drops additional arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    if not all(callable(getattr(inner, method, None)) for method in ("init", "update")):
+        raise ValueError(f"`{name}` must be an optax transformation, such as `optax.adam(1e-3)`, got {inner!r}.")
+    return optax.with_extra_args_support(inner)
+
+
+def rounds_parameters(state: optax.OptState) -> bool:
+    """Return whether an optimizer state contains the state of a wrapper that trains 16-bit parameters.
+
+    The class of such a state has the attribute ``rounds_parameters = True``. This module therefore needs no import of
+    the wrappers, which import it.
+    """
+
+    def is_of_wrapper(node: Any) -> bool:
+        return getattr(type(node), "rounds_parameters", False) is True
+
+    return any(map(is_of_wrapper, jax.tree.leaves(state, is_leaf=is_of_wrapper)))
+
+
+def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
+    """Return the optimizer state ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
+
+    If the dtypes or the weak types of an optimizer state changed in the first step, the second step would be traced and
+    compiled again.
+    """
+
+    def with_dtype(a: Any, b: Any) -> Any:
+        if isinstance(a, (int, float, complex)) and not isinstance(a, bool):
+            a = jnp.asarray(a)
+        is_number = _tree.is_array(a) and jnp.issubdtype(a.dtype, jnp.number)
+        # If `init` is called with abstract parameters, a state that contains the parameters also has abstract leaves.
+        is_abstract = isinstance(b, jax.ShapeDtypeStruct)
+        return jnp.asarray(b).astype(a.dtype) if is_number and not is_abstract else b
+
+    return jax.tree.map(with_dtype, old, new)
+
+
+def with_own_buffers(state: optax.OptState) -> optax.OptState:
+    """Return the optimizer state, with repeated occurrences of the same array replaced by copies.
+
+    The initial states of some optimizers contain the same array several times, and JAX cannot donate an array twice.
+    """
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return jax.tree.map(own, state)

@@ -1,0 +1,18 @@
+"""Optimizer wrappers that store parameters and optimizer states in 16 bits.
+
+- `parameters`: `master_weights` and `stochastic_rounding` train 16-bit parameters. An optimizer uses one of the two.
+- `optimizer_state`: `half_precision_state` stores the optimizer state in bfloat16, and can be combined with either of
+  them.
+- `float32_weights`: `float32_params` returns the float32 weights from the state of `master_weights`.
+- `rounding`: conversions between float32 and 16-bit numbers.
+
+The wrappers can be used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
+"""
+
+from jax_lossscale._sixteen_bit.float32_weights import float32_params as float32_params
+from jax_lossscale._sixteen_bit.optimizer_state import HalfPrecisionState as HalfPrecisionState
+from jax_lossscale._sixteen_bit.optimizer_state import half_precision_state as half_precision_state
+from jax_lossscale._sixteen_bit.parameters import MasterWeightsState as MasterWeightsState
+from jax_lossscale._sixteen_bit.parameters import StochasticRoundingState as StochasticRoundingState
+from jax_lossscale._sixteen_bit.parameters import master_weights as master_weights
+from jax_lossscale._sixteen_bit.parameters import stochastic_rounding as stochastic_rounding
