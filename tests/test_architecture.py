@@ -28,7 +28,7 @@ MODULES = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts
 # lower layers. Loss scaling, up to the optimizer wrapper, does not depend on jaxpr tools (`_program`) or on modules
 # that use them.
 CORE = {"_check", "_compat", "_limits", "_warn", "_tree", "_measure", "_loss_scale"}
-MIDDLE = CORE | {"_gradients", "_optax", "optax", "_program", "_autocast", "_version"}
+MIDDLE = CORE | {"_gradients", "_optax", "_sixteen_bit", "optax", "_program", "_autocast", "_version"}
 LAYERS = {
     "_version": set(),
     "_check": set(),
@@ -40,17 +40,17 @@ LAYERS = {
     "_loss_scale": {"_check", "_limits", "_tree", "_measure"},
     "_gradients": CORE,
     "_optax": CORE | {"optax"},
+    "_sixteen_bit": CORE | {"_optax", "optax"},
     "_program": {"_check", "_tree"},
     "_autocast": {"_check", "_program", "_warn"},
-    "_scaled_backward": {"_check", "_gradients", "_loss_scale", "_program"},
-    "_mixed_precision": CORE | {"_autocast", "_gradients", "_optax", "_scaled_backward", "optax"},
+    "_trainers": CORE | {"_autocast", "_gradients", "_optax", "_program", "optax"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,
     "plotting": MIDDLE | {"diagnostics"},
     "demo": MIDDLE | {"diagnostics", "plotting", ""},
     "__main__": {"demo", ""},
     # The empty name stands for `__init__.py` of the package.
-    "": (MIDDLE - {"optax"}) | {"_mixed_precision", "_scaled_backward", "diagnostics", "plotting"},
+    "": (MIDDLE - {"optax"}) | {"_trainers", "diagnostics", "plotting"},
 }
 # Modules in `_loss_scale` that the modules with the loss-scale classes may import.
 POLICY_BASE = {"base", "bounded", "powers"}

@@ -5,7 +5,7 @@ the same order: a file of the package, a piece of code that occurs once in the f
 """
 
 TREE, STEP, LARGEST = "_tree.py", "_optax/wrapper.py", "_measure/largest.py"
-ROUNDING = "_optax/rounding.py"
+ROUNDING = "_sixteen_bit/rounding.py"
 DYNAMIC, AUTO = "_loss_scale/dynamic.py", "_loss_scale/auto.py"
 LEAVES_A_CHANGED_STATE = (
     STEP,
@@ -106,7 +106,7 @@ BREAKS = {
             "        return optax.apply_updates(params, jax.tree.map(lambda u: u * 1.001, updates))",
         ),
         (
-            "_optax/branch.py",
+            "_optax/decision.py",
             "jax.lax.select(should_apply, applied, left)",
             "jax.lax.select(should_apply, applied, applied)",
         ),
@@ -204,7 +204,7 @@ BREAKS = {
             "return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf",
             "return vars(_as_array).setdefault(repr(leaf), jnp.asarray(leaf)) if np.ndim(leaf) == 0 else leaf",
         ),
-        ("_optax/state.py", "return jnp.copy(leaf)", "return leaf"),
+        ("_optax/inner.py", "return jnp.copy(leaf)", "return leaf"),
     ],
     "A bad argument raises an error immediately": [
         ("_check.py", "if not at_least <= number <=", "if not -1000 <= number <=")

@@ -30,8 +30,12 @@ CORE = {
         "gradients/test_gradients.py",
         "wrapper/test_monitoring.py",
     ],
-    "_mixed_precision.py": ["wrapper/test_mixed_precision.py"],
-    "_scaled_backward.py": ["gradients/test_scaled_backward.py"],
+    "_trainers": ["gradients/test_scaled_backward.py", "wrapper/test_mixed_precision.py"],
+    "_sixteen_bit": [
+        "wrapper/test_rounding.py",
+        "wrapper/test_half_parameters.py",
+        "wrapper/test_half_parameters_composition.py",
+    ],
     "_gradients": [
         "gradients/test_gradients.py",
         "gradients",
@@ -45,6 +49,7 @@ CORE = {
         "wrapper/test_monitoring.py",
         "wrapper/test_data_parallel.py",
         "diagnostics/test_recording.py",
+        "diagnostics/true_statements/test_explain.py",
         "wrapper",
         "hardening/test_any_tree.py",
         "hardening/test_properties.py",

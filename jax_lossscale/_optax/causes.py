@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -30,8 +29,8 @@ HOW_TO_SCALE = (
     '"Trainers and libraries that compute gradients themselves" (docs/guide/libraries.md).'
 )
 HOW_TO_RECORD = (
-    "To record which leaf was not finite, and whether it contained NaN or infinity, use "
-    "`loss_scaled(..., record_bad_steps=True)`."
+    "To find the non-finite leaf, call `nonfinite_report(grads)`, or use `loss_scaled(..., record_bad_steps=True)`, "
+    "which also records whether the leaf contained NaN or infinity."
 )
 COMPARE = "`compare_gradients(loss_fn, params, batch)` shows"
 INSIDE_THE_STEP = (
@@ -42,125 +41,65 @@ SEEMS_UNSCALED = (
     "In the first steps, the largest gradient became smaller by about the same factor by which the loss scale became "
     "larger. Most likely, the gradients are not scaled."
 )
-_ADAPTS = "Skipping steps is how the loss scale adapts to the size of the gradients."
-_NO_OVERFLOW = "A lower loss scale fixes an overflow, but {but}. " + COMPARE + " where the {what} begins."
 
-
-class _LastStep(NamedTuple):
-    """A run whose last step was skipped or not finite, and the facts on which the advice depends."""
-
-    cause: str
-    loss_scale: LossScale
-    is_at_floor: bool  # whether the loss scale cannot be lowered
-    are_many: bool  # whether so many consecutive steps were skipped that overflows alone are not a plausible cause
-
-    @property
-    def may_adapt(self) -> bool:
-        return not self.is_at_floor and not self.are_many
-
-    @property
-    def is_at_fixed_scale(self) -> bool:
-        return self.is_at_floor and isinstance(self.loss_scale, FixedLossScale)
-
-    @property
-    def is_at_bound(self) -> bool:
-        return self.is_at_floor and not isinstance(self.loss_scale, FixedLossScale)
-
-    @property
-    def was_lowered(self) -> bool:
-        return log2_lowered(self.loss_scale) > 0
-
-
-def _always(step: _LastStep) -> bool:
-    return True
-
-
-# Each row contains causes, a condition, and a fix. All rows apply whose causes include that of the run and whose
-# condition is true.
-_FIXES: list[tuple[str, Callable[[_LastStep], bool], str]] = [
-    ("gradients", _always, HOW_TO_RECORD),
-    ("gradients nan infinity", lambda step: step.is_at_bound, "The loss scale is at its lower bound."),
-    ("infinity", lambda step: step.may_adapt, f"{_ADAPTS} You do not need to do anything."),
-    ("infinity", lambda step: step.are_many and not step.is_at_floor, _ADAPTS),
+# Causes, a situation (see `_situations`), and the fix for them. Several fixes can apply to the same step.
+_FIXES = (
+    ("gradients", "any", HOW_TO_RECORD),
+    ("gradients nan infinity", "at lower bound", "The loss scale is at its lower bound."),
+    (
+        "infinity",
+        "adapts",
+        "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.",
+    ),
     (
         "gradients nan",
-        lambda step: step.may_adapt,
+        "adapts",
         "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything.",
     ),
     (
-        "gradients",
-        lambda step: not step.may_adapt,
-        "To find the non-finite leaf, you can also call `nonfinite_report(grads)`.",
-    ),
-    (
-        "gradients",
-        lambda step: not step.may_adapt and step.was_lowered,
-        _NO_OVERFLOW.format(but="it did not fix this problem", what="problem"),
-    ),
-    (
-        "gradients",
-        lambda step: not step.may_adapt and not step.was_lowered,
-        _NO_OVERFLOW.format(but="this problem may have another cause", what="problem"),
-    ),
-    (
-        "gradients",
-        lambda step: step.is_at_bound,
-        "If the gradients are infinite but the loss is finite, decrease `min_loss_scale`.",
-    ),
-    (
-        "nan",
-        lambda step: not step.may_adapt and step.was_lowered,
-        _NO_OVERFLOW.format(but="it did not fix this NaN", what="NaN"),
-    ),
-    (
-        "nan",
-        lambda step: not step.may_adapt and not step.was_lowered,
-        _NO_OVERFLOW.format(but="this NaN may have another cause", what="NaN"),
+        "gradients nan",
+        "stays",
+        f"A lower loss scale fixes an overflow, but no other problem. {COMPARE} where the problem begins.",
     ),
     (
         "infinity",
-        lambda step: step.is_at_fixed_scale,
+        "fixed",
         'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.',
     ),
     (
-        "infinity",
-        lambda step: step.is_at_bound and bool(step.loss_scale() <= 1),
-        "The gradients overflow even at this loss scale.\n"
-        f"Check whether the loss is a sum instead of a mean, and {INSIDE_THE_STEP}.\n"
-        f"Alternatively, decrease `min_loss_scale`. {COMPARE} where the gradients overflow.",
-    ),
-    (
-        "infinity",
-        lambda step: step.is_at_bound and bool(step.loss_scale() > 1),
-        "Decrease `min_loss_scale` so that the loss scale can become smaller.",
+        "gradients infinity",
+        "at lower bound",
+        "If the gradients are infinite but the loss is finite, decrease `min_loss_scale`.\n"
+        "If the gradients overflow even at a loss scale of 1, check whether the loss is a sum instead of a mean, and "
+        f"{INSIDE_THE_STEP}.",
     ),
     (
         "gradients nan infinity",
-        lambda step: step.are_many,
+        "many",
         "If several optimizers use the same `MixedPrecision` object, create one object for each optimizer. If the "
         "optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
         "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead.",
     ),
     (
         "loss",
-        _always,
+        "any",
         f"The loss does not depend on the loss scale. {COMPARE} whether the loss is finite in float32, and which "
         "operation causes the problem.\n"
         "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by "
         "zero, and the learning rate.",
     ),
-    ("grads_finite", _always, "Check how the argument `grads_finite` is computed."),
-    ("skip_if", _always, "`skip_if` is your own condition, and it does not change the loss scale."),
+    ("grads_finite", "any", "Check how the argument `grads_finite` is computed."),
+    ("skip_if", "any", "`skip_if` is your own condition, and it does not change the loss scale."),
     (
         "zero_gradients",
-        _always,
+        "any",
         f"{COMPARE} whether they are zero in float32.\n"
         "If the gradients are zero in float32, the loss does not depend on the parameters, for example because all "
         "rewards are equal.\n"
-        "If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. " + HOW_TO_SCALE,
+        f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {HOW_TO_SCALE}",
     ),
-    ("unscaled", _always, HOW_TO_SCALE),
-]
+    ("unscaled", "any", HOW_TO_SCALE),
+)
 
 
 def cause_of_last_step(state: LossScaledState) -> str | None:
@@ -187,9 +126,23 @@ def clause_of(cause: str, state: LossScaledState, params: chex.ArrayTree | None 
 
 def advice(cause: str, state: LossScaledState) -> list[str]:
     """Return sentences that describe how to fix the cause of a problem in the last step."""
+    situations = _situations(state)
+    return [fix for causes, situation, fix in _FIXES if cause in causes.split() and situation in situations]
+
+
+def _situations(state: LossScaledState) -> set[str]:
+    """Return the situations in the table of fixes that describe a run whose last steps were skipped."""
+    is_fixed, is_at_floor = isinstance(state.loss_scale, FixedLossScale), bool(is_at_its_floor(state.loss_scale))
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
-    step = _LastStep(cause, state.loss_scale, bool(is_at_its_floor(state.loss_scale)), are_many)
-    return [fix for causes, is_true, fix in _FIXES if cause in causes.split() and is_true(step)]
+    situations = {
+        "any": True,
+        "fixed": is_fixed,
+        "at lower bound": is_at_floor and not is_fixed,
+        "many": are_many,
+        "adapts": not is_at_floor and not are_many,
+        "stays": is_at_floor or are_many,
+    }
+    return {name for name, applies in situations.items() if applies}
 
 
 def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | None) -> str:

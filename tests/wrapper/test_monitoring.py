@@ -65,11 +65,11 @@ STUCK = {
     "auto, at its floor": (lambda: skipping("auto", 10), "at its lower bound"),
     "at the floor": (
         lambda: skipping(jls.DynamicLossScale(1.0), 10),
-        "last 10 steps were skipped at a loss scale of 1,.*`grads_finite` was false. To record which.*decrease `min",
+        "last 10 steps were skipped at a loss scale of 1,.*`grads_finite` was false. To find the.*decrease `min",
     ),
     "at the floor, with hysteresis": (lambda: skipping(jls.DynamicLossScale(1.0, hysteresis=2), 10), "lower bound"),
     "hysteresis left": (lambda: skipping(jls.DynamicLossScale(8.0, hysteresis=50), 20), None),
-    "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "may have another cause"),
+    "fixed": (lambda: skipping(jls.FixedLossScale(8.0, skip_nonfinite=True), 10), "no other problem"),
     "10 NaN losses": (
         lambda: skipping("auto", 10, record=True, value=jnp.float32(jnp.nan)),
         "last 10 steps were skipped at a loss scale of 256, the last one because its loss was not finite. The loss "
