@@ -52,9 +52,16 @@ def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) ->
 def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    The update of each array that the inner optimizer does not receive is zero. A Python number whose gradient is
-    ``None`` is part of the configuration of the model, so its update is ``None``. If ``params`` is ``None``, the
-    gradients themselves are returned.
+    Adding the updates must return the untrained leaves unchanged:
+
+    | leaf of the parameters                                          | update                 |
+    |-----------------------------------------------------------------|------------------------|
+    | array that cannot be trained, such as integers                  | zeros                  |
+    | Python integer that has a gradient (a float0 array)             | zero                   |
+    | floating-point array whose gradient is ``None``                 | ``None``, as in optax  |
+    | Python number whose gradient is ``None``, function, random key  | ``None``               |
+
+    If ``params`` is ``None``, the gradients themselves are returned.
     """
     if params is None:
         return grads

@@ -37,21 +37,15 @@ _REFUTED = -_FIRST_STEPS  # added for a step that contradicts the assumption, so
 class ScalingEvidence(NamedTuple):
     """Measurements from the first steps, from which `seem_unscaled` determines whether the gradients are scaled.
 
-    Steps whose largest gradient is zero or not finite are ignored.
-
-    Attributes:
-      scale: the loss scale of the first step that counts; 0 before this step.
-      largest: the largest unscaled gradient of the first step that counts; 0 before this step.
-      num_steps: the number of steps that have been counted, at most 10.
-      inverse_steps: the number of steps in which the scale had grown by at least 8 powers of two and the largest
-        gradient was inversely proportional to the scale. The number is negative if there was at least one step in which
-        the largest gradient was not inversely proportional to the scale.
+    Steps whose largest gradient is zero or not finite are not counted.
     """
 
-    scale: jax.Array  # shape=(), dtype=jnp.float32
-    largest: jax.Array  # shape=(), dtype=jnp.float32
-    num_steps: jax.Array  # shape=(), dtype=jnp.int32
-    inverse_steps: jax.Array  # shape=(), dtype=jnp.int32
+    scale: jax.Array  # float32[], the loss scale of the first counted step, or 0
+    largest: jax.Array  # float32[], the largest unscaled gradient of the first counted step, or 0
+    num_steps: jax.Array  # int32[], the number of counted steps, at most 10
+    # int32[], the number of steps in which the scale had grown by at least 8 powers of two and the largest gradient was
+    # inversely proportional to the scale; negative if it was not inversely proportional to the scale in any other step
+    inverse_steps: jax.Array
 
 
 def no_evidence() -> ScalingEvidence:

@@ -52,10 +52,13 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
       does not preserve the sign of a zero.
     """
     fixed = _fixed_point(weights, dtype)
+    # Adding half a unit of the upper 16 bits rounds the magnitude to the nearest 16-bit number.
     upper = (fixed + np.uint32(0x8000)) >> 16
+    lower = fixed & np.uint32(0xFFFF)
+    # A nonzero weight that is rounded to zero is at most 0x7FFF, so the highest bit of its remainder is free.
+    is_rounded_to_zero = (upper == 0) & (fixed != 0)
     sign = _float_bits(weights) >> 31
-    is_small = (upper == 0) & (fixed != 0)
-    lower = jnp.where(is_small, fixed | (sign << 15), fixed & np.uint32(0xFFFF))
+    lower = jnp.where(is_rounded_to_zero, lower | (sign << 15), lower)
     return _half_number(weights, upper, dtype), lower.astype(jnp.uint16)
 
 
@@ -64,12 +67,16 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     """Return the float32 weights, reconstructed from the 16-bit parameters and their remainders (see `split`)."""
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32)
     upper, lower = bits & np.uint32(0x7FFF), remainders.astype(jnp.uint32)
-    rounded_up = lower >> 15
-    fixed = jnp.where(upper == 0, lower & np.uint32(0x7FFF), ((upper - rounded_up) << 16) | lower)
-    sign = jnp.where((upper == 0) & (lower != 0), rounded_up, bits >> 15)
+    # If the highest bit of the remainder is set, `split` rounded the magnitude up, so `upper` is larger by 1 than the
+    # upper bits of the magnitude. If the parameter is zero, this bit is the sign of the weight instead.
+    highest = lower >> 15
+    fixed = jnp.where(upper == 0, lower & np.uint32(0x7FFF), ((upper - highest) << 16) | lower)
+    sign = jnp.where((upper == 0) & (lower != 0), highest, bits >> 15)
     if params.dtype == jnp.float16:
+        # Undo the conversion of `_fixed_point`. For bfloat16, the fixed-point magnitude is that of float32.
         subnormal = _float_bits(fixed.astype(jnp.float32) * _UNIT)
         fixed = jnp.where(fixed < np.uint32(1 << 26), subnormal, (fixed >> 3) + _BIAS)
+    # Parameters that are not finite have no remainder. Their payload bits are moved to the position in float32.
     infinity = _HALF_INFINITY[params.dtype.name]
     nonfinite = _INFINITY + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
     magnitude = jnp.where(upper >= infinity, nonfinite, fixed)
