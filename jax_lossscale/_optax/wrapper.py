@@ -125,10 +125,7 @@ class Wrapper:
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
         inputs = StepInputs(value, skip_if, grads_finite)
-        check_state(state, "update", "updates, state, params")
-        self._check_keyword_arguments("update", inputs, extra_args)
-        self._check_gradients("update(updates=...)", updates, params, state.loss_scale)
-        new_updates, state = self._dispatched(False, extra_args, updates, state, params, inputs)
+        new_updates, state = self._checked_step("update", "updates", updates, state, params, inputs, extra_args)
         return combine(new_updates, lambda: updates_of_untrained(updates, params)), state
 
     def update_and_apply(
@@ -145,11 +142,9 @@ class Wrapper:
                 "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
                 "parameters, use `update`."
             )
-        check_state(state, "update_and_apply", "scaled_grads, state, params")
-        self._check_keyword_arguments("update_and_apply", inputs, extra_args)
-        self._check_gradients("update_and_apply(scaled_grads=...)", scaled_grads, params, state.loss_scale)
         _tree.check_tree(params, "update_and_apply(params=...)")
-        new_params, state = self._dispatched(True, extra_args, scaled_grads, state, params, inputs)
+        step = self._checked_step
+        new_params, state = step("update_and_apply", "scaled_grads", scaled_grads, state, params, inputs, extra_args)
         return combine(new_params, lambda: params), state
 
     def _check_gradients(
@@ -199,25 +194,39 @@ class Wrapper:
                 f"`{self.function}(optax.partition(...))`."
             )
 
-    def _dispatched(
+    def _checked_step(
         self,
-        applies: bool,
-        extra_args: dict[str, Any],
+        method: str,
+        argument: str,
         scaled_grads: optax.Updates,
         state: LossScaledState,
         params: optax.Params | None,
         inputs: StepInputs,
+        extra_args: dict[str, Any],
     ) -> _Stepped:
-        """Compute a step on the leaves that are trained. Outside `jax.jit`, the compiled step is used if possible.
+        """Check the arguments and compute a step on the leaves that are trained.
 
-        If ``extra_args`` contains anything but arrays, the step is not compiled. Functions cannot be arguments of a
-        compiled function, and numbers and flags must not be converted to arrays, because the inner optimizer can use
-        numbers and flags for Python control flow.
+        Outside `jax.jit`, the compiled step is used if possible. If ``extra_args`` contains anything but arrays, the
+        step is not compiled. Functions cannot be arguments of a compiled function, and numbers and flags must not be
+        converted to arrays, because the inner optimizer can use numbers and flags for Python control flow.
+
+        Args:
+          method: the name of the method that the user called.
+          argument: the name of its argument that contains the gradients.
+          scaled_grads: the gradients.
+          state: the state.
+          params: the parameters.
+          inputs: the optional arguments on which the decision about the step depends.
+          extra_args: the arguments for the inner optimizer.
         """
+        check_state(state, method, f"{argument}, state, params")
+        self._check_keyword_arguments(method, inputs, extra_args)
+        self._check_gradients(f"{method}({argument}=...)", scaled_grads, params, state.loss_scale)
         operands = _tree.inexact_only(scaled_grads), state, only_trained(params, scaled_grads), inputs
         are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
         is_compiled = are_operands and all(map(is_concrete_array, jax.tree.leaves(extra_args)))
-        return (self._compiled_step if is_compiled else self._step)(applies, extra_args, *operands)
+        step = self._compiled_step if is_compiled else self._step
+        return step(method == "update_and_apply", extra_args, *operands)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:

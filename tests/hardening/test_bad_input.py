@@ -161,11 +161,11 @@ jls.master_weights(optax.sgd(0.1)).update(PARAMS, (), PARAMS)
     returned. The order is `update(grads, state, params)`.
 jls.stochastic_rounding(3)
     `stochastic_rounding(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
-jls.stochastic_rounding(optax.sgd(0.1), -1)
+jls.stochastic_rounding(optax.sgd(0.1), seed=-1)
     `stochastic_rounding(seed=...)` must be at least 0 and fit in int32, got -1.
 jls.half_precision_state(3)
     `half_precision_state(inner=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
-jls.half_precision_state(optax.sgd(0.1), 0.5) -> `half_precision_state(seed=...)` must be an integer, got 0.5.
+jls.half_precision_state(optax.sgd(0.1), seed=0.5) -> `half_precision_state(seed=...)` must be an integer, got 0.5.
 jls.half_precision_state(optax.sgd(0.1), exclude="nu")
     `half_precision_state(exclude=...)` must be a function, got 'nu'.
 jls.float32_params(PARAMS, ())
