@@ -58,16 +58,19 @@ jls.AutoLossScale().update(jnp.array(False))
 jls.AutoLossScale().adjust(1) -> `AutoLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
 jls.AutoLossScale().adjust(True, largest="x") -> `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
 jls.AutoLossScale(log2_headroom=-1) -> `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
-jls.AutoLossScale(log2_margin=-1) -> `AutoLossScale(log2_margin=...)` must be at least 0, got -1.
-jls.AutoLossScale(log2_allowance=jnp.inf) -> `AutoLossScale(log2_allowance=...)` must be finite in float32, got inf.
+jls.AutoLossScale(log2_headroom=jnp.inf) -> `AutoLossScale(log2_headroom=...)` must be finite in float32, got inf.
 jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale fixed, use
     `FixedLossScale`.
 jls.DynamicLossScale(max_loss_scale=4)
     `DynamicLossScale(initial_loss_scale=...)` must not be above `max_loss_scale` = 4.0, got 32768.0. Lower
     `initial_loss_scale`, or raise `max_loss_scale`.
-jls.DynamicLossScale(num_good_steps=np.array([1, -1]))
-    `DynamicLossScale(num_good_steps=...)` must be at least 0 and fit in int32, got np.int64(-1).
+jls.DynamicLossScale.from_config({"_rule_state": 1})
+    `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'_rule_state': 1}:
+    the state is not part of a configuration.
+jls.DynamicLossScale.from_config({"num_good_steps": 1})
+    `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'num_good_steps': 1}:
+    DynamicLossScale.__init__() got an unexpected keyword argument 'num_good_steps'.
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
 jls.DynamicLossScale().adjust({"kernel": PARAMS})
