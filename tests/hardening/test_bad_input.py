@@ -258,13 +258,7 @@ plotting.plot_run({})
     `plot_run(history=...)` must contain at least one of loss, loss_scale, skipped and underflow, got the keys [].
 equinox.filter_value_and_scaled_grad(square, "other")
     `filter_value_and_scaled_grad(loss_scale=...)` must be ACCEPTED; got 'other'.
-flax.from_flax(8) -> `from_flax(dynamic_scale=...)` must be a `DynamicScale`, got 8.
 flax.register(3) -> `register(kind=...)` must be a subclass of `LossScale`, got 3.
-flax.to_flax(8)
-    `to_flax(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
-jmp.from_jmp(8) -> `from_jmp(loss_scale=...)` must be a jmp loss scale, got 8.
-jmp.to_jmp(8)
-    `to_jmp(loss_scale=...)` must be one `DynamicLossScale`, got 8. Convert a batch of loss scales one by one.
 """
 ACCEPTED = (
     "a number (`FixedLossScale`), 'dynamic' (`DynamicLossScale()`), 'auto' (`AutoLossScale()`), None "
