@@ -18,39 +18,13 @@ from jax_lossscale._measure.devices import AxisName, largest_on_all
 from jax_lossscale._measure.leaves import as_read
 
 
-def first_nonfinite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
-    """Return the index of the first leaf that contains a NaN or an infinity.
-
-    The index of the leaf can be computed inside `jax.jit` and stored in an optimizer state. To convert the index to the
-    path of the leaf, use `leaf_path` outside `jax.jit`.
-
-    Args:
-      tree: any pytree. Only floating and complex leaves are checked. However, every leaf is counted, including each
-        ``None``, so that the index of a gradient is also the index of its parameter, even if some parameters are frozen
-        and have the gradient ``None``.
-      axis_name: the name or names of the mesh axes over which the result is combined, as in `all_finite`.
-
-    Returns:
-      ``int32[]``, the index of the leaf, or -1 if all leaves are finite.
-
-    Raises:
-      ValueError: if ``tree`` is a single leaf that is neither an array nor a number.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_lossscale as jls
-      >>> jls.diagnostics.first_nonfinite(
-      ...     {"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])}
-      ... )
-      Array(1, dtype=int32)
-    """
-    _tree.check_tree(tree, "first_nonfinite(tree=...)")
-    index, _ = first_fault(tree, axis_name)
-    return index
-
-
 def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the first non-finite leaf (``int32[]``), and whether the leaf contains a NaN (``bool[]``)."""
+    """Return the index of the first non-finite leaf (``int32[]``), and whether the leaf contains a NaN (``bool[]``).
+
+    The index is -1 if all leaves are finite. Only floating and complex leaves are checked. However, every leaf is
+    counted, including each ``None``, so that the index of a gradient is also the index of its parameter, even if some
+    parameters are frozen and have the gradient ``None``.
+    """
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)

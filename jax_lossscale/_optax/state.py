@@ -40,7 +40,7 @@ class BadStep(NamedTuple):
       step: ``int32[]``, the index of the step, counted from 0 over applied and skipped steps; -1 if there was no bad
         step.
       leaf: ``int32[]``, the index of the first leaf of the gradients that was not finite; -1 if all leaves were finite.
-        `jls.diagnostics.leaf_path` converts the index to a path.
+        `jls.diagnostics.explain` converts the index to a path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step.
       largest: ``float32[]``, the largest magnitude among the finite gradients of the bad step and the gradients of the

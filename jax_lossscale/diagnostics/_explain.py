@@ -122,7 +122,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       params: the current parameters. The report states whether the parameters are finite, because a NaN in the
         parameters makes every later step non-finite. This check ignores all leaves that are not arrays, such as the
         rate of a dropout layer or a `jax.ShapeDtypeStruct`. The path of the first non-finite leaf is also looked up in
-        the parameters. ``None`` counts as a leaf, as in `first_nonfinite`. Without ``params``, the path is looked up in
+        the parameters. ``None`` counts as a leaf, as in the gradients. Without ``params``, the path is looked up in
         a part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there
         is no such part, the report contains the index of the leaf. If ``params`` is an nnx model, pass the nnx
         optimizer as ``opt_state``. Its attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters,

@@ -146,8 +146,6 @@ jls.get_loss_scale(STATE, path="nope")
     `get_loss_scale`.
 jls.metrics(PARAMS) -> `metrics(opt_state=...)` STATE_EXPECTED; got float32[2].
 diagnostics.explain(PARAMS) -> `explain(opt_state=...)` STATE_EXPECTED; got float32[2].
-diagnostics.leaf_path([PARAMS], "0")
-    `leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got '0'.
 jls.in_half(3) -> `in_half(function=...)` must be a function, got 3.
 diagnostics.in_precision(3, jnp.float32) -> `in_precision(fun=...)` must be a function, got 3.
 jls.in_half(square, fallback=3) -> `in_half(fallback=...)` must be a function, got 3.
@@ -233,7 +231,6 @@ diagnostics.exponent_histogram(PARAMS, per_leaf=1) -> `exponent_histogram(per_le
 diagnostics.exponent_histogram("x") -> `exponent_histogram(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.find_precision(square, PARAMS, tolerance=0)
     `find_precision(tolerance=...)` must be a number between 0 and 1, got 0.
-diagnostics.first_nonfinite("x") -> `first_nonfinite(tree=...)` must be a pytree of arrays, got 'x'.
 diagnostics.in_precision(square, jnp.int32) -> `in_precision(dtype=...)` must be a real floating dtype, got int32.
 diagnostics.lost_updates("x", PARAMS) -> `lost_updates(params=...)` must be a pytree of arrays, got 'x'.
 diagnostics.nonfinite_report("x") -> `nonfinite_report(grads=...)` must be a pytree of arrays, got 'x'.
