@@ -27,7 +27,7 @@ from jax_lossscale import _compat, _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.warn import is_frozen, warn_if_half
+from jax_lossscale._gradients.cotangent import is_frozen, warn_if_half
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike

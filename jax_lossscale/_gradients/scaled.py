@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.cotangent import seed_gradient
-from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_half
+from jax_lossscale._gradients.cotangent import seed_gradient, warn_if_frozen, warn_if_half
 from jax_lossscale._loss_scale import LossScale, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 

@@ -232,8 +232,8 @@ def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None
 class BoundedLossScale(LossScale):
     """A loss scale that changes between ``min_loss_scale`` and ``max_loss_scale``.
 
-    The state consists of the current scale and of the numbers in ``_rule_state``, which the update rule needs. Users can
-    set the current scale. The other numbers are created by the update rule only, so they are not validated.
+    The state consists of the current scale and of the numbers of the update rule in ``_rule_state``. Users can set the
+    current scale. Only this library creates the other numbers, so they are not validated.
     """
 
     initial_loss_scale: float
