@@ -118,8 +118,8 @@ BREAKS = {
     "The scale stays a positive finite number": [
         (
             DYNAMIC,
-            "lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)",
-            "lowered = scale * applied_backoff_factor(self)",
+            "lowered = jnp.maximum(scale * backoff_factor, floor)",
+            "lowered = scale * backoff_factor",
         ),
     ],
     "The automatic scale is a power of two within its bounds": [

@@ -18,7 +18,7 @@ from jax_lossscale import _compat, _tree
 from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.cotangent import warn_if_frozen
 from jax_lossscale._gradients.scaled import check_no_modules, with_scaled_gradient
-from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale import LossScale, LossScaleOrState
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import vary
 
@@ -43,7 +43,7 @@ class AccumulatedGradients(NamedTuple):
 
 def accumulate_gradients(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     num_microbatches: int,
     *,
     argnums: int | Sequence[int] = 0,

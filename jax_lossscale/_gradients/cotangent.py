@@ -1,13 +1,12 @@
 """Identity functions that multiply or divide the cotangent by a loss scale in the backward pass.
 
 All scaled gradients in this library are computed with `_identity`, which returns its argument unchanged and modifies
-only the cotangent. `warn_if_half` and `warn_if_frozen` warn at trace time about scales that the dtype of the loss cannot
-represent, and about scales that become constants of the program.
+only the cotangent. Two functions warn at trace time about scales that the dtype of the loss cannot represent
+(`warn_if_half`), and about scales that become constants of the program (`warn_if_frozen`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +19,13 @@ import numpy as np
 
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale import FixedLossScale, LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import FixedLossScale, LossScale, LossScaleOrState, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
 from jax_lossscale._warn import warn_user
 
 
-def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+def scale_gradient(tree: chex.ArrayTree, scale: LossScaleOrState) -> chex.ArrayTree:
     """Return the pytree unchanged; in the backward pass, multiply its gradient by a scale.
 
     ::
@@ -79,7 +78,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     return scale_cotangents(tree, loss_scale, constant_scale(loss_scale, "scale_gradient(scale=...)"))
 
 
-def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+def unscale_gradient(tree: chex.ArrayTree, scale: LossScaleOrState) -> chex.ArrayTree:
     """Return the pytree unchanged; in the backward pass, divide its gradient by a scale.
 
     ::
@@ -145,7 +144,7 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     def seed(leaf: jax.Array) -> jax.Array:
         only_scale_varies_over = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
         summed = jax.lax.psum(scale, only_scale_varies_over) if only_scale_varies_over else scale
-        return _identity(_scale_cotangent, leaf, summed)
+        return _identity(_tree.scale, leaf, summed)
 
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
 
@@ -157,7 +156,7 @@ def scale_cotangents(tree: chex.ArrayTree, loss_scale: LossScale, scale: jax.Arr
     """
     warn_if_half(tree, loss_scale)
     warn_if_frozen(loss_scale)
-    return _map_adjoint(_scale_cotangent, tree, scale)
+    return _map_adjoint(_tree.scale, tree, scale)
 
 
 def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
@@ -165,7 +164,7 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
     return _map_adjoint(_unscale_cotangent, tree, scale)
 
 
-def _checked(tree: chex.ArrayTree, scale: Any, function: str, suggestion: str = "") -> LossScale:
+def _checked(tree: chex.ArrayTree, scale: LossScaleOrState, function: str, suggestion: str = "") -> LossScale:
     """Return the loss scale in ``scale``.
 
     Raises:
@@ -198,7 +197,7 @@ def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
     return scale
 
 
-_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
+_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]  # a function of the cotangent and the scale
 
 
 def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
@@ -240,15 +239,11 @@ def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> ja
         lambda x: x,
         leaf,
         solve=lambda _, right_side: right_side,
-        transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
+        transpose_solve=lambda _, cotangent: adjoint(cotangent, scale),
     )
 
 
-def _scale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
-    return _tree.scale(cotangent, scale)
-
-
-def _unscale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _unscale_cotangent(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.asarray(_tree.unscale(cotangent, scale)).astype(cotangent.dtype)
 
 
@@ -260,18 +255,17 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     Returns:
       Whether a warning was emitted.
     """
-    value = value[0] if isinstance(value, tuple) and value else value
-    dtype = jnp.result_type(value) if isinstance(value, jax.Array) and value.ndim == 0 else None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    loss = value[0] if isinstance(value, tuple) and value else value
+    if not (isinstance(loss, jax.Array) and loss.ndim == 0 and _tree.is_floating(loss)):
         return False
-    largest_power = 2.0 ** (math.frexp(limits_of(dtype).largest)[1] - 1)
+    largest_power = 2.0 ** (math.frexp(limits_of(loss.dtype).largest)[1] - 1)
     bound = loss_scale.upper_bound
     if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
         return False
     if bound is not None and np.all(np.asarray(bound) <= largest_power):
         return False
     warn_user(
-        f"The loss is {dtype.name}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
+        f"The loss is {loss.dtype}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
         "would overflow. Return the loss in float32 (for example, compute its final mean in float32), or limit the "
         f"loss scale with `max_loss_scale={largest_power}`."
     )
@@ -280,11 +274,11 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
 
 def is_frozen(loss_scale: LossScale) -> bool:
     """Return whether a loss scale that changes during training is a constant in the program that is being traced."""
-    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and jax.tree.leaves(loss_scale)
-    # The fields are read directly because `jax.tree.leaves` converts the NumPy scalars of a new loss scale to arrays,
-    # which would be tracers inside `jax.jit`.
-    fields = [getattr(loss_scale, field.name) for field in dataclasses.fields(loss_scale)]  # type: ignore[arg-type]
-    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(fields)):
+    # Without `ensure_compile_time_eval`, the NumPy scalars of a new loss scale would become tracers inside `jax.jit`.
+    with jax.ensure_compile_time_eval():
+        leaves = jax.tree.leaves(loss_scale)
+    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and leaves
+    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False
     # If the result of a simple operation is not a tracer, no `jax.jit` is being traced, so a constant scale is
     # harmless.

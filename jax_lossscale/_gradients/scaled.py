@@ -14,13 +14,13 @@ import jax
 
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.cotangent import seed_gradient, warn_if_frozen, warn_if_half
-from jax_lossscale._loss_scale import LossScale, NoOpLossScale
+from jax_lossscale._loss_scale import LossScale, LossScaleOrState, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 
 
 def value_and_scaled_grad(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -112,7 +112,7 @@ def with_scaled_gradient(
 
 def scaled_grad(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,

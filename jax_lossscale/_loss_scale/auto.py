@@ -188,7 +188,10 @@ class AutoLossScale(BoundedLossScale):
 
     def __post_init__(self) -> None:
         self._check_scales()
-        self._set(log2_headroom=_check.nonnegative_number(self.log2_headroom, self._named("log2_headroom")))
+        headroom = _check.finite_number(self.log2_headroom, self._named("log2_headroom"))
+        if headroom < 0:
+            raise ValueError(f"`{self._named('log2_headroom')}` must be at least 0, got {self.log2_headroom!r}.")
+        self._set(log2_headroom=headroom)
         if self._rule_state is ...:
             self._set(_rule_state=self._initial_rule_state())
 

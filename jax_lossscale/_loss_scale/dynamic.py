@@ -15,8 +15,6 @@ from jax.typing import ArrayLike
 from jax_lossscale import _check
 from jax_lossscale._loss_scale.base import BoundedLossScale, register, static_field
 
-HysteresisRefill = Literal["growth", "finite"]
-
 
 class DynamicState(NamedTuple):
     """The counters of the update rule of `DynamicLossScale`, which its docstring describes."""
@@ -104,7 +102,7 @@ class DynamicLossScale(BoundedLossScale):
     min_loss_scale: float = static_field(default=1.0, kw_only=True)
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     hysteresis: int = static_field(default=1, kw_only=True)
-    hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
+    hysteresis_refill: Literal["growth", "finite"] = static_field(default="growth", kw_only=True)
 
     # The constructor replaces the default value `...` with the initial scale. JAX does not call the constructor when it
     # unflattens a loss scale (see `register`).
@@ -151,7 +149,8 @@ class DynamicLossScale(BoundedLossScale):
             grown = jnp.minimum(grown, self.max_loss_scale)
         # A scale that a user has set below `min_loss_scale` must not increase after an overflow.
         floor = jnp.minimum(scale, self.min_loss_scale)
-        lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)
+        backoff_factor = 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
+        lowered = jnp.maximum(scale * backoff_factor, floor)
 
         hysteresis_left = self.hysteresis_left
         if hysteresis_left is not None:
@@ -188,8 +187,3 @@ class DynamicLossScale(BoundedLossScale):
                 f"`{self._named('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
             )
         self._set(increment_period=period, hysteresis=hysteresis, multiplier=multiplier, backoff_factor=backoff_factor)
-
-
-def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """Return the backoff factor, which is ``1 / multiplier`` by default."""
-    return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -11,7 +11,13 @@ import numpy as np
 
 from jax_lossscale._check import shown
 from jax_lossscale._loss_scale.base import LossScale
-from jax_lossscale._loss_scale.registry import is_serialized, made
+from jax_lossscale._loss_scale.registry import LossScaleLike, is_serialized, made
+
+# A state can be any pytree, and Python has no type for pytrees. A union with `Any` accepts objects of all types.
+LossScaleOrState: TypeAlias = LossScaleLike | Any
+"""Any value that `get` accepts, or a pytree that contains exactly one loss scale, at any depth of nesting: the optimizer
+state of `loss_scaled`, the state of `optax.chain`, a flax ``TrainState``, an ``nnx.Optimizer``, a named tuple, or a
+dictionary. A type checker accepts objects of all types, because any class can be registered as a pytree."""
 
 _Found = TypeVar("_Found")
 _Tree = TypeVar("_Tree")
@@ -57,7 +63,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return find_loss_scale(opt_state, "get_loss_scale(opt_state=...)", path)
 
 
-def as_loss_scale(argument: Any, name: str) -> LossScale:
+def as_loss_scale(argument: LossScaleOrState, name: str) -> LossScale:
     """Return the loss scale specified by an argument, which can be an identifier for `get` or a pytree.
 
     Args:
