@@ -121,7 +121,7 @@ def finite_number(value: Any, name: str) -> float:
         raise ValueError(f"`{name}` must be a number, got {shown(value)}.")
     try:
         number = float(value)
-    except OverflowError:
+    except OverflowError:  # a Python integer that is too large for float64
         number = float("inf")
     if not abs(number) <= float(_FLOAT32.max):
         raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")

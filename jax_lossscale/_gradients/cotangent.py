@@ -172,6 +172,7 @@ def _checked(tree: chex.ArrayTree, scale: LossScaleOrState, function: str, sugge
         that the arguments were swapped; or if ``scale`` does not contain exactly one loss scale.
     """
     _tree.check_tree(tree, f"{function}(tree=...)", suggestion)
+    # `LossScaledState` is a tuple, one of whose fields is the loss scale.
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
@@ -260,6 +261,7 @@ def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
         return False
     largest_power = 2.0 ** (math.frexp(limits_of(loss.dtype).largest)[1] - 1)
     bound = loss_scale.upper_bound
+    # Every float32 scale fits in bfloat16, float32 and float64. The value of a traced bound is not known.
     if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
         return False
     if bound is not None and np.all(np.asarray(bound) <= largest_power):

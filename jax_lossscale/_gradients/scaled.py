@@ -93,6 +93,7 @@ def with_scaled_gradient(
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
+    # A gradient function can be traced many times, but the user needs each warning only once.
     warned, warned_of_frozen = False, in_a_loop
 
     @functools.wraps(fun)

@@ -192,7 +192,7 @@ class AutoLossScale(BoundedLossScale):
         if headroom < 0:
             raise ValueError(f"`{self._named('log2_headroom')}` must be at least 0, got {self.log2_headroom!r}.")
         self._set(log2_headroom=headroom)
-        if self._rule_state is ...:
+        if self._rule_state is ...:  # type: ignore[comparison-overlap]
             self._set(_rule_state=self._initial_rule_state())
 
     @property

@@ -215,6 +215,8 @@ class LossScale(abc.ABC):
         return _update(self, _tree.inexact_leaves(grads), axis_name)
 
 
+# Because of `jax.jit`, an eager `update` is a single dispatch. Because of `inline=True`, the operations of an `update`
+# inside `jax.jit` become part of the outer program.
 @partial(jax.jit, static_argnums=2, inline=True)
 def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
@@ -274,8 +276,7 @@ class BoundedLossScale(LossScale):
         initial, floor, ceiling = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
         start = finite_number(initial, self._named("initial_loss_scale"))
         floor = positive_normal_number(floor, self._named("min_loss_scale"))
-        if ceiling is not None:
-            ceiling = finite_number(ceiling, self._named("max_loss_scale"))
+        ceiling = None if ceiling is None else finite_number(ceiling, self._named("max_loss_scale"))
         if start < floor:
             raise ValueError(
                 f"`{self._named('initial_loss_scale')}` must not be below `min_loss_scale` = {floor!r}, got "

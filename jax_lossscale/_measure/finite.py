@@ -78,12 +78,15 @@ def finite_and_largest(
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf
+    # NaN means "not measured" in `LossScale.adjust`.
     return finite, jnp.where(finite, answer, jnp.nan)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
     """Return the largest magnitude divided by the scale as a ``float32[]``, or infinity if an element is not finite."""
+    # Leaves of 64 bits are reduced separately, because their magnitudes can be too large for float32. Empty leaves have no
+    # largest element.
     by_width = grouped((leaf for leaf in map(as_read, leaves) if leaf.size != 0), lambda leaf: width(leaf.dtype))
     magnitudes = [_divided(largest_magnitude(alike), scale) for alike in by_width]
     return largest_on_all(reduce(jnp.maximum, magnitudes or [jnp.zeros([], jnp.float32)]), axis_name)
@@ -113,6 +116,7 @@ def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, j
     counted, including each ``None``, so that the index of a gradient is also the index of its parameter, even if some
     parameters are frozen and have the gradient ``None``.
     """
+    # Only the checked leaves are passed to the compiled function, which does not accept strings and functions.
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)
@@ -125,7 +129,7 @@ def _first_fault(
     if not leaves:
         return jnp.int32(-1), jnp.array(False)
     severity = largest_on_all(jnp.stack([_severity(as_read(leaf)) for leaf in leaves]), axis_name)
-    first = jnp.argmax(severity >= _INFINITE)
+    first = jnp.argmax(severity >= _INFINITE)  # `argmax` returns the first of several equal elements
     return jnp.where(severity[first] < _INFINITE, -1, jnp.array(positions, jnp.int32)[first]), severity[first] == _NAN
 
 

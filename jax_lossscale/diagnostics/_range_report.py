@@ -342,7 +342,7 @@ def _severity(operation: OperationRange) -> Any:
     return not changes, operation.is_backward, not operation.overflow, *last
 
 
-def _scale_of(loss_scale: LossScaleOrState) -> float:
+def _scale_of(loss_scale: Any) -> float:
     """Return the loss scale as a float. Unlike a `FixedLossScale`, a plain number may be less than 1."""
     if not is_number(loss_scale):
         loss_scale = as_loss_scale(loss_scale, "range_report(loss_scale=...)")()

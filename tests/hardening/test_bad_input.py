@@ -59,6 +59,8 @@ jls.AutoLossScale().adjust(1) -> `AutoLossScale.adjust(grads_finite=...)` must b
 jls.AutoLossScale().adjust(True, largest="x") -> `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
 jls.AutoLossScale(log2_headroom=-1) -> `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
 jls.AutoLossScale(log2_headroom=jnp.inf) -> `AutoLossScale(log2_headroom=...)` must be finite in float32, got inf.
+jls.cast_floating(PARAMS, jnp.float16, where="norm")
+    `cast_floating(where=...)` must be a function, got 'norm'. The function receives the path and the leaf.
 jls.DynamicLossScale(increment_period=0)
     `DynamicLossScale(increment_period=...)` must be at least 1 and fit in int32, got 0. To keep the scale fixed, use
     `FixedLossScale`.
