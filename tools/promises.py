@@ -42,8 +42,8 @@ BREAKS = {
     "Scaled gradients are the scale times the gradients": [
         (
             "_gradients/cotangent.py",
-            "return _tree.scale(cotangent, scale)",
-            "return _tree.scale(cotangent, scale * 1.001)",
+            "return _identity(_tree.scale, leaf, summed)",
+            "return _identity(_tree.scale, leaf, summed * 1.001)",
         )
     ],
     "Every NaN and every infinity is detected": [
