@@ -112,19 +112,16 @@ def finite_number(value: Any, name: str) -> float:
     Raises:
       ValueError: if ``value`` is a bool, is traced, is not a real scalar, or is not finite in float32.
     """
-    number = value
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"`{name}` must be a concrete number, got the traced {value}. To vary a scale under "
             "`jax.jit` or `jax.vmap`, change the state of the loss scale with `dataclasses.replace`."
         )
-    if is_array_or_scalar(value) and value.shape == () and is_real(value):
-        number = value.item()
-    if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
+    if not is_number(value):
         raise ValueError(f"`{name}` must be a number, got {shown(value)}.")
     try:
-        number = float(number)
-    except OverflowError:
+        number = float(value)
+    except OverflowError:  # a Python integer that is too large for float64
         number = float("inf")
     if not abs(number) <= float(_FLOAT32.max):
         raise ValueError(f"`{name}` must be finite in float32, got {value!r}.")
@@ -141,18 +138,6 @@ def positive_normal_number(value: Any, name: str) -> float:
     number = finite_number(value, name)
     if number < _FLOAT32.tiny:
         raise ValueError(f"`{name}` must be a positive normal float32 (at least {_FLOAT32.tiny:.3g}), got {value!r}.")
-    return number
-
-
-def nonnegative_number(value: Any, name: str) -> float:
-    """Return ``value`` as a Python float.
-
-    Raises:
-      ValueError: if ``value`` is negative or not finite in float32.
-    """
-    number = finite_number(value, name)
-    if number < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {value!r}.")
     return number
 
 

@@ -10,26 +10,20 @@ from jax.typing import DTypeLike
 
 
 class Limits(NamedTuple):
-    """The limits of a floating dtype, assuming rounding to nearest with ties to even.
+    """The limits of a floating dtype, assuming rounding to nearest with ties to even."""
 
-    Attributes:
-      largest: the largest finite number.
-      overflow: the smallest magnitude that rounds to infinity.
-      zero: the largest magnitude that rounds to zero.
-      subnormal: the smallest magnitude that rounds to a normal number. Magnitudes below ``subnormal`` lose digits or
-        round to zero.
-    """
-
-    largest: float
-    overflow: float
-    zero: float
-    subnormal: float
+    largest: float  # the largest finite number
+    overflow: float  # the smallest magnitude that rounds to infinity
+    zero: float  # the largest magnitude that rounds to zero
+    subnormal: float  # the smallest magnitude that rounds to a normal number; smaller magnitudes lose digits
 
 
 def limits_of(dtype: DTypeLike) -> Limits:
     """Return the limits of a floating dtype."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
+    # A number rounds to infinity if it is at least half a step above the largest number. The tie rounds to even, which
+    # would be the next power of two.
     half_step = 2.0 ** (math.frexp(largest)[1] - info.nmant - 2)
     half_subnormal = float(info.smallest_subnormal) / 2
     return Limits(largest, largest + half_step, half_subnormal, float(info.smallest_normal) - half_subnormal)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, checked_floating_dtype, shown
+from jax_lossscale._check import check_bool_scalar, check_function, checked_floating_dtype, shown
 
 # The smallest and largest powers of two whose reciprocals are also normal float32 numbers. XLA can flush subnormal
 # numbers to zero.
@@ -121,6 +121,7 @@ def _replace(
     """Return a copy of the pytree, with the result of ``function(chosen_leaves)`` in place of the chosen leaves."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
+    # All chosen leaves are passed in one call, so that an eager call compiles and runs a single program.
     replacements = function([leaves[position] for position in positions])
     for position, replacement in zip(positions, replacements, strict=True):
         leaves[position] = replacement
@@ -183,6 +184,7 @@ def widen(tree: chex.ArrayTree, keep: tuple[DTypeLike, ...] = ()) -> chex.ArrayT
     """
 
     def widen_leaves(leaves: list[Any]) -> list[Any]:
+        # A compiled function does not accept a `jax.ShapeDtypeStruct`.
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return [_at_least_float32(leaf, keep) for leaf in leaves]
         return _device_by_device(lambda leaves: _widen(leaves, keep), leaves)
@@ -203,16 +205,16 @@ def cast_floating(
         random-key arrays, ``None``, and Python floats such as a dropout rate.
       dtype: a real floating dtype, such as ``jnp.float16``.
       where: a function ``where(path, leaf) -> bool`` that is called for each floating array and returns whether to cast
-        the array, for example to leave normalization layers in float32. ``path`` is a tuple of keys, such as
-        ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a path to
-        a string. Without ``where``, all floating arrays are cast.
+        the array, for example to leave normalization layers in float32. ``path`` is a key path of JAX: a tuple of keys,
+        such as ``(DictKey(key='norm'),)``, as in `jax.tree_util.tree_map_with_path`. `jax.tree_util.keystr` converts a
+        key path to a string. Without ``where``, all floating arrays are cast.
 
     Returns:
       A pytree with the structure and the shapes of ``tree``. Leaves that are not cast are returned as the same objects.
 
     Raises:
-      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, or if ``dtype`` is not a real
-        floating dtype.
+      ValueError: if ``tree`` is a single leaf that is neither an array nor a number, if ``dtype`` is not a real
+        floating dtype, or if ``where`` is not callable.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -229,6 +231,8 @@ def cast_floating(
     """
     check_tree(tree, "cast_floating(tree=...)", "The order is `cast_floating(tree, dtype)`.")
     dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
+    if where is not None:
+        check_function(where, "cast_floating(where=...)", "The function receives the path and the leaf.")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
         return is_floating(leaf) and (where is None or bool(where(path, leaf)))
@@ -330,6 +334,7 @@ def _scale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
 @_compiled
 def _unscale(leaves: list[ArrayLike], loss_scale: ArrayLike) -> list[jax.Array]:
     scale, arrays = applied(loss_scale), [_at_least_float32(leaf) for leaf in leaves]
+    # The scale is inverted once for each real dtype, because a multiplication is faster than a division.
     dtypes = dict.fromkeys(jnp.finfo(array.dtype).dtype for array in arrays)
     reciprocals = {dtype: 1 / scale.astype(dtype) for dtype in dtypes}
     return [_multiply(array, reciprocals[jnp.finfo(array.dtype).dtype]) for array in arrays]

@@ -76,6 +76,11 @@ def dynamic_configs(draw):
     }
 
 
+def with_rule_state(loss_scale, **numbers):
+    """Return the loss scale with other numbers of its update rule, which the constructor does not accept."""
+    return replace(loss_scale, _rule_state=loss_scale._rule_state._replace(**numbers))
+
+
 def grads_of(flags):
     """Return one gradient for each letter: 1 for T (finite) and NaN for F (nonfinite)."""
     return [np.float32(1.0 if flag == "T" else np.nan) for flag in flags]

@@ -53,7 +53,7 @@ LAYERS = {
     "": (MIDDLE - {"optax"}) | {"_trainers", "diagnostics", "plotting"},
 }
 # Modules in `_loss_scale` that the modules with the loss-scale classes may import.
-POLICY_BASE = {"base", "bounded", "powers"}
+POLICY_BASE = {"base", "powers"}
 NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 
 # Each module of the diagnostics may import only the modules before it in this list.
@@ -279,7 +279,7 @@ def documented(module):
 def parameters(thing):
     """Return the names that a docstring must explain, which are parameters or fields."""
     if dataclasses.is_dataclass(thing):
-        return [field.name for field in dataclasses.fields(thing)]
+        return [field.name for field in dataclasses.fields(thing) if not field.name.startswith("_")]
     if inspect.isclass(thing):
         return list(vars(thing).get("_fields", ()))
     return [name for name in inspect.signature(thing).parameters if name not in ("self", "cls")]

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -143,7 +144,8 @@ def second_growth(record, cut):
 def test_code_block_on_the_page_continues_a_run(file, case, cut):
     record = RECORDS[file][case]
     block, names = CONTINUED[file](record, cut)
-    exec(block, names | {"jls": jls}, names)
+    names |= {"jax": jax, "jnp": jnp, "jls": jls}
+    exec(block, names)
     end = second_growth(record, cut) if file == "deepspeed_loss_scalers" else len(record["finite"])
     assert end > cut + 1
     scale = assert_continues(names["loss_scale"], record, cut + 1, end)

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import typing
 from pathlib import Path
 
 import optax
@@ -48,6 +49,8 @@ def description(name, thing):
             f"class {name}: {base.__name__}" if is_foreign else f"class {name}{signature(thing)}",
             *members(name, thing),
         ]
+    if typing.get_origin(thing):
+        return [f"{name}: type alias"]
     return [f"{name}{signature(thing)}" if callable(thing) else f"{name}: {type(thing).__name__}"]
 
 

@@ -3,7 +3,8 @@
 `mypy` checks the types in this file, and `pytest` runs the functions.
 """
 
-from typing import assert_type
+import dataclasses
+from typing import NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,27 @@ def test_other_transformations_keep_the_signature() -> None:
     assert_type(jls.in_half(function)(X, power=2), jax.Array)
     assert_type(jls.keep_float32(function)(X, power=2), jax.Array)
     assert_type(jls.diagnostics.in_precision(function)(X, power=2), jax.Array)
+
+
+def scale_of(loss_scale: jls.LossScaleOrState) -> jax.Array:
+    return jls.scaled_grad(lambda x: x, loss_scale)(1.0)
+
+
+def test_a_loss_scale_can_be_in_a_state_of_any_type() -> None:
+    class TrainState(NamedTuple):
+        opt_state: optax.OptState
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Trainer:
+        opt_state: optax.OptState
+
+    number: jls.LossScaleLike = 256.0
+    state = jls.loss_scaled(optax.sgd(1.0), number).init(X)
+    accepted: list[jls.LossScaleLike] = [256, np.float32(256), jnp.float32(256), "auto", jls.AutoLossScale()]
+    for each in (*accepted, state, (state, 3), {"a": state}, TrainState(state), Trainer(state)):
+        assert scale_of(each) == 256
+    assert scale_of(None) == 1
 
 
 def test_misspelled_names_are_reported() -> None:

@@ -42,8 +42,8 @@ BREAKS = {
     "Scaled gradients are the scale times the gradients": [
         (
             "_gradients/cotangent.py",
-            "return _tree.scale(cotangent, scale)",
-            "return _tree.scale(cotangent, scale * 1.001)",
+            "return _identity(_tree.scale, leaf, summed)",
+            "return _identity(_tree.scale, leaf, summed * 1.001)",
         )
     ],
     "Every NaN and every infinity is detected": [
@@ -118,8 +118,8 @@ BREAKS = {
     "The scale stays a positive finite number": [
         (
             DYNAMIC,
-            "lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)",
-            "lowered = scale * applied_backoff_factor(self)",
+            "lowered = jnp.maximum(scale * backoff_factor, floor)",
+            "lowered = scale * backoff_factor",
         ),
     ],
     "The automatic scale is a power of two within its bounds": [

@@ -54,7 +54,9 @@ def _modules(module: griffe.Module) -> list[griffe.Module]:
 def _as_plain_fields(cls: griffe.Class) -> None:
     for name, attribute in list(cls.attributes.items()):
         value = attribute.value
-        if isinstance(value, griffe.ExprCall) and str(value.function) == "static_field":
+        if not isinstance(value, griffe.ExprCall):
+            continue
+        if str(value.function) == "static_field":
             value.function = _Field("field", parent=cls.module)
-            if name.startswith("_"):
-                del cls.members[name]
+        if name.startswith("_"):
+            del cls.members[name]

@@ -16,9 +16,9 @@ import numpy as np
 
 from jax_lossscale import _compat, _tree
 from jax_lossscale._check import as_argnums, check_function, count
+from jax_lossscale._gradients.cotangent import warn_if_frozen
 from jax_lossscale._gradients.scaled import check_no_modules, with_scaled_gradient
-from jax_lossscale._gradients.warn import warn_if_frozen
-from jax_lossscale._loss_scale import LossScale
+from jax_lossscale._loss_scale import LossScale, LossScaleOrState
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import vary
 
@@ -43,7 +43,7 @@ class AccumulatedGradients(NamedTuple):
 
 def accumulate_gradients(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     num_microbatches: int,
     *,
     argnums: int | Sequence[int] = 0,
@@ -116,6 +116,7 @@ def accumulate_gradients(
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         check_no_modules((fun, args, kwargs), "accumulate_gradients", "accumulate_gradients")
         check_argnums(as_tuple(differentiated), batch_positions, len(args))
+        # The backward pass of each micro-batch is scaled. Otherwise, float16 gradients would underflow before the sum.
         seeded = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
         value_and_grads = jax.value_and_grad(seeded, differentiated, has_aux, allow_int=allow_int)
 
@@ -170,6 +171,8 @@ def sum_over_microbatches(
         carry, terms, aux = summands(carry_and_sums[0], microbatch)
         return (carry, jax.tree.map(jnp.add, carry_and_sums[1], terms)), aux
 
+    # The sums start at zero instead of the results of the first micro-batch, so that the program contains ``fun`` only
+    # once.
     _, types, _ = jax.eval_shape(summands, carry, jax.tree.map(lambda leaf: leaf[0], microbatches))
     (carry, sums), aux = jax.lax.scan(add, (carry, jax.tree.map(_zeros, types)), microbatches)
     value, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
@@ -219,6 +222,8 @@ def _split(batch: chex.ArrayTree, num_microbatches: int) -> chex.ArrayTree:
         )
 
     def split(leaf: Any) -> jax.Array:
+        # The examples of a micro-batch are spread over the whole batch, so that each device of a data-parallel mesh
+        # already stores its part of every micro-batch.
         by_example = jnp.reshape(leaf, (size // num_microbatches, num_microbatches, *jnp.shape(leaf)[1:]))
         return jnp.swapaxes(by_example, 0, 1)
 

@@ -1,11 +1,13 @@
 """Identity functions that multiply or divide the cotangent by a loss scale in the backward pass.
 
 All scaled gradients in this library are computed with `_identity`, which returns its argument unchanged and modifies
-only the cotangent.
+only the cotangent. Two functions warn at trace time about scales that the dtype of the loss cannot represent
+(`warn_if_half`), and about scales that become constants of the program (`warn_if_frozen`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,15 +15,17 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_half
-from jax_lossscale._loss_scale import LossScale, NoOpLossScale
+from jax_lossscale._limits import limits_of
+from jax_lossscale._loss_scale import FixedLossScale, LossScale, LossScaleOrState, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._measure import axes_varied_over, vary
+from jax_lossscale._warn import warn_user
 
 
-def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+def scale_gradient(tree: chex.ArrayTree, scale: LossScaleOrState) -> chex.ArrayTree:
     """Return the pytree unchanged; in the backward pass, multiply its gradient by a scale.
 
     ::
@@ -74,7 +78,7 @@ def scale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
     return scale_cotangents(tree, loss_scale, constant_scale(loss_scale, "scale_gradient(scale=...)"))
 
 
-def unscale_gradient(tree: chex.ArrayTree, scale: Any) -> chex.ArrayTree:
+def unscale_gradient(tree: chex.ArrayTree, scale: LossScaleOrState) -> chex.ArrayTree:
     """Return the pytree unchanged; in the backward pass, divide its gradient by a scale.
 
     ::
@@ -140,7 +144,7 @@ def seed_gradient(value: Any, loss_scale: LossScale) -> Any:
     def seed(leaf: jax.Array) -> jax.Array:
         only_scale_varies_over = tuple(sorted(axes_varied_over(scale) - axes_varied_over(leaf)))
         summed = jax.lax.psum(scale, only_scale_varies_over) if only_scale_varies_over else scale
-        return _identity(_scale_cotangent, leaf, summed)
+        return _identity(_tree.scale, leaf, summed)
 
     return _tree.map_inexact(lambda leaves: [seed(leaf) for leaf in leaves], value)
 
@@ -152,7 +156,7 @@ def scale_cotangents(tree: chex.ArrayTree, loss_scale: LossScale, scale: jax.Arr
     """
     warn_if_half(tree, loss_scale)
     warn_if_frozen(loss_scale)
-    return _map_adjoint(_scale_cotangent, tree, scale)
+    return _map_adjoint(_tree.scale, tree, scale)
 
 
 def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
@@ -160,7 +164,7 @@ def unscale_cotangents(tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree
     return _map_adjoint(_unscale_cotangent, tree, scale)
 
 
-def _checked(tree: chex.ArrayTree, scale: Any, function: str, suggestion: str = "") -> LossScale:
+def _checked(tree: chex.ArrayTree, scale: LossScaleOrState, function: str, suggestion: str = "") -> LossScale:
     """Return the loss scale in ``scale``.
 
     Raises:
@@ -168,6 +172,7 @@ def _checked(tree: chex.ArrayTree, scale: Any, function: str, suggestion: str = 
         that the arguments were swapped; or if ``scale`` does not contain exactly one loss scale.
     """
     _tree.check_tree(tree, f"{function}(tree=...)", suggestion)
+    # `LossScaledState` is a tuple, one of whose fields is the loss scale.
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
@@ -193,7 +198,7 @@ def constant_scale(loss_scale: LossScale, name: str) -> jax.Array:
     return scale
 
 
-_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]
+_Adjoint = Callable[[jax.Array, jax.Array], jax.Array]  # a function of the cotangent and the scale
 
 
 def _map_adjoint(adjoint: _Adjoint, tree: chex.ArrayTree, scale: jax.Array) -> chex.ArrayTree:
@@ -235,13 +240,69 @@ def _linear_identity(adjoint: _Adjoint, leaf: jax.Array, scale: jax.Array) -> ja
         lambda x: x,
         leaf,
         solve=lambda _, right_side: right_side,
-        transpose_solve=lambda _, cotangent: adjoint(scale, cotangent),
+        transpose_solve=lambda _, cotangent: adjoint(cotangent, scale),
     )
 
 
-def _scale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
-    return _tree.scale(cotangent, scale)
-
-
-def _unscale_cotangent(scale: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _unscale_cotangent(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.asarray(_tree.unscale(cotangent, scale)).astype(cotangent.dtype)
+
+
+def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
+    """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach.
+
+    ``value`` is any pytree. If it is a tuple, its first element can be the loss, and the others auxiliary data.
+
+    Returns:
+      Whether a warning was emitted.
+    """
+    loss = value[0] if isinstance(value, tuple) and value else value
+    if not (isinstance(loss, jax.Array) and loss.ndim == 0 and _tree.is_floating(loss)):
+        return False
+    largest_power = 2.0 ** (math.frexp(limits_of(loss.dtype).largest)[1] - 1)
+    bound = loss_scale.upper_bound
+    # Every float32 scale fits in bfloat16, float32 and float64. The value of a traced bound is not known.
+    if largest_power >= 2.0**127 or isinstance(bound, jax.core.Tracer):
+        return False
+    if bound is not None and np.all(np.asarray(bound) <= largest_power):
+        return False
+    warn_user(
+        f"The loss is {loss.dtype}, which cannot represent a loss scale above {largest_power:.0f}, so all gradients "
+        "would overflow. Return the loss in float32 (for example, compute its final mean in float32), or limit the "
+        f"loss scale with `max_loss_scale={largest_power}`."
+    )
+    return True
+
+
+def is_frozen(loss_scale: LossScale) -> bool:
+    """Return whether a loss scale that changes during training is a constant in the program that is being traced."""
+    # Without `ensure_compile_time_eval`, the NumPy scalars of a new loss scale would become tracers inside `jax.jit`.
+    with jax.ensure_compile_time_eval():
+        leaves = jax.tree.leaves(loss_scale)
+    moves = loss_scale.checks_gradients and not isinstance(loss_scale, FixedLossScale) and leaves
+    if not moves or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return False
+    # If the result of a simple operation is not a tracer, no `jax.jit` is being traced, so a constant scale is
+    # harmless.
+    return isinstance(jnp.logical_not(False), jax.core.Tracer)
+
+
+def warn_if_frozen(loss_scale: LossScale) -> bool:
+    """Warn if a loss scale that changes during training becomes a constant in the program that is being traced.
+
+    Because the loss scale in the optimizer state changes, later gradients would be divided by a different scale than
+    the one used to compute them.
+
+    Returns:
+      Whether a warning was emitted.
+    """
+    if not is_frozen(loss_scale):
+        return False
+    warn_user(
+        f"The loss scale (`{type(loss_scale).__name__}`) was captured as a constant when this function was traced. "
+        "This constant will never change, although the loss scale in the optimizer state does. If you write the "
+        "training step, pass `opt_state` to the step as an argument, and create the gradient function inside the step: "
+        "`jls.value_and_scaled_grad(loss_fn, opt_state)(params, batch)`. If a library computes the gradients, use "
+        "`jls.MixedPrecision`."
+    )
+    return True

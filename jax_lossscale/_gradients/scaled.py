@@ -13,15 +13,14 @@ from typing import Any
 import jax
 
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.cotangent import seed_gradient
-from jax_lossscale._gradients.warn import warn_if_frozen, warn_if_half
-from jax_lossscale._loss_scale import LossScale, NoOpLossScale
+from jax_lossscale._gradients.cotangent import seed_gradient, warn_if_frozen, warn_if_half
+from jax_lossscale._loss_scale import LossScale, LossScaleOrState, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 
 
 def value_and_scaled_grad(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -94,6 +93,7 @@ def with_scaled_gradient(
     """
     if isinstance(loss_scale, NoOpLossScale):
         return fun
+    # A gradient function can be traced many times, but the user needs each warning only once.
     warned, warned_of_frozen = False, in_a_loop
 
     @functools.wraps(fun)
@@ -113,7 +113,7 @@ def with_scaled_gradient(
 
 def scaled_grad(
     fun: Callable[..., Any],
-    loss_scale: Any,
+    loss_scale: LossScaleOrState,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Self
+from functools import partial
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _check
 from jax_lossscale._limits import limits_of
-from jax_lossscale._loss_scale.base import register, static_field, with_state
-from jax_lossscale._loss_scale.bounded import BoundedLossScale
+from jax_lossscale._loss_scale.base import BoundedLossScale, register, static_field
 from jax_lossscale._loss_scale.powers import LARGEST_EXPONENT, ceil_log2, power_of_two
 
 # The float16 limit is defined as the mean of the largest finite float16 number and the smallest number that rounds to
@@ -39,12 +39,19 @@ _LOG2_MOST_MARGIN = 30
 _LOG2_SEARCH_TOP = 40
 
 LOG2_NOTHING = -127  # value of the peak before the first gradient that is not zero
-_LEAVES = ("current_loss_scale", "log2_peak", "log2_margin", "log2_allowance")
 _Bits = tuple[jax.Array, ...]  # base-2 logarithms of the scale, peak, margin and allowance, each a float32[]
 
 
-@register
-@dataclasses.dataclass(frozen=True, eq=False)
+class AutoState(NamedTuple):
+    """The numbers of the update rule of `AutoLossScale` besides the scale, which its docstring describes."""
+
+    log2_peak: jax.Array  # float32[]
+    log2_margin: jax.Array  # float32[]
+    log2_allowance: jax.Array  # float32[]
+
+
+@partial(register, rule_state=AutoState)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AutoLossScale(BoundedLossScale):
     """A loss scale that measures the gradients and needs no tuning.
 
@@ -96,9 +103,6 @@ class AutoLossScale(BoundedLossScale):
         fraction.
       current_loss_scale: the initial value of the attribute of the same name, which is part of the state, not of the
         configuration. To change the state of an existing object, use this argument with `dataclasses.replace`.
-      log2_peak: the initial value of the attribute of the same name, which is part of the state.
-      log2_margin: the initial value of the attribute of the same name, which is part of the state.
-      log2_allowance: the initial value of the attribute of the same name, which is part of the state.
 
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
@@ -180,19 +184,31 @@ class AutoLossScale(BoundedLossScale):
     # The constructor replaces the default value `...` of each state field with the initial value of the field. JAX does
     # not call the constructor when it unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
-    log2_peak: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
-    log2_margin: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
-    log2_allowance: jax.Array = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
+    _rule_state: AutoState = dataclasses.field(default=..., kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self._check_bounds()
-        self._set(log2_headroom=_check.nonnegative_number(self.log2_headroom, self._named("log2_headroom")))
-        self._make_leaves(
-            current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
-            log2_peak=(np.float32, LOG2_NOTHING, _check.finite_number),
-            log2_margin=(np.float32, self._search_margin(), _check.nonnegative_number),
-            log2_allowance=(np.float32, 0, _check.finite_number),
-        )
+        self._check_scales()
+        headroom = _check.finite_number(self.log2_headroom, self._named("log2_headroom"))
+        if headroom < 0:
+            raise ValueError(f"`{self._named('log2_headroom')}` must be at least 0, got {self.log2_headroom!r}.")
+        self._set(log2_headroom=headroom)
+        if self._rule_state is ...:  # type: ignore[comparison-overlap]
+            self._set(_rule_state=self._initial_rule_state())
+
+    @property
+    def log2_peak(self) -> jax.Array:
+        """Return the base-2 logarithm of the largest recent gradient, a ``float32[]`` leaf."""
+        return self._rule_state.log2_peak
+
+    @property
+    def log2_margin(self) -> jax.Array:
+        """Return the number of bits above the peak that must remain free, a ``float32[]`` leaf."""
+        return self._rule_state.log2_margin
+
+    @property
+    def log2_allowance(self) -> jax.Array:
+        """Return the number of additional free bits, which decays and can be negative, a ``float32[]`` leaf."""
+        return self._rule_state.log2_allowance
 
     def adjust(self, grads_finite: ArrayLike, largest: ArrayLike | None = None) -> Self:
         """Return the loss scale for the next step.
@@ -216,20 +232,19 @@ class AutoLossScale(BoundedLossScale):
         # Subnormal numbers count as zero, because XLA can flush them to zero.
         has_gradient = was_measured & (largest >= jnp.finfo(jnp.float32).tiny)
 
-        # The leaves of the loss scale are selected by name because a subclass can have additional leaves.
-        scale, *learned = (jnp.asarray(getattr(self, name)) for name in _LEAVES)
+        scale, *learned = map(jnp.asarray, (self.current_loss_scale, *self._rule_state))
         now = (ceil_log2(scale), *learned)
         after_gradient = self._after_gradient(now, jnp.log2(jnp.where(has_gradient, largest, 1)))
         after_finite = _where(has_gradient, after_gradient, self._after_zeros(now))
-        forgotten = (now[0], *map(jnp.float32, (LOG2_NOTHING, self._search_margin(), 0)))
+        forgotten = (now[0], *map(jnp.float32, self._initial_rule_state()))
         after_overflow = _where(scale <= self.min_loss_scale, forgotten, self._after_overflow(now))
         log2_scale, *learned = _where(grads_finite, after_finite, after_overflow)
 
         moved = jnp.clip(power_of_two(log2_scale), self.min_loss_scale, self.max_loss_scale)
         # A scale that a user has set below `min_loss_scale` must not increase after an overflow.
         moved = jnp.where(grads_finite, moved, jnp.minimum(moved, scale))
-        after = _where(was_measured | ~jnp.asarray(grads_finite), (moved, *learned), (scale, *now[1:]))
-        return with_state(self, **dict(zip(_LEAVES, after, strict=True)))
+        scale, *learned = _where(was_measured | ~jnp.asarray(grads_finite), (moved, *learned), (scale, *now[1:]))
+        return self._moved(scale, AutoState(*learned))
 
     def _after_gradient(self, now: _Bits, x: jax.Array) -> _Bits:
         s, peak, margin, allowance = now
@@ -282,6 +297,10 @@ class AutoLossScale(BoundedLossScale):
         """Return the target: the base-2 logarithm of the largest scale that leaves the required number of bits free."""
         most = self._log2_ceiling() + _LOG2_LEAST_MARGIN
         return jnp.floor(jnp.minimum(_LOG2_LIMIT - self.log2_headroom - peak, most) - margin - jnp.abs(allowance))
+
+    def _initial_rule_state(self) -> AutoState:
+        # The numbers are NumPy scalars, so that the constructor does not initialize a JAX backend.
+        return AutoState(*map(np.float32, (LOG2_NOTHING, self._search_margin(), 0)))  # type: ignore[arg-type]
 
     def _search_margin(self) -> int:
         """Return the initial margin, chosen so that the initial target is ``min(40, ceiling)``."""

@@ -1,11 +1,15 @@
-"""`LossScale`: the base class of all loss scales, and helper functions to implement loss scales as pytrees."""
+"""The base classes of loss scales, and helper functions to implement loss scales as pytrees.
+
+- `LossScale` is the base class of all loss scales, including those of users.
+- `BoundedLossScale` contains the common code of the loss scales of this library that change during training.
+"""
 
 from __future__ import annotations
 
 import abc
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -16,6 +20,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
+from jax_lossscale._check import finite_number, is_array_or_scalar, is_real, positive_normal_number
 from jax_lossscale._measure import AxisName, finite_and_largest
 
 _T = TypeVar("_T", bound=type)
@@ -112,6 +117,9 @@ class LossScale(abc.ABC):
           ValueError: if ``config`` does not contain valid constructor arguments.
         """
         try:
+            # The constructor does not validate the state of the update rule, and a configuration can be from a file.
+            if isinstance(config, Mapping) and "_rule_state" in config:
+                raise TypeError("the state is not part of a configuration")
             return cls(**config)
         except TypeError as error:
             raise ValueError(
@@ -207,6 +215,8 @@ class LossScale(abc.ABC):
         return _update(self, _tree.inexact_leaves(grads), axis_name)
 
 
+# Because of `jax.jit`, an eager `update` is a single dispatch. Because of `inline=True`, the operations of an `update`
+# inside `jax.jit` become part of the outer program.
 @partial(jax.jit, static_argnums=2, inline=True)
 def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
@@ -221,21 +231,131 @@ def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None
     return loss_scale.adjust(grads_finite)
 
 
+class BoundedLossScale(LossScale):
+    """A loss scale that changes between ``min_loss_scale`` and ``max_loss_scale``.
+
+    The state consists of the current scale and of the numbers of the update rule in ``_rule_state``. Users can set the
+    current scale. Only this library creates the other numbers, so they are not validated.
+    """
+
+    initial_loss_scale: float
+    min_loss_scale: float
+    max_loss_scale: float | None
+    current_loss_scale: jax.Array
+    _rule_state: Any  # a named tuple; each subclass has its own class of named tuples
+
+    def __repr__(self) -> str:
+        values = {**config_of(self), "current_loss_scale": self.current_loss_scale, **self._rule_state._asdict()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    @property
+    def upper_bound(self) -> float | None:
+        """Return the upper bound ``max_loss_scale``."""
+        return self.max_loss_scale
+
+    @property
+    def lower_bound(self) -> float:
+        """Return the lower bound ``min_loss_scale``."""
+        return self.min_loss_scale
+
+    def __call__(self) -> jax.Array:
+        """Return the current scale as a ``float32[]``."""
+        return jnp.asarray(self.current_loss_scale)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor arguments, without the current state."""
+        return config_of(self)
+
+    def _check_scales(self) -> None:
+        """Convert the initial scale and its bounds to Python floats, and the current scale to a leaf.
+
+        Raises:
+          ValueError: if one of these values is not a finite number, if the lower bound or the current scale is not
+            positive, or if the initial scale is not between the bounds.
+        """
+        initial, floor, ceiling = self.initial_loss_scale, self.min_loss_scale, self.max_loss_scale
+        start = finite_number(initial, self._named("initial_loss_scale"))
+        floor = positive_normal_number(floor, self._named("min_loss_scale"))
+        ceiling = None if ceiling is None else finite_number(ceiling, self._named("max_loss_scale"))
+        if start < floor:
+            raise ValueError(
+                f"`{self._named('initial_loss_scale')}` must not be below `min_loss_scale` = {floor!r}, got "
+                f"{initial!r}. Lower `min_loss_scale`."
+            )
+        if ceiling is not None and start > ceiling:
+            raise ValueError(
+                f"`{self._named('initial_loss_scale')}` must not be above `max_loss_scale` = {ceiling!r}, got "
+                f"{initial!r}. Lower `initial_loss_scale`, or raise `max_loss_scale`."
+            )
+        given: Any = self.current_loss_scale
+        current = scale_leaf(start if given is ... else given, self._named("current_loss_scale"))
+        self._set(initial_loss_scale=start, min_loss_scale=floor, max_loss_scale=ceiling, current_loss_scale=current)
+
+    def _moved(self, current_loss_scale: jax.Array, rule_state: Any) -> Self:
+        """Return a copy of the loss scale with a new state.
+
+        `jax.lax.stop_gradient` is applied to the state, because an update rule is not differentiable everywhere, and
+        integer counters do not have a derivative.
+        """
+        moved = copy.copy(self)
+        scale, rule_state = jax.lax.stop_gradient((current_loss_scale, rule_state))
+        moved._set(current_loss_scale=scale, _rule_state=rule_state)
+        return moved
+
+    def _named(self, argument: str) -> str:
+        """Return the name of a constructor argument as it appears in error messages."""
+        return f"{type(self).__name__}({argument}=...)"
+
+    def _set(self, **fields: Any) -> None:
+        """Set fields of a loss scale that is being constructed. `setattr` would raise, because the class is frozen."""
+        vars(self).update(fields)
+
+
+def scale_leaf(value: Any, name: str) -> ArrayLike:
+    """Return a scale as a leaf of a loss scale: a ``float32[]``, or a float32 array for a batch of loss scales.
+
+    If ``value`` is a concrete scalar, the leaf is a NumPy scalar, so that constructing a loss scale neither initializes
+    a JAX backend nor creates a tracer.
+
+    Args:
+      value: the scale, or an array of scales. A tracer is not validated.
+      name: the name of the argument in an error message.
+
+    Raises:
+      ValueError: if a concrete scale is not a positive normal float32 number, or if an array is not real.
+    """
+    if not (is_array_or_scalar(value) and (value.ndim > 0 or isinstance(value, jax.core.Tracer))):
+        return np.float32(positive_normal_number(value, name))
+    if not is_real(value):
+        raise ValueError(f"`{name}` must be real, got {value.dtype.name}.")
+    if not isinstance(value, jax.core.Tracer):
+        for member in np.ravel(np.asarray(value)):
+            positive_normal_number(member, name)
+    return value.astype(np.float32)
+
+
 def static_field(**kwargs: Any) -> Any:
     """Return a dataclass field for configuration, which `register` makes part of the pytree structure."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def register(cls: _T) -> _T:
+def register(cls: _T, rule_state: Any = None) -> _T:
     """Register a frozen dataclass as a pytree whose static fields are metadata and whose other fields are children.
 
     `jax.tree_util.register_dataclass` is not used, because it calls the constructor when a pytree is unflattened. Some
     libraries unflatten pytrees with strings, ``None`` or shapes in place of arrays, which the constructor would reject
     or replace with default values. In a class registered by `register`, unflattening only assigns the fields.
+
+    Args:
+      cls: the dataclass.
+      rule_state: the class of the named tuple ``_rule_state`` of a `BoundedLossScale`. The elements of the named tuple
+        are children of the loss scale itself, so that the paths of the leaves, which checkpoints contain, are the names
+        of public attributes.
     """
-    fields = dataclasses.fields(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.name != "_rule_state"]
+    rule_names = () if rule_state is None else rule_state._fields
     config_names = tuple(field.name for field in fields if field.metadata.get("static"))
-    leaf_names = tuple(field.name for field in fields if not field.metadata.get("static"))
+    leaf_names = *(field.name for field in fields if not field.metadata.get("static")), *rule_names
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -248,8 +368,10 @@ def register(cls: _T) -> _T:
 
     def unflatten(config: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         node: Any = object.__new__(cls)
-        for name, value in zip(config_names + leaf_names, (*config, *leaves), strict=True):
-            object.__setattr__(node, name, value)
+        values = dict(zip(config_names + leaf_names, (*config, *leaves), strict=True))
+        if rule_state is not None:
+            values["_rule_state"] = rule_state(*map(values.pop, rule_names))
+        vars(node).update(values)
         return node
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -264,18 +386,6 @@ def _as_array(leaf: Any) -> Any:
     scales have the same types, so a training step is compiled only once.
     """
     return jnp.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-
-
-def with_state(loss_scale: _Kind, **leaves: ArrayLike | None) -> _Kind:
-    """Return a copy of a loss scale with new leaves, without validating the leaves.
-
-    `jax.lax.stop_gradient` is applied to the new leaves, because an update rule is not differentiable everywhere, and
-    integer counters do not have a derivative.
-    """
-    moved = copy.copy(loss_scale)
-    for name, leaf in leaves.items():
-        object.__setattr__(moved, name, jax.lax.stop_gradient(leaf))
-    return moved
 
 
 def config_of(loss_scale: LossScale) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Literal, Self
+from functools import partial
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,18 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_lossscale import _check
-from jax_lossscale._loss_scale.base import register, static_field, with_state
-from jax_lossscale._loss_scale.bounded import BoundedLossScale, leaf
-
-HysteresisRefill = Literal["growth", "finite"]
+from jax_lossscale._loss_scale.base import BoundedLossScale, register, static_field
 
 
-@register
-@dataclasses.dataclass(frozen=True, eq=False)
+class DynamicState(NamedTuple):
+    """The counters of the update rule of `DynamicLossScale`, which its docstring describes."""
+
+    num_good_steps: jax.Array | np.int32  # int32[]
+    hysteresis_left: jax.Array | np.int32 | None  # int32[], or None if hysteresis is 1
+
+
+@partial(register, rule_state=DynamicState)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DynamicLossScale(BoundedLossScale):
     """A loss scale that decreases when gradients overflow and increases after a series of finite steps.
 
@@ -51,8 +56,6 @@ class DynamicLossScale(BoundedLossScale):
         ``current_loss_scale`` can be less than ``min_loss_scale``. The attribute ``current_loss_scale`` is part of the
         state, not of the configuration. To set the scale of an existing object, use this argument with
         `dataclasses.replace`.
-      num_good_steps: the initial value of the attribute of the same name, which is part of the state.
-      hysteresis_left: the initial value of the attribute of the same name, which is part of the state.
 
     Attributes:
       current_loss_scale: ``float32[]``, the current scale, a leaf.
@@ -99,24 +102,29 @@ class DynamicLossScale(BoundedLossScale):
     min_loss_scale: float = static_field(default=1.0, kw_only=True)
     max_loss_scale: float | None = static_field(default=None, kw_only=True)
     hysteresis: int = static_field(default=1, kw_only=True)
-    hysteresis_refill: HysteresisRefill = static_field(default="growth", kw_only=True)
+    hysteresis_refill: Literal["growth", "finite"] = static_field(default="growth", kw_only=True)
 
-    # The constructor replaces the default value `...` of each state field with the initial value of the field. JAX does
-    # not call the constructor when it unflattens a loss scale (see `register`).
+    # The constructor replaces the default value `...` with the initial scale. JAX does not call the constructor when it
+    # unflattens a loss scale (see `register`).
     current_loss_scale: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # float32[]
-    num_good_steps: jax.Array = field(default=..., kw_only=True)  # type: ignore[assignment]  # int32[]
-    hysteresis_left: jax.Array | None = field(default=None, kw_only=True)  # int32[], or None if hysteresis is 1
+    _rule_state: DynamicState = field(default=DynamicState(np.int32(0), None), kw_only=True)
 
     def __post_init__(self) -> None:
-        self._check_bounds()
+        self._check_scales()
         self._check_rule()
-        self._make_leaves(
-            current_loss_scale=(np.float32, self.initial_loss_scale, _check.positive_normal_number),
-            num_good_steps=(np.int32, 0, _check.count),
-        )
-        left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
-        checked = leaf(left, self._named("hysteresis_left"), _check.count, np.int32)
-        self._set(hysteresis_left=None if self.hysteresis == 1 else checked)
+        # `dataclasses.replace` can change `hysteresis`, which determines whether the state contains the second counter.
+        left = np.int32(self.hysteresis) if self.hysteresis_left is None else self.hysteresis_left
+        self._set(_rule_state=self._rule_state._replace(hysteresis_left=None if self.hysteresis == 1 else left))
+
+    @property
+    def num_good_steps(self) -> jax.Array | np.int32:
+        """Return the number of finite steps since the last increase or non-finite step, an ``int32[]`` leaf."""
+        return self._rule_state.num_good_steps
+
+    @property
+    def hysteresis_left(self) -> jax.Array | np.int32 | None:
+        """Return the number of further non-finite steps until the scale decreases, or ``None`` if hysteresis is 1."""
+        return self._rule_state.hysteresis_left
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the loss scale for the next step.
@@ -141,7 +149,8 @@ class DynamicLossScale(BoundedLossScale):
             grown = jnp.minimum(grown, self.max_loss_scale)
         # A scale that a user has set below `min_loss_scale` must not increase after an overflow.
         floor = jnp.minimum(scale, self.min_loss_scale)
-        lowered = jnp.maximum(scale * applied_backoff_factor(self), floor)
+        backoff_factor = 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
+        lowered = jnp.maximum(scale * backoff_factor, floor)
 
         hysteresis_left = self.hysteresis_left
         if hysteresis_left is not None:
@@ -153,8 +162,7 @@ class DynamicLossScale(BoundedLossScale):
 
         scale = jnp.where(grads_finite, jnp.where(period_ends, grown, scale), lowered)
         num_good_steps = jnp.where(grads_finite & ~period_ends, num_good_steps + 1, 0)
-        leaves = {"num_good_steps": num_good_steps, "hysteresis_left": hysteresis_left}
-        return with_state(self, current_loss_scale=scale, **leaves)
+        return self._moved(scale, DynamicState(num_good_steps, hysteresis_left))
 
     def _check_rule(self) -> None:
         """Convert the configuration of the update rule to Python numbers; raise a `ValueError` if it is invalid."""
@@ -179,8 +187,3 @@ class DynamicLossScale(BoundedLossScale):
                 f"`{self._named('hysteresis_refill')}` must be 'growth' or 'finite', got {self.hysteresis_refill!r}."
             )
         self._set(increment_period=period, hysteresis=hysteresis, multiplier=multiplier, backoff_factor=backoff_factor)
-
-
-def applied_backoff_factor(loss_scale: DynamicLossScale) -> float:
-    """Return the backoff factor, which is ``1 / multiplier`` by default."""
-    return 1 / loss_scale.multiplier if loss_scale.backoff_factor is None else loss_scale.backoff_factor

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_lossscale._check import finite_number, positive_normal_number
-from jax_lossscale._loss_scale.base import LossScale, register, static_field
-from jax_lossscale._loss_scale.bounded import leaf
+from jax_lossscale._check import finite_number
+from jax_lossscale._loss_scale.base import LossScale, register, scale_leaf, static_field
 
 
 @register
@@ -63,7 +62,7 @@ class FixedLossScale(LossScale):
             raise ValueError(f"`{name}` must be at least 1, got {value!r}. To disable scaling, use `NoOpLossScale`.")
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`FixedLossScale(skip_nonfinite=...)` must be a bool, got {self.skip_nonfinite!r}.")
-        object.__setattr__(self, "loss_scale_value", leaf(value, name, positive_normal_number))
+        object.__setattr__(self, "loss_scale_value", scale_leaf(value, name))
 
     @property
     def upper_bound(self) -> ArrayLike:

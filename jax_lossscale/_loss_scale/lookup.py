@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -11,7 +11,13 @@ import numpy as np
 
 from jax_lossscale._check import shown
 from jax_lossscale._loss_scale.base import LossScale
-from jax_lossscale._loss_scale.registry import is_serialized, made
+from jax_lossscale._loss_scale.registry import LossScaleLike, is_serialized, made
+
+# A state can be any pytree, and Python has no type for pytrees. A union with `Any` accepts objects of all types.
+LossScaleOrState: TypeAlias = LossScaleLike | Any
+"""Any value that `get` accepts, or a pytree that contains exactly one loss scale at any depth of nesting, such as the
+state of `loss_scaled` or `optax.chain`, a flax ``TrainState``, an ``nnx.Optimizer``, or a dictionary of states. A type
+checker accepts objects of all types, because any class can be registered as a pytree."""
 
 _Found = TypeVar("_Found")
 _Tree = TypeVar("_Tree")
@@ -57,7 +63,7 @@ def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossSc
     return find_loss_scale(opt_state, "get_loss_scale(opt_state=...)", path)
 
 
-def as_loss_scale(argument: Any, name: str) -> LossScale:
+def as_loss_scale(argument: LossScaleOrState, name: str) -> LossScale:
     """Return the loss scale specified by an argument, which can be an identifier for `get` or a pytree.
 
     Args:
@@ -90,6 +96,7 @@ def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | No
       ValueError: if there is not exactly one instance with this path.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kind))
+    # All other leaves of the tree are also in the list, because `is_leaf` only stops the traversal at the instances.
     nodes = [(keys, node) for keys, node in with_paths if isinstance(node, kind)]
     if not nodes:
         raise not_a_state(tree, name)

@@ -16,8 +16,9 @@ from jax_lossscale._loss_scale.base import KINDS, LossScale
 from jax_lossscale._loss_scale.dynamic import DynamicLossScale
 from jax_lossscale._loss_scale.fixed import FixedLossScale, NoOpLossScale
 
-# The values that `get` accepts: a loss scale, a number, "auto", "dynamic", a dictionary from `serialize`, or None.
 LossScaleLike: TypeAlias = LossScale | ArrayLike | str | Mapping[str, Any] | None
+"""Any value that `get` accepts: a `LossScale`, a number or a scalar array, ``"auto"``, ``"dynamic"``, a dictionary from
+`serialize`, or ``None``."""
 
 # The built-in classes take precedence over user-defined classes of the same name, so that `get` can always reconstruct
 # a saved built-in loss scale.
@@ -157,6 +158,7 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
 
 
 def _from_dict(class_name: Any, config: Any) -> LossScale:
+    # Only subclasses of `LossScale` can be constructed, because the dictionary can be from an untrusted file.
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     kinds = concrete | {kind.__name__: kind for kind in OWN_KINDS}
     if not isinstance(class_name, str) or class_name not in kinds:

@@ -7,7 +7,6 @@ from jax_lossscale._measure.devices import AxisName as AxisName
 from jax_lossscale._measure.devices import agree as agree
 from jax_lossscale._measure.devices import axes_varied_over as axes_varied_over
 from jax_lossscale._measure.devices import vary as vary
-from jax_lossscale._measure.fault import first_fault as first_fault
-from jax_lossscale._measure.fault import first_nonfinite as first_nonfinite
 from jax_lossscale._measure.finite import all_finite as all_finite
 from jax_lossscale._measure.finite import finite_and_largest as finite_and_largest
+from jax_lossscale._measure.finite import first_fault as first_fault

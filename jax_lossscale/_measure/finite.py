@@ -1,8 +1,8 @@
-"""`all_finite` and `finite_and_largest`: checks that are computed in every training step.
+"""Checks of gradients for NaN and infinity, which compiled training steps compute.
 
 `all_finite` and `finite_and_largest` compute a single number, which is the largest magnitude of all elements, or
 infinity if an element is not finite. ``python -m benchmarks finite`` measures the run time of this library's finiteness
-check.
+check. `first_fault` searches for the first leaf that is not finite, and is computed only in steps with such a leaf.
 
 If a loss scale is given, the result is computed for the elements divided by the scale. Division by a positive number
 does not change the order of the elements, so only the largest magnitude is divided by the scale.
@@ -25,6 +25,8 @@ from jax_lossscale._measure.leaves import as_read, grouped
 from jax_lossscale._measure.primitive import largest_magnitude
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+# The severity of the worst element of a leaf. The severity of a finite element is 0.
+_INFINITE, _NAN = 1, 2
 
 
 def all_finite(tree: chex.ArrayTree, *, axis_name: AxisName = None) -> jax.Array:
@@ -76,12 +78,15 @@ def finite_and_largest(
     """
     answer = _largest(_tree.inexact_leaves(tree), scale, axis_name)
     finite = answer < jnp.inf
+    # NaN means "not measured" in `LossScale.adjust`.
     return finite, jnp.where(finite, answer, jnp.nan)
 
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
     """Return the largest magnitude divided by the scale as a ``float32[]``, or infinity if an element is not finite."""
+    # Leaves of 64 bits are reduced separately, because their elements can be too large for float32. An empty leaf does
+    # not have a largest element.
     by_width = grouped((leaf for leaf in map(as_read, leaves) if leaf.size != 0), lambda leaf: width(leaf.dtype))
     magnitudes = [_divided(largest_magnitude(alike), scale) for alike in by_width]
     return largest_on_all(reduce(jnp.maximum, magnitudes or [jnp.zeros([], jnp.float32)]), axis_name)
@@ -102,3 +107,36 @@ def _divided(largest: jax.Array, scale: ArrayLike | None) -> jax.Array:
     if largest.dtype == jnp.float32:
         return largest
     return jnp.where(largest < jnp.inf, jnp.minimum(largest, _LARGEST_FLOAT32), jnp.inf).astype(jnp.float32)
+
+
+def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Return the index of the first non-finite leaf (``int32[]``), and whether the leaf contains a NaN (``bool[]``).
+
+    The index is -1 if all leaves are finite. Only floating and complex leaves are checked. However, every leaf is
+    counted, including each ``None``, so that the index of a gradient is also the index of its parameter, even if some
+    parameters are frozen and have the gradient ``None``.
+    """
+    # Only the checked leaves are passed to the compiled function, which does not accept strings and functions.
+    leaves = _tree.leaves_and_nones(tree)
+    positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
+    return _first_fault([leaves[position] for position in positions], positions, axis_name)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _first_fault(
+    leaves: list[ArrayLike], positions: tuple[int, ...], axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    if not leaves:
+        return jnp.int32(-1), jnp.array(False)
+    severity = largest_on_all(jnp.stack([_severity(as_read(leaf)) for leaf in leaves]), axis_name)
+    first = jnp.argmax(severity >= _INFINITE)  # `argmax` returns the first of several equal elements
+    return jnp.where(severity[first] < _INFINITE, -1, jnp.array(positions, jnp.int32)[first]), severity[first] == _NAN
+
+
+def _severity(leaf: jax.Array) -> jax.Array:
+    """Return `_NAN` if a leaf contains a NaN, `_INFINITE` if it contains an infinity but no NaN, and 0 if it is finite.
+
+    The result is an ``int32[]`` that is computed in a single reduction.
+    """
+    severities = jnp.where(jnp.isnan(leaf), _NAN, jnp.where(jnp.isinf(leaf), _INFINITE, 0))
+    return jnp.max(severities, initial=0)

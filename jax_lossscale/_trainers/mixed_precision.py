@@ -22,7 +22,7 @@ from jax_lossscale import _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
 from jax_lossscale._check import check_function
-from jax_lossscale._gradients.warn import warn_if_half
+from jax_lossscale._gradients.cotangent import warn_if_half
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
 from jax_lossscale._loss_scale.registry import LossScaleLike

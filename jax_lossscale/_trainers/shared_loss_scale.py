@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_lossscale import _compat
-from jax_lossscale._gradients.warn import is_frozen
+from jax_lossscale._gradients.cotangent import is_frozen
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._optax.wrapper import is_concrete_array
 

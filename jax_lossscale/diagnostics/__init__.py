@@ -1,6 +1,5 @@
 """Diagnostics for half-precision training: reports on gradients, skipped steps, loss scales and dtypes."""
 
-from jax_lossscale._measure import first_nonfinite
 from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics._compare_gradients import GradientComparison, compare_gradients
 from jax_lossscale.diagnostics._explain import explain
@@ -15,7 +14,7 @@ from jax_lossscale.diagnostics._exponents import (
 from jax_lossscale.diagnostics._find_precision import PrecisionReport, find_precision
 from jax_lossscale.diagnostics._in_precision import in_precision
 from jax_lossscale.diagnostics._lost_updates import LostUpdates, lost_updates
-from jax_lossscale.diagnostics._nonfinite import NonfiniteReport, leaf_path, nonfinite_report
+from jax_lossscale.diagnostics._nonfinite import NonfiniteReport, nonfinite_report
 from jax_lossscale.diagnostics._range_report import RangeReport, range_report
 from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
@@ -35,9 +34,7 @@ __all__ = [
     "explain",
     "exponent_histogram",
     "find_precision",
-    "first_nonfinite",
     "in_precision",
-    "leaf_path",
     "lost_updates",
     "nonfinite_report",
     "range_report",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -109,8 +108,8 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     """Count the NaN and infinite elements of each leaf and find the first non-finite element.
 
     Call this function on the host, because it waits for the device and transfers a few numbers per leaf. Inside
-    `jax.jit`, use `first_nonfinite` instead, or record the first non-finite leaf with
-    ``loss_scaled(..., record_bad_steps=True)``.
+    `jax.jit`, record the first non-finite leaf with ``loss_scaled(..., record_bad_steps=True)`` instead, and print its
+    path with `explain`.
 
     Args:
       grads: a pytree of gradients, scaled or unscaled. Leaves that are neither floating nor complex, such as integers
@@ -141,7 +140,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise ValueError(
             "`nonfinite_report(grads=...)` got traced arrays, whose values are not known yet. Return the gradients "
-            "from `jax.jit`, or use `first_nonfinite` or `loss_scaled(..., record_bad_steps=True)`."
+            "from `jax.jit`, or use `loss_scaled(..., record_bad_steps=True)` and print `explain(state, params)`."
         )
     leaves = reports_of_named(named)
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
@@ -164,40 +163,23 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
     return reports
 
 
-def leaf_path(tree: chex.ArrayTree, index: ArrayLike) -> str | None:
-    """Return the path of the leaf with the index that `first_nonfinite` returned.
+def leaf_path(params: chex.ArrayTree, index: jax.Array) -> str:
+    """Return the path of the leaf whose index is `BadStep.leaf`. ``None`` counts as a leaf.
 
     Args:
-      tree: the tree that was passed to `first_nonfinite`, or another tree with the same structure, such as the
-        parameters. ``None`` counts as a leaf.
-      index: the return value of `first_nonfinite`, on the host.
-
-    Returns:
-      The path, as formatted by `jax.tree_util.keystr`, or ``None`` if ``index`` is -1 (all leaves are finite).
+      params: the argument of `explain`, or another tree with the same structure as the gradients.
+      index: the index, at least 0.
 
     Raises:
-      ValueError: if ``index`` is not an integer, or if the tree does not have a leaf with this index.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> import jax_lossscale as jls
-      >>> grads = {"block3": {"bias": jnp.zeros(2), "kernel": jnp.array([jnp.nan, 1.0])}}
-      >>> jls.diagnostics.leaf_path(grads, jls.diagnostics.first_nonfinite(grads))
-      "['block3']['kernel']"
+      ValueError: if the tree does not have a leaf with this index.
     """
-    paths = _tree.paths_of(tree)
-    try:
-        position = operator.index(index)  # type: ignore[arg-type]
-    except TypeError as error:
+    paths = _tree.paths_of(params)
+    if index >= len(paths):
         raise ValueError(
-            f"`leaf_path(index=...)` must be the integer that `first_nonfinite` returned, got {index!r}."
-        ) from error
-    if not -1 <= position < len(paths):
-        raise ValueError(
-            f"`leaf_path(index=...)` must be between -1 and {len(paths) - 1} for a tree of {len(paths)} leaves, got "
-            f"{position}. Pass a tree with the same structure as the gradients."
+            f"`explain(params=...)` must have the same structure as the gradients, whose leaf {index} was not finite, "
+            f"got a tree of {len(paths)} leaves."
         )
-    return None if position == -1 else paths[position]
+    return paths[int(index)]
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_lossscale._check import is_number
-from jax_lossscale._loss_scale.lookup import as_loss_scale
+from jax_lossscale._loss_scale.lookup import LossScaleOrState, as_loss_scale
 from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
@@ -226,7 +226,7 @@ def range_report(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     dtype: DTypeLike = jnp.float16,
-    loss_scale: Any = None,
+    loss_scale: LossScaleOrState = None,
     progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None = None,
     **kwargs: Any,
 ) -> RangeReport:

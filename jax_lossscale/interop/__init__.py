@@ -1,14 +1,8 @@
-"""Conversion of loss scales to and from other libraries, and integration with flax and equinox.
+"""Integration with flax, equinox and Keras.
 
-Each module must be imported explicitly and requires the library after which it is named. ``interop.flax`` and
-``interop.jmp`` contain two conversion functions:
-
-- ``from_<library>`` converts a loss scale of the library to a loss scale with the same configuration and state. The
-  converted loss scale then changes in the same way as the original loss scale would.
-- ``to_<library>`` converts a loss scale back.
-
-If a setting cannot be converted, the conversion functions emit a `UserWarning`.
-
-``interop.flax`` also contains a `TrainState` for linen and an `Optimizer` for nnx. ``interop.equinox`` contains
-`filter_value_and_scaled_grad`, and ``interop.keras`` contains `LossScaleOptimizer`, an optimizer for ``Model.fit``.
+Each module must be imported explicitly and requires the library after which it is named. ``interop.flax`` contains a
+`TrainState` for linen, an `Optimizer` for nnx, and `register`, which registers a loss-scale class with the flax
+serialization functions. ``interop.equinox`` contains `filter_value_and_scaled_grad`, and ``interop.keras`` contains
+`LossScaleOptimizer`, an optimizer for ``Model.fit``. ``docs/migrating.md`` lists the constructor calls that are
+equivalent to the loss scales of other libraries.
 """

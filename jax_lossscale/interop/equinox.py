@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_lossscale._check import check_function
 from jax_lossscale._gradients.scaled import with_scaled_gradient
-from jax_lossscale._loss_scale.lookup import as_loss_scale
+from jax_lossscale._loss_scale.lookup import LossScaleOrState, as_loss_scale
 
 try:
     import equinox as eqx
@@ -16,7 +16,7 @@ except ImportError as error:
 
 
 def filter_value_and_scaled_grad(
-    fun: Callable[..., Any], loss_scale: Any, *, has_aux: bool = False
+    fun: Callable[..., Any], loss_scale: LossScaleOrState, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """Like ``eqx.filter_value_and_grad``, but with gradients (not the value) multiplied by a loss scale.
 

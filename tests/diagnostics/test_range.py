@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from samples import FLOATS, INF, NAN, random_bits
 
 import jax_lossscale as jls
+from jax_lossscale._measure import first_fault
 from jax_lossscale.diagnostics import (
     exponent_histogram,
-    first_nonfinite,
     nonfinite_report,
     suggest_loss_scale,
     underflow_fraction,
@@ -97,7 +97,7 @@ def test_sharded_arrays_have_the_same_results(axis_type):
         for of_tree in (jax.jit(exponent_histogram), underflow_fraction, suggest_loss_scale):
             jax.tree.map(np.testing.assert_array_equal, of_tree(sharded), of_tree(jnp.asarray(values)))
         assert nonfinite_report(sharded) == nonfinite_report(jnp.asarray(values))
-        assert first_nonfinite([jnp.ones(2), sharded]) == 1
+        assert first_fault([jnp.ones(2), sharded], None) == (1, True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"])

@@ -73,6 +73,11 @@ def test_flax_never_grows_if_the_counter_exceeds_the_interval():
     assert set(scales_of("flax_", dynamic_scale, *[1.0] * 20)) == {8.0}
 
 
+def test_jmp_grows_at_the_next_multiple_of_the_period_if_the_counter_exceeds_it():
+    loss_scale = needs("jmp").DynamicLossScale(jnp.float32(8), counter=jnp.int32(4), period=3)
+    assert scales_of("jmp_", loss_scale, *[True] * 4) == [8.0, 8.0, 16.0, 16.0, 16.0]
+
+
 def test_flax_and_jmp_raise_a_scale_below_the_floor_on_overflow():
     dynamic_scale = needs("flax.training.dynamic_scale").DynamicScale(scale=0.25, minimum_scale=1.0)
     loss_scale = needs("jmp").DynamicLossScale(jnp.float32(0.25))

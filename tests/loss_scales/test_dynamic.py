@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import F32_MAX, Dynamic, dynamic_configs, grads_of, named, scales_over
+from kinds import F32_MAX, Dynamic, dynamic_configs, grads_of, named, scales_over, with_rule_state
 
 # --- State transitions that TensorFlow's tests do not cover ---
 
@@ -26,7 +26,7 @@ from kinds import F32_MAX, Dynamic, dynamic_configs, grads_of, named, scales_ove
             ("hysteresis_counts_bad_steps_far_apart", Dynamic(64, 9, hysteresis=2), "FTFTF", [64, 64, 32, 32, 16]),
             ("hysteresis_stops_at_the_floor", Dynamic(2, hysteresis=2), "FFFF", [2, 1, 1, 1]),
             ("refused_growth_refills", Dynamic(8, 1, max_loss_scale=8, hysteresis=2), "FTFF", [8, 8, 8, 4]),
-            ("largest_count_grows", replace(Dynamic(8, 3), num_good_steps=2**31 - 1), "TT", [16, 16]),
+            ("largest_count", with_rule_state(Dynamic(8, 3), num_good_steps=np.int32(2**31 - 1)), "TT", [16, 16]),
             ("below_the_floor_does_not_rise", replace(Dynamic(8), current_loss_scale=0.25), "FF", [0.25, 0.25]),
             ("below_the_floor_can_grow", replace(Dynamic(8, 1), current_loss_scale=0.25), "TTT", [0.5, 1, 2]),
         ]

@@ -1,4 +1,4 @@
-"""Integration with flax: `TrainState` (linen), `Optimizer` (nnx), serialization, and conversion of ``DynamicScale``.
+"""Integration with flax: `TrainState` (linen), `Optimizer` (nnx), and serialization of loss scales.
 
 The flax serialization functions (``to_state_dict``, ``to_bytes``, msgpack) only support registered types. Importing
 this module registers all loss-scale classes of jax_lossscale. To register your own class, use `register`.
@@ -23,11 +23,10 @@ try:
 except ImportError as error:
     raise ImportError("`jax_lossscale.interop.flax` needs flax. Run `pip install flax`.") from error
 
-from jax_lossscale.interop.flax._dynamic_scale import from_flax, to_flax
 from jax_lossscale.interop.flax._optimizer import Optimizer
 from jax_lossscale.interop.flax._train_state import TrainState
 
-__all__ = ["Optimizer", "TrainState", "from_flax", "register", "to_flax"]
+__all__ = ["Optimizer", "TrainState", "register"]
 
 
 def register(kind: type[LossScale]) -> type[LossScale]:

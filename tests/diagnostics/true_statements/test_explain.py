@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from any_jax import enable_x64
+from kinds import with_rule_state
 from samples import GOOD, INF, NAN, PARAMS, recorded
 from sentences import statements_of
 
@@ -21,7 +23,9 @@ BELOW_ONE = jls.DynamicLossScale(2.0**-4, min_loss_scale=2.0**-10)
 SKIPPING, SHORT = jls.FixedLossScale(8.0, skip_nonfinite=True), jls.DynamicLossScale(2.0**15, 9)
 LARGE_GRADS, HUGE_GRADS, BOTH = ([4096.0, -8192.0], 1.0, False), ([1.0, 1e38], 1.0, False), ([INF, NAN], 1.0, False)
 LOW = jls.AutoLossScale(2.0)
-GIVEN_UP = jls.AutoLossScale(log2_peak=0.0, log2_margin=1.0, log2_allowance=-6.0)
+GIVEN_UP = with_rule_state(
+    jls.AutoLossScale(), log2_peak=np.float32(0), log2_margin=np.float32(1), log2_allowance=np.float32(-6)
+)
 NAN_AT, INF_AT = (f"there was {what} in the gradients, first in ['kernel']" for what in ("a NaN", "an infinity"))
 TENTH = [INF_GRADS, *[GOOD] * 9] * 10
 
