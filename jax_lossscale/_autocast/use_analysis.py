@@ -18,10 +18,10 @@ from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.parameters import Path
-from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 

@@ -163,6 +163,15 @@ def name_in_reports(primitive: Any) -> str:
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
 
 
+def operation_name(eqn: Any) -> str:
+    """Return the name of an equation's primitive.
+
+    For a `float32_result_matmul`, return the name of the matmul primitive that it replaces.
+    """
+    name: str = eqn.primitive.name
+    return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
+
+
 def is_matmul(eqn: Any) -> bool:
     """Return whether an equation is a matmul: a matrix multiplication or a convolution.
 

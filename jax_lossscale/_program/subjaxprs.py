@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.jaxpr import bind_here, jaxprs_of
+from jax_lossscale._program.location import Location, location_of
+from jax_lossscale._program.primitives import ARITHMETIC
 
 # Primitives that only evaluate the jaxpr in their parameters.
 CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` to `eval_jaxpr`.
@@ -91,6 +93,41 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
             inputs = [*consts, *inputs]
         params[name] = closed
     return bind_here(eqn, inputs, params)
+
+
+class NestedEquation(NamedTuple):
+    """An equation of a program or of a jaxpr that is nested in the program.
+
+    Attributes:
+      eqn: the equation.
+      location: the location of the equation.
+      within: the equations that contain the equation, starting with the outermost equation.
+      times: the number of executions of the equation, as far as this number is known.
+    """
+
+    eqn: Any
+    location: Location
+    within: tuple[Any, ...]
+    times: float
+
+
+def nested_equations(
+    jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
+) -> Iterator[NestedEquation]:
+    """Yield the equations of a program and of all nested jaxprs, in order."""
+    for eqn in jaxpr.eqns:
+        location = location_of(eqn, at)
+        yield NestedEquation(eqn, location, within, times)
+        for inner in jaxprs_in(eqn):
+            yield from nested_equations(inner, (*within, eqn), location, times * subjaxprs(eqn).times)
+
+
+def jaxprs_in(eqn: Any) -> list[Jaxpr]:
+    """Return the jaxprs among the parameters of an equation.
+
+    The jaxpr of a reduction or a scatter, which only computes single numbers, is not returned.
+    """
+    return [] if eqn.primitive.name in ARITHMETIC else jaxprs_of(tuple(eqn.params.values()))
 
 
 def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
