@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.constants import Constants, IntervalOrNaN
+from jax_lossscale._autocast.constants import IntervalOrNaN, Intervals
 from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
@@ -94,7 +94,7 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
 
 
 def by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals
 ) -> Iterator[tuple[int, Node, ByResult]]:
     """Find softmax, relu and leaky relu functions in a graph, and yield their replacements.
 
@@ -140,7 +140,7 @@ def _is_relu(eqn: Any) -> bool:
         return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
 
 
-def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: Constants) -> tuple[Node | None, float]:
+def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: Intervals) -> tuple[Node | None, float]:
     """Return the node ``x >= 0`` of a leaky relu of ``x``, and the slope for negative numbers.
 
     The returned node is None if ``node`` does not compute a leaky relu.

@@ -45,7 +45,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    # `Constants` excludes every `dot_general` that sums several terms, so the remaining `dot_general` operations only
+    # `Intervals` excludes every `dot_general` that sums several terms, so the remaining `dot_general` operations only
     # multiply numbers.
     "dot_general": np.multiply,
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
@@ -53,7 +53,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 }
 
 
-class Constants:
+class Intervals:
     """The values of a graph that are constants or are computed from constants alone.
 
     Args:
@@ -101,7 +101,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
       known: for each input, the function that computes its interval if the input is a constant, and None otherwise.
     """
     graph = inlined(closed)
-    return list(map(Constants(graph, known).of, graph.outputs))
+    return list(map(Intervals(graph, known).of, graph.outputs))
 
 
 def _is_left_out(eqn: Any) -> bool:

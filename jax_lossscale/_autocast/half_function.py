@@ -27,7 +27,7 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
 # For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
@@ -150,7 +150,7 @@ def is_fallback(eqns: Iterable[Any]) -> bool:
     return is_in_scope(_SCOPE, eqns)
 
 
-def _or_error(make: Callable[..., _Result], *args: Any) -> _Result | Exception:
+def _or_error(make: Callable[..., _T], *args: Any) -> _T | Exception:
     try:
         return make(*args)
     except Exception as error:  # The user's function can raise any exception.

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
-from jax_lossscale._autocast.segments import Segment, Value
+from jax_lossscale._autocast.segments import Segment, SegmentValue
 from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, has_dtype, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
@@ -54,21 +54,21 @@ class CutGraph:
 
     def __init__(self) -> None:
         self._edges: list[tuple[Any, Any, float]] = []
-        self._costs_saved: dict[Value, float] = {}
+        self._costs_saved: dict[SegmentValue, float] = {}
 
     def add_value(
-        self, value: Value, cost_saved: float, cost_recomputed: float, operands: Iterable[Value] = ()
+        self, value: SegmentValue, cost_saved: float, cost_recomputed: float, operands: Iterable[SegmentValue] = ()
     ) -> None:
         """Add a value to the network. The value can be saved or, if its operands are available, recomputed."""
         self._edges.append(("source", (value, "needed"), cost_recomputed))
         self._costs_saved[value] = cost_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
-    def require(self, value: Value) -> None:
+    def require(self, value: SegmentValue) -> None:
         """Require a value to be available in the backward pass."""
         self._edges.append(((value, "available"), "sink", math.inf))
 
-    def saved(self) -> set[Value]:
+    def saved(self) -> set[SegmentValue]:
         """Return the values to save so that the total cost of saving and recomputing is as low as possible."""
         finite = [cost for *_, cost in self._edges if cost < math.inf]
         cost_per_value = _COST_PER_VALUE * sum([*finite, *self._costs_saved.values()])
@@ -100,7 +100,7 @@ class MinCut(NamedTuple):
     operands_needed: Callable[[Any], Collection[int]]
     known: dict[Any, Any]
 
-    def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
+    def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values.
 
         The result is computed once for all segments that differ only in the identifiers of their values.
@@ -114,7 +114,11 @@ class MinCut(NamedTuple):
             saved = self._find_saved(segment, nodes)
             self.known[key] = None if saved is None else [(numbers[value.id], value.is_rounding) for value in saved]
         known, ids = self.known[key], [*numbers]
-        return None if known is None else frozenset(Value(ids[number], is_rounding) for number, is_rounding in known)
+        return (
+            None
+            if known is None
+            else frozenset(SegmentValue(ids[number], is_rounding) for number, is_rounding in known)
+        )
 
     def _key(
         self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
@@ -140,7 +144,7 @@ class MinCut(NamedTuple):
         types = tuple((self.types[n], n in self.half, n in segment.upcast) for n in numbers)
         return (inputs, computed, outputs, types), numbers
 
-    def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
+    def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -148,10 +152,10 @@ class MinCut(NamedTuple):
         operands = [self._operands(segment, node, node_plan) for node, node_plan in nodes]
         is_matmul = [node_plan.kind is NodeKind.MATMUL for _, node_plan in nodes]
         of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
-        inputs = {Value(value_id) for value_id in segment.inputs}
-        in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
+        inputs = {SegmentValue(value_id) for value_id in segment.inputs}
+        in_memory = {*inputs, *of_matmuls, *map(SegmentValue, segment.outputs)}
         by_result = {
-            Value(value_id, is_rounding=value_id not in self.half): node_plan.kind
+            SegmentValue(value_id, is_rounding=value_id not in self.half): node_plan.kind
             for node, node_plan in nodes
             if node_plan.by_result is not None
             for value_id in node.outputs
@@ -160,17 +164,17 @@ class MinCut(NamedTuple):
         # For each computed value, the values in memory that XLA reads to recompute it in one fused kernel.
         read_from: dict[ValueId, set[ValueId]] = {}
         for node, _ in nodes:
-            found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
+            found = [{n} if SegmentValue(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
             read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
 
-        def cost_saved(value: Value) -> float:
+        def cost_saved(value: SegmentValue) -> float:
             # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
             # backward pass costs `self.cost_saved`, or 1 if the byte belongs to an input of the segment. Writing a
             # byte of a value in the forward pass costs 1, or 0 if the value is written to memory anyway.
             cost_per_byte = 1.0 if value in inputs else self.cost_saved + (value not in in_memory)
             return self._bytes(value) * cost_per_byte
 
-        def cost_recomputed(value: Value) -> float:
+        def cost_recomputed(value: SegmentValue) -> float:
             # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
             # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value, such as a residual sum, to
             # memory, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
@@ -179,17 +183,17 @@ class MinCut(NamedTuple):
                 return math.inf
             if value not in in_memory:
                 return 0
-            is_cast = value.is_rounding and Value(value.id) in in_memory
-            read = map(Value, [value.id] if is_cast else read_from[value.id])
+            is_cast = value.is_rounding and SegmentValue(value.id) in in_memory
+            read = map(SegmentValue, [value.id] if is_cast else read_from[value.id])
             return self._bytes(value) * _COST_REWRITTEN + max(map(self._bytes, read), default=0) * _COST_REREAD
 
         graph = CutGraph()
         for value in inputs:
             graph.add_value(value, cost_saved(value), math.inf)
         for value in {value for values in operands for value in values if value.is_rounding}:
-            graph.add_value(value, cost_saved(value), cost_recomputed(value), [Value(value.id)])
+            graph.add_value(value, cost_saved(value), cost_recomputed(value), [SegmentValue(value.id)])
         for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
-            for value in map(Value, () if matmul else node.outputs):
+            for value in map(SegmentValue, () if matmul else node.outputs):
                 if node.eqn.primitive.name in REDUCTIONS:
                     # Recomputing a reduction requires reading its operands, which are much larger than its result.
                     cost: float = sum(map(self._bytes, {*values}))
@@ -208,31 +212,31 @@ class MinCut(NamedTuple):
             graph.require(value)
         return frozenset(graph.saved() - inputs)
 
-    def _bytes(self, value: Value) -> int:
+    def _bytes(self, value: SegmentValue) -> int:
         """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
         aval = self.types[value.id]
         is_half = value.is_rounding or value.id in self.half
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
         return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
 
-    def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
+    def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[SegmentValue]:
         """Return the operands of a node.
 
         If the node rounds an operand to half precision, the rounded value is returned instead.
         """
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
-            Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
+            SegmentValue(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
             for atom, is_half in zip(node.inputs, are_half, strict=True)
             if not isinstance(atom, Literal)
         ]
 
     def _needed_by_arithmetic(
-        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
-    ) -> set[Value]:
+        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[SegmentValue]]
+    ) -> set[SegmentValue]:
         """Return the values needed by the derivatives of all nodes except matmuls and nodes with a `ByResult`."""
         differentiated = self._differentiated(segment, nodes)
-        found: set[Value] = set()
+        found: set[SegmentValue] = set()
         for (node, node_plan), values in zip(nodes, operands, strict=True):
             is_arithmetic = node_plan.kind is not NodeKind.MATMUL and node_plan.by_result is None
             if is_arithmetic and not differentiated.isdisjoint(node.outputs):

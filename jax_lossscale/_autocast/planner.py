@@ -16,15 +16,15 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast import use_analysis as uses
 from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants
+from jax_lossscale._autocast.constants import Intervals
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
 from jax_lossscale._autocast.masked_gradient import batch_dimensions
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
+from jax_lossscale._autocast.node_planner import OF_ANY_DTYPE, WITH_A_RULE, NodePlanner
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import with_reasons
-from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
@@ -49,7 +49,7 @@ class _Values(NamedTuple):
     half: set[ValueId]
     half_outputs: Set[ValueId]
     unrounded: Mapping[ValueId, Reasons]
-    constants: Constants
+    constants: Intervals
 
 
 class Planner:
@@ -58,7 +58,7 @@ class Planner:
     Attributes:
       dtype: the half-precision dtype.
       policy: the policy.
-      rule: determines the `NodePlan` of each node.
+      node_planner: determines the `NodePlan` of each node.
 
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
@@ -74,7 +74,7 @@ class Planner:
     ) -> None:
         self.dtype = dtype
         self.policy = policy
-        self.rule = Rule(dtype, policy, parameters or {})
+        self.node_planner = NodePlanner(dtype, policy, parameters or {})
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
@@ -85,8 +85,8 @@ class Planner:
         graph = inlined(closed)
         makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
         unrounded = self._feeding.values(graph, context.unrounded)
-        constants = Constants(graph, context.known)
-        decided = [(node, self.rule.decide(node, context.within, unrounded, constants)) for node in graph.nodes]
+        constants = Intervals(graph, context.known)
+        decided = [(node, self.node_planner.plan(node, context.within, unrounded, constants)) for node in graph.nodes]
         node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
@@ -112,7 +112,7 @@ class Planner:
         node_plans: list[NodePlan],
         context: Context,
         unrounded: Mapping[ValueId, Reasons],
-        constants: Constants,
+        constants: Intervals,
     ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
         """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
@@ -162,7 +162,7 @@ class Planner:
         are_half = [
             _is_half(atom, values.half)
             or not is_float32(variable.aval)
-            or (variable.aval.shape == () and self.rule.fits(atom, values.constants))
+            or (variable.aval.shape == () and self.node_planner.fits(atom, values.constants))
             for atom, variable in zip(node.inputs, node.eqn.invars, strict=True)
         ]
         is_operandwise = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
@@ -223,7 +223,7 @@ class Planner:
         node_plans: Sequence[NodePlan],
         stored: set[ValueId],
         within: tuple[Any, ...],
-        constants: Constants,
+        constants: Intervals,
     ) -> tuple[list[Segment], set[ValueId]]:
         """Group the nodes of a graph into segments.
 
@@ -349,7 +349,7 @@ def _with_reasons(
 
 
 def _with_functions_by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals
 ) -> tuple[Graph, list[NodePlan]]:
     """Return a graph in which each function found by `by_result` is a single node, and the plan of each node."""
     nodes, plans = list(graph.nodes), list(node_plans)

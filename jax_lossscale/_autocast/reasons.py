@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.half_function import is_fallback
-from jax_lossscale._autocast.rule import REWRITTEN
+from jax_lossscale._autocast.node_planner import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.location import HIDDEN_SCOPE, is_in_scope

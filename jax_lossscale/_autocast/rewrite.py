@@ -18,10 +18,10 @@ from jax_lossscale._autocast.half_function import results_in
 from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gradient import is_masked_pool, masked_gather, masked_pool
+from jax_lossscale._autocast.node_planner import params_in_half
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
 from jax_lossscale._autocast.planner import Planner, gives_half_result
-from jax_lossscale._autocast.rule import params_in_half
-from jax_lossscale._autocast.segments import Segment, Value
+from jax_lossscale._autocast.segments import Segment, SegmentValue
 from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.remat3 import checkpoint
@@ -102,11 +102,11 @@ class Rewriting:
 
         The caller has already entered the outermost ``num_scopes`` name scopes, which all nodes of the segment share.
         """
-        values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
+        values: dict[SegmentValue, Any] = dict(zip(map(SegmentValue, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
             with jaxpr.in_context(node.eqn, node.within, num_scopes):
-                for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
+                for value in map(SegmentValue, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_float32(values[value])
                 if node_plan.kind is NodeKind.CALL:
                     are_half: Sequence[bool] = plan.calls[position].operands
@@ -115,15 +115,15 @@ class Rewriting:
                 operands = self._operands(segment, node, are_half, values)
                 if node_plan.by_result is not None:
                     is_half = node.outputs[0] in plan.half
-                    is_saved = Value(node.outputs[0], not is_half) in (segment.saved or ())
+                    is_saved = SegmentValue(node.outputs[0], not is_half) in (segment.saved or ())
                     result, rounded = node_plan.by_result.of(operands[0], self.dtype, is_saved)
-                    values[Value(node.outputs[0], is_rounding=True)] = rounded
+                    values[SegmentValue(node.outputs[0], is_rounding=True)] = rounded
                     outputs = [rounded if is_half else result]
                 else:
                     outputs = self._node(plan, segment, position, are_half, operands)
                 for value_id, array in zip(node.outputs, outputs, strict=True):
-                    values[Value(value_id)] = self._in_segment(plan, segment, node_plan, value_id, array)
-        return [self._as_stored(plan, value_id, values[Value(value_id)]) for value_id in segment.outputs]
+                    values[SegmentValue(value_id)] = self._in_segment(plan, segment, node_plan, value_id, array)
+        return [self._as_stored(plan, value_id, values[SegmentValue(value_id)]) for value_id in segment.outputs]
 
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
         """Return a result of a node, cast to the dtype that the result has in the segment.
@@ -137,11 +137,11 @@ class Rewriting:
         if not (is_upcast and node_plan.kind in FOLLOWING):
             array = self._as_stored(plan, value_id, array)
         if node_plan.by_result is None:
-            array = _marked_if_saved(segment, Value(value_id), array)
+            array = _marked_if_saved(segment, SegmentValue(value_id), array)
         return as_float32(array) if is_upcast else array
 
     def _operands(
-        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
+        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[SegmentValue, Any]
     ) -> list[Any]:
         """Return the operands of a node in the planned dtypes.
 
@@ -149,9 +149,9 @@ class Rewriting:
         """
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
-            array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
+            array = atom.val if isinstance(atom, Literal) else values[SegmentValue(atom)]
             if jaxpr.is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
-                rounding = Value(atom, is_rounding=True)
+                rounding = SegmentValue(atom, is_rounding=True)
                 if rounding in values:
                     array = values[rounding]
                 else:
@@ -299,7 +299,7 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
     return gather(*operands)
 
 
-def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
+def _marked_if_saved(segment: Segment, value: SegmentValue, array: Any) -> Any:
     """Return the array of a value, marked as saved if the segment saves the value."""
     return mark_saved(array) if segment.saved and value in segment.saved else array
 

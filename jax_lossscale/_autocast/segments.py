@@ -44,10 +44,10 @@ class Segment(NamedTuple):
     outputs: tuple[ValueId, ...]
     upcast: frozenset[ValueId] = frozenset()
     rounds_cotangent: frozenset[int] = frozenset()
-    saved: frozenset[Value] | None = None
+    saved: frozenset[SegmentValue] | None = None
 
 
-class Value(NamedTuple):
+class SegmentValue(NamedTuple):
     """A value of a segment, or the same value rounded to half precision for a matmul (its *rounding*)."""
 
     id: ValueId

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 from jax_lossscale._program.remat3 import with_remat2
 
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
 # A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from those that the
 # jaxpr declares.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
@@ -296,9 +296,9 @@ def shard_map(
     return list(function(*inputs))
 
 
-def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
+def call_in_shard_map(call: Callable[[], _T], eqn: Any) -> _T:
     """Call a function while the axis names of a `jax.shard_map` are bound and return the result of the function."""
-    results: list[_Result] = []
+    results: list[_T] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
         results.append(call())

@@ -18,7 +18,7 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.location import has_own_location
 from jax_lossscale._program.remat3 import with_remat2
 
-_UNKNOWN = 2**20  # the assumed length of a symbolic dimension
+_ASSUMED_LENGTH = 2**20  # of a symbolic dimension
 
 
 class Traced:
@@ -128,7 +128,7 @@ def size_of_shape(shape: Iterable[Any]) -> int:
 
     A symbolic dimension of `jax.export` counts as 2**20.
     """
-    return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
+    return math.prod(length if isinstance(length, int) else _ASSUMED_LENGTH for length in shape)
 
 
 def is_reference(atom: Any) -> bool:
