@@ -37,18 +37,11 @@ _OUTERMOST = Context()
 
 
 class _Values(NamedTuple):
-    """The information from which the dtypes of the values of a graph are chosen.
+    """The information from which the dtypes of the values of a graph are chosen."""
 
-    Attributes:
-      half: the values that are stored in half precision. The results of a node are added after the node is visited.
-      half_outputs: the results of the graph that are part of a residual stream in half precision.
-      unrounded: for each value that must not be rounded, the reasons.
-      constants: the values that are constants.
-    """
-
-    half: set[ValueId]
-    half_outputs: Set[ValueId]
-    unrounded: Mapping[ValueId, Reasons]
+    half: set[ValueId]  # the values stored in half precision; the results of a node are added after it is visited
+    half_outputs: Set[ValueId]  # the results of the graph that are part of a residual stream in half precision
+    unrounded: Mapping[ValueId, Reasons]  # the values that must not be rounded, with the reasons
     constants: Intervals
 
 

@@ -99,17 +99,11 @@ def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str])
 
 
 class TracedWithReasons(NamedTuple):
-    """A traced program in which `reason_of_matmul` can determine why a matmul is not in half precision.
-
-    Attributes:
-      traced: the program.
-      used: the equations on which the results depend. Compilers remove all unused equations.
-      is_autocast: whether `autocast` is applied to at least a part of the function.
-    """
+    """A traced program in which `reason_of_matmul` can determine why a matmul is not in half precision."""
 
     traced: Traced
-    used: ClosedJaxpr
-    is_autocast: bool
+    used: ClosedJaxpr  # the equations on which the results depend (compilers remove all unused equations)
+    is_autocast: bool  # whether `autocast` is applied to at least a part of the function
 
 
 def trace_with_reasons(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedWithReasons:

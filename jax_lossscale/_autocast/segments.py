@@ -15,6 +15,7 @@ cheap to compute from small values, such as attention masks, are recomputed in e
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,25 +26,18 @@ from jax_lossscale._program.primitives import is_cheap
 
 
 class Segment(NamedTuple):
-    """Nodes that are evaluated together.
+    """Nodes that are evaluated together."""
 
-    Attributes:
-      nodes: the positions of the nodes in the graph, in increasing order.
-      inputs: the values that are computed outside of the segment.
-      outputs: the values that are needed outside of the segment.
-      upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias and whose result has a cotangent in float32. This
-        cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
-      saved: the values that are saved for the backward pass. Each saved value is either computed in the segment, or is
-        a rounded copy of an input or of a computed value. ``saved`` is None if the segment is evaluated without
-        `jax.checkpoint`. In this case, JAX selects the values to save.
-    """
-
-    nodes: tuple[int, ...]
-    inputs: tuple[ValueId, ...]
-    outputs: tuple[ValueId, ...]
+    nodes: tuple[int, ...]  # the positions of the nodes in the graph, in increasing order
+    inputs: tuple[ValueId, ...]  # the values that are computed outside of the segment
+    outputs: tuple[ValueId, ...]  # the values that are needed outside of the segment
+    # The values that are stored in half precision outside of the segment and are float32 within it.
     upcast: frozenset[ValueId] = frozenset()
+    # The positions of the nodes that add a bias and whose result has a cotangent in float32. This cotangent is rounded
+    # to half precision once, before it is used (see `marks.with_rounded_cotangent`).
     rounds_cotangent: frozenset[int] = frozenset()
+    # The values that are saved for the backward pass: computed values, and rounded copies of inputs and of computed
+    # values. If `saved` is None, the segment is evaluated without `jax.checkpoint`, so JAX selects the values to save.
     saved: frozenset[SegmentValue] | None = None
 
 
@@ -62,11 +56,13 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
       is_alone: for each node, whether it is the only node of its segment.
       is_matmul: for each node, whether it is a matmul.
     """
-    levels = _levels(graph, [alone or matmul for alone, matmul in zip(is_alone, is_matmul, strict=True)])
+    levels = _levels(graph, list(map(operator.or_, is_alone, is_matmul)))
     together: defaultdict[int, list[int]] = defaultdict(list)
     alone: defaultdict[int, list[int]] = defaultdict(list)
     for position, level in enumerate(levels):
         (alone if is_alone[position] else together)[level].append(position)
+    # An array such as an attention mask is computed again in each segment that uses it, because this is faster than
+    # reading it from memory.
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
@@ -110,26 +106,32 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
     return sorted(nodes)
 
 
-def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node, which is higher than those of all counted nodes from which it is computed."""
+def _levels(graph: Graph, is_separator: Sequence[bool]) -> list[int]:
+    """Return the level of each node, as defined at the top of this module."""
+    # First, determine the lowest possible level of each node. It is higher than the levels of all separators from which
+    # the node is computed.
     levels: list[int] = []
-    of_value: dict[ValueId, int] = {}
-    after_effects = 0  # ensures that effects remain in order
-    for node, counts in zip(graph.nodes, is_counted, strict=True):
-        level = max((of_value.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
+    usable_from: dict[ValueId, int] = {}  # for each value, the lowest level of the nodes that may use it
+    after_effects = 0  # the lowest level of the next node with effects, which ensures that effects remain in order
+    for node, separates in zip(graph.nodes, is_separator, strict=True):
+        level = max((usable_from.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
         if has_effects(node.eqn):
             level = max(level, after_effects)
             after_effects = level + 1
         levels.append(level)
-        of_value.update(dict.fromkeys(node.outputs, level + counts))
-    needed_at: dict[ValueId, int] = {}
+        usable_from.update(dict.fromkeys(node.outputs, level + separates))
+    # Second, defer nodes to the segments that use their results. Otherwise, the results would be stored in memory
+    # between two segments. The last nodes are visited first, because the uses of a node may be deferred as well.
+    first_use: dict[ValueId, int] = {}  # for each value that a node uses, the lowest level of these nodes
     for position in reversed(range(len(levels))):
         node = graph.nodes[position]
-        levels_above = [needed_at[result] for result in node.outputs if result in needed_at]
-        if not is_counted[position] and 0 < len(levels_above) == len(node.outputs):
-            levels[position] = max(levels[position], min(levels_above))
+        uses = [first_use[result] for result in node.outputs if result in first_use]
+        # A separator is not deferred, and neither is a node with a result that no other node uses, because it is not
+        # known when such a result is needed.
+        if uses and len(uses) == len(node.outputs) and not is_separator[position]:
+            levels[position] = min(uses)
         for operand in value_ids(node.inputs):
-            needed_at[operand] = min(needed_at.get(operand, levels[position]), levels[position])
+            first_use[operand] = min(first_use.get(operand, levels[position]), levels[position])
     return levels
 
 

@@ -18,16 +18,11 @@ import jax
 
 
 class Flattened(NamedTuple):
-    """A flattened tree.
+    """A flattened tree."""
 
-    Attributes:
-      leaves: the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects.
-      objects: the nnx modules and variables in the tree.
-      with_leaves: a function that rebuilds the tree with new leaves and returns the new tree and the new nnx objects.
-    """
-
-    leaves: list[Any]
-    objects: list[Any]
+    leaves: list[Any]  # the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects
+    objects: list[Any]  # the nnx modules and variables in the tree
+    # A function that rebuilds the tree with new leaves and returns the new tree and the new nnx objects.
     with_leaves: Callable[[Sequence[Any]], tuple[Any, list[Any]]]
 
 

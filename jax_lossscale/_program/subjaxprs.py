@@ -25,17 +25,12 @@ REBOUND = frozenset({*CALLS, "program_order", REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr in the parameters of an equation.
-
-    Attributes:
-      closed: the jaxpr.
-      operands: for each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
-      results: for each result of the jaxpr, the position of the corresponding result of the equation; -1 if the
-        equation has no corresponding result.
-    """
+    """A jaxpr in the parameters of an equation."""
 
     closed: ClosedJaxpr
+    # For each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
     operands: tuple[int, ...]
+    # For each result of the jaxpr, the position of the corresponding result of the equation, or -1 if there is none.
     results: tuple[int, ...]
 
     @property
@@ -45,21 +40,15 @@ class SubJaxpr(NamedTuple):
 
 
 class SubJaxprs(NamedTuple):
-    """All jaxprs in the parameters of an equation.
+    """All jaxprs in the parameters of an equation."""
 
-    Attributes:
-      jaxprs: the jaxprs. The last jaxpr of a loop is the body of the loop. The jaxprs of a conditional are its
-        branches.
-      carried: for each carry of a loop, the position of its final value among the results, and the position of its
-        initial value among the operands.
-      sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
-      times: the number of iterations of a `scan`, and 1 for all other primitives.
-    """
-
-    jaxprs: tuple[SubJaxpr, ...]
+    jaxprs: tuple[SubJaxpr, ...]  # the last jaxpr of a loop is its body; those of a conditional are its branches
+    # For each carry of a loop, the position of its final value among the results, and the position of its initial value
+    # among the operands.
     carried: tuple[tuple[int, int], ...] = ()
+    # The positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
     sliced: range = range(0)
-    times: int = 1
+    times: int = 1  # the number of iterations of a `scan`, and 1 for all other primitives
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
@@ -96,19 +85,12 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
 
 
 class NestedEquation(NamedTuple):
-    """An equation of a program or of a jaxpr that is nested in the program.
-
-    Attributes:
-      eqn: the equation.
-      location: the location of the equation.
-      within: the equations that contain the equation, starting with the outermost equation.
-      times: the number of executions of the equation, as far as this number is known.
-    """
+    """An equation of a program or of a jaxpr that is nested in the program."""
 
     eqn: Any
     location: Location
-    within: tuple[Any, ...]
-    times: float
+    within: tuple[Any, ...]  # the equations that contain the equation, starting with the outermost equation
+    times: float  # the number of executions of the equation, as far as this number is known
 
 
 def nested_equations(
