@@ -19,8 +19,8 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
-from jax_lossscale._autocast.segments import Segment, SegmentValue
-from jax_lossscale._program.inline import Node, ValueId, value_ids
+from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
+from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, has_dtype, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
@@ -141,7 +141,7 @@ def _read_from(
 class MinCut(NamedTuple):
     """Selects the values that the segments of a graph save for the backward pass."""
 
-    types: Mapping[ValueId, Any]  # the type of each value in the original jaxpr
+    graph: Graph
     half: Collection[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
     cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
@@ -157,7 +157,9 @@ class MinCut(NamedTuple):
 
         The result is computed once for all segments that differ only in the identifiers of their values.
         """
-        key, numbers = self._key(segment, nodes)
+        # The minimum cut does not depend on the values of literals.
+        structure, numbers = structure_of(segment, self.graph, self.half, lambda literal: literal.aval)
+        key = structure, tuple(node_plan for _, node_plan in nodes)
 
         def find() -> list[tuple[int, bool]] | None:
             saved = self._find_saved(segment, nodes)
@@ -166,33 +168,9 @@ class MinCut(NamedTuple):
         found, ids = _cached(self.known, key, find), [*numbers]
         return None if found is None else frozenset(SegmentValue(ids[n], is_rounding) for n, is_rounding in found)
 
-    def _key(
-        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
-    ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return the cache key of a segment, and a dictionary that maps each value to its number in the key.
-
-        Two segments have equal keys only if they have the same minimum cut. In contrast to the key in `rewrite`, the
-        cache key contains neither the locations of the nodes nor the values of literals.
-        """
-        numbers: dict[ValueId, int] = {}
-
-        def numbered(atoms: Iterable[ValueId | Literal]) -> tuple[Any, ...]:
-            return tuple(
-                atom.aval if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers)) for atom in atoms
-            )
-
-        inputs = numbered(segment.inputs)
-        computed = tuple(
-            (node.eqn.primitive, *node.eqn.params.items(), node_plan, numbered(node.inputs), numbered(node.outputs))
-            for node, node_plan in nodes
-        )
-        outputs = numbered(segment.outputs)
-        types = tuple((self.types[n], n in self.half, n in segment.upcast) for n in numbers)
-        return (inputs, computed, outputs, types), numbers
-
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
-        dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
+        dtypes = [getattr(self.graph.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
             return None  # `jax.checkpoint` cannot save complex numbers.
         with_operands = [(*pair, self._operands(segment, *pair)) for pair in nodes]
@@ -224,7 +202,7 @@ class MinCut(NamedTuple):
 
     def _bytes(self, value: SegmentValue) -> int:
         """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
-        aval = self.types[value.id]
+        aval = self.graph.types[value.id]
         is_half = value.is_rounding or value.id in self.half
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
         return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
@@ -236,7 +214,7 @@ class MinCut(NamedTuple):
         """
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
-            SegmentValue(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
+            SegmentValue(atom, is_half and atom not in self.half and is_float32(self.graph.types[atom]))
             for atom, is_half in zip(node.inputs, are_half, strict=True)
             if not isinstance(atom, Literal)
         ]
@@ -261,7 +239,7 @@ class MinCut(NamedTuple):
         """
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
-            return {n for n in value_ids(atoms) if has_dtype(self.types[n], jnp.inexact)}
+            return {n for n in value_ids(atoms) if has_dtype(self.graph.types[n], jnp.inexact)}
 
         passing = [node for node in nodes if node.eqn.primitive.name != "stop_gradient"]
         reached = floats(segment.inputs)

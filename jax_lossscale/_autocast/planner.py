@@ -253,7 +253,7 @@ class Planner:
         neither a matmul nor data movement.
         """
         cost_saved = float(self.policy.recompute)
-        min_cut = MinCut(graph.types, half, self.dtype, cost_saved, self._operands_needed, self._known_cuts)
+        min_cut = MinCut(graph, half, self.dtype, cost_saved, self._operands_needed, self._known_cuts)
         found = []
         for segment in grouped:
             nodes = _nodes_of(segment, graph, node_plans)

@@ -21,7 +21,7 @@ from jax_lossscale._autocast.masked_gradient import is_masked_pool, masked_gathe
 from jax_lossscale._autocast.node_planner import params_in_half
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
 from jax_lossscale._autocast.planner import Planner, gives_half_result
-from jax_lossscale._autocast.segments import Segment, SegmentValue
+from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
 from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.remat3 import checkpoint
@@ -331,22 +331,16 @@ def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     profiles show the correct locations for both segments. The key does not contain the saved values, because these
     values are determined by the other parts of the key.
     """
-    numbers: dict[ValueId, int] = {}
 
-    def numbered(atom: ValueId | Literal) -> Any:
-        if isinstance(atom, Literal):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers.setdefault(atom, len(numbers))
+    def key_of_literal(literal: Literal) -> Any:
+        return literal.aval, np.asarray(literal.val).tobytes()
 
-    inputs = tuple(map(numbered, segment.inputs))
-    nodes = []
+    structure, _ = structure_of(segment, plan.graph, plan.half, key_of_literal)
+    details = []
     for position in segment.nodes:
         node = plan.graph.nodes[position]
         lines = [eqn.source_info.traceback for eqn in (*node.within, node.eqn)]
-        location = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:], *lines
-        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *location
-        values = *map(numbered, node.inputs), *map(numbered, node.outputs)
-        nodes.append((computed, values, position in segment.rounds_cotangent))
-    outputs = tuple(map(numbered, segment.outputs))
-    types = tuple((plan.graph.types[n], n in plan.half, n in segment.upcast) for n in numbers)
-    return inputs, tuple(nodes), outputs, types
+        layers = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:]
+        rounds_cotangent = position in segment.rounds_cotangent
+        details.append((node.eqn.ctx, plan.node_plans[position], rounds_cotangent, layers, *lines))
+    return structure, *details

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Graph, ValueId, value_ids
 from jax_lossscale._program.jaxpr import has_effects, size_of
@@ -137,17 +139,47 @@ def _levels(graph: Graph, is_separator: Sequence[bool]) -> list[int]:
 
 def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
     """Return a segment for each group of nodes, with the inputs and outputs of the segment."""
-    computed = [dict.fromkeys(value for n in group for value in graph.nodes[n].outputs) for group in groups]
-    inputs = [
-        dict.fromkeys(value for n in group for value in value_ids(graph.nodes[n].inputs) if value not in computed_here)
-        for group, computed_here in zip(groups, computed, strict=True)
+    borders = []
+    for group in groups:
+        nodes = [graph.nodes[position] for position in group]
+        computed = dict.fromkeys(value for node in nodes for value in node.outputs)
+        inputs = dict.fromkeys(n for node in nodes for n in value_ids(node.inputs) if n not in computed)
+        borders.append((group, inputs, computed))
+    needed = {*value_ids(graph.outputs)}.union(*(inputs for _, inputs, _ in borders))
+    found: list[Segment] = []
+    for group, inputs, computed in borders:
+        found.append(Segment(tuple(group), tuple(inputs), tuple(value for value in computed if value in needed)))
+        # A value that several segments compute is an output of only the first of these segments.
+        needed -= computed.keys()
+    return found
+
+
+def structure_of(
+    segment: Segment, graph: Graph, half: Collection[ValueId], key_of_literal: Callable[[Literal], Any]
+) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
+    """Return a key for the operations of a segment, and a dictionary that maps each value to its number in the key.
+
+    If two segments have equal keys, they perform the same operations on values of the same types.
+
+    Args:
+      segment: the segment.
+      graph: the graph of the segment.
+      half: the values that are stored in half precision.
+      key_of_literal: returns the properties of a literal that are part of the key.
+    """
+    numbers: dict[ValueId, int] = {}
+
+    def numbered(atoms: Sequence[ValueId | Literal]) -> tuple[Any, ...]:
+        return tuple(
+            key_of_literal(atom) if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
+            for atom in atoms
+        )
+
+    inputs = numbered(segment.inputs)
+    nodes = [graph.nodes[position] for position in segment.nodes]
+    operations = [
+        (node.eqn.primitive, *node.eqn.params.items(), numbered(node.inputs), numbered(node.outputs)) for node in nodes
     ]
-    # A value that several segments compute is an output of only the first of these segments.
-    first_computed_in = {value: number for number in reversed(range(len(groups))) for value in computed[number]}
-    needed_outside = {*value_ids(graph.outputs)}.union(*inputs)
-    outputs = [
-        [value for value in computed_here if value in needed_outside and first_computed_in[value] == number]
-        for number, computed_here in enumerate(computed)
-    ]
-    parts = zip(groups, inputs, outputs, strict=True)
-    return [Segment(tuple(group), tuple(given), tuple(needed)) for group, given, needed in parts]
+    outputs = numbered(segment.outputs)
+    types = tuple((graph.types[n], n in half, n in segment.upcast) for n in numbers)
+    return (inputs, tuple(operations), outputs, types), numbers
