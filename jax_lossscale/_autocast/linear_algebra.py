@@ -28,6 +28,8 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 
 # The reasons why a value must not be rounded. The set is empty if the value may be rounded.
 Reasons: TypeAlias = frozenset[str]
+# The values of a graph that must not be rounded, each with the reasons.
+Unrounded: TypeAlias = Mapping[ValueId, Reasons]
 
 NO_REASON: Reasons = frozenset()
 _FACTORED = frozenset({"its result is factorized"})
@@ -130,7 +132,7 @@ class Feeding:
         return self._arguments[jaxpr, outputs]
 
 
-def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
+def of_values(found: Unrounded, values: Sequence[ValueId]) -> list[Reasons]:
     """Return the reasons why each value must not be rounded. Values that are not in ``found`` may be rounded."""
     return [found.get(value_id, NO_REASON) for value_id in values]
 

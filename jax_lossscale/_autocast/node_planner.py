@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast.constants import UNKNOWN, Interval, Intervals
-from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
+from jax_lossscale._autocast.linear_algebra import Unrounded, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program import jaxpr, primitives
@@ -59,15 +59,13 @@ class NodePlanner:
         # because the function has already been traced. It is treated like the `precision` argument of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
-    def plan(
-        self, node: Node, within: tuple[Any, ...], unrounded: Mapping[ValueId, Reasons], constants: Intervals
-    ) -> NodePlan:
+    def plan(self, node: Node, within: Path, unrounded: Unrounded, constants: Intervals) -> NodePlan:
         """Return the `NodePlan` of a node, which determines how the node is evaluated.
 
         Args:
           node: the node.
           within: the equations that contain the graph, starting with the outermost equation.
-          unrounded: the values that must not be rounded, each with the reasons (see `Feeding.values`).
+          unrounded: the values that must not be rounded (see `Feeding.values`).
           constants: the intervals of the values that are constants.
         """
         eqn, name = node.eqn, node.eqn.primitive.name
@@ -106,7 +104,7 @@ class NodePlanner:
             return NodePlan(follows, is_alone)
         return NodePlan(NodeKind.OTHER, is_alone, is_half=precision == "half" and self._can_be_half(node, constants))
 
-    def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
+    def _reason_for_fallback(self, eqn: Any, around: Path) -> str:
         """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
         rule = self._rule(eqn, around)
         if rule is not None:
@@ -114,12 +112,7 @@ class NodePlanner:
         return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
 
     def _reason_for_float32(
-        self,
-        node: Node,
-        around: tuple[Any, ...],
-        rule: PrecisionRule | None,
-        unrounded: Mapping[ValueId, Reasons],
-        constants: Intervals,
+        self, node: Node, around: Path, rule: PrecisionRule | None, unrounded: Unrounded, constants: Intervals
     ) -> str:
         """Return the reason why a matmul keeps its dtypes, or "" if it is computed in half precision.
 
@@ -250,7 +243,7 @@ class NodePlanner:
         expected = [jaxpr.with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
-    def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
+    def _rule(self, eqn: Any, around: Path) -> PrecisionRule | None:
         """Return the first rule of the policy that matches the equation, after adding the rule to ``matched``."""
         if not self._policy.rules:
             return None
@@ -261,7 +254,7 @@ class NodePlanner:
                 return rule
         return None
 
-    def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
+    def _match_backward_pass(self, eqn: Any, around: Path) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
         A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function and either the layer
@@ -296,5 +289,5 @@ def _reason_of(rule: PrecisionRule) -> str:
     return f"a rule of the policy: {rule!r}"
 
 
-def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
+def _is_in_keep_float32(eqn: Any, around: Path) -> bool:
     return is_in_scope(KEEP_FLOAT32, (*around, eqn))

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast import use_analysis as uses
-from jax_lossscale._autocast.by_result import by_result
+from jax_lossscale._autocast.by_result import with_functions_by_result
 from jax_lossscale._autocast.constants import Intervals
 from jax_lossscale._autocast.half_function import gives_half
-from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
+from jax_lossscale._autocast.linear_algebra import Feeding, Unrounded, of_values
 from jax_lossscale._autocast.masked_gradient import batch_dimensions
 from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
 from jax_lossscale._autocast.node_planner import OF_ANY_DTYPE, WITH_A_RULE, NodePlanner
@@ -39,9 +39,9 @@ _OUTERMOST = Context()
 class _Values(NamedTuple):
     """The information from which the dtypes of the values of a graph are chosen."""
 
-    half: set[ValueId]  # the values stored in half precision; the results of a node are added after it is visited
+    half: set[ValueId]  # the values that are stored in half precision, as far as they have been chosen
     half_outputs: Set[ValueId]  # the results of the graph that are part of a residual stream in half precision
-    unrounded: Mapping[ValueId, Reasons]  # the values that must not be rounded, with the reasons
+    unrounded: Unrounded
     constants: Intervals
 
 
@@ -59,15 +59,11 @@ class Planner:
     """
 
     def __init__(
-        self,
-        dtype: jnp.dtype,
-        policy: PrecisionPolicy,
-        parameters: Mapping[Path, str] | None = None,
-        adds_reasons: bool = False,
+        self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str], adds_reasons: bool = False
     ) -> None:
         self.dtype = dtype
         self.policy = policy
-        self.node_planner = NodePlanner(dtype, policy, parameters or {})
+        self.node_planner = NodePlanner(dtype, policy, parameters)
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
         self._operands_needed = OperandsNeeded()
@@ -83,46 +79,43 @@ class Planner:
         node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
-        stored, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
+        values = _Values(set(), half_outputs, unrounded, constants)
+        calls, reasons = self._choose_dtypes(graph, node_plans, context, values)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
         if self._recomputes(context.within):
-            graph, node_plans = _with_functions_by_result(graph, node_plans, stored, constants)
+            graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
             plan.is_half for call in calls.values() for plan in call.plans
         )
         if is_half:
-            grouped, stored = self._group(graph, node_plans, stored, context.within, constants)
+            grouped = self._group(graph, node_plans, context.within, values)
         else:
             grouped = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
-        chosen = tuple(node_plans), frozenset(stored), half_inputs, calls, tuple(grouped)
+        chosen = tuple(node_plans), frozenset(values.half), half_inputs, calls, tuple(grouped)
         return Plan(graph, *chosen, within=context.within, is_half=is_half, reasons=reasons)
 
     def _choose_dtypes(
-        self,
-        graph: Graph,
-        node_plans: list[NodePlan],
-        context: Context,
-        unrounded: Mapping[ValueId, Reasons],
-        constants: Intervals,
-    ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
+        self, graph: Graph, node_plans: list[NodePlan], context: Context, values: _Values
+    ) -> tuple[dict[int, CallPlan], dict[Path, str]]:
         """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
-        If nothing in the jaxprs of a node is rewritten, and the node is not a `jax.custom_vjp` function, the entry for
-        the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
+        The chosen values are added to ``values.half``. If nothing in the jaxprs of a node is rewritten, and the node is
+        not a `jax.custom_vjp` function, the entry for the node in ``node_plans`` is changed in place from
+        `NodeKind.CALL` to `NodeKind.OTHER`.
 
         Returns:
-          The values that are stored in half precision, the `CallPlan` of each node whose jaxprs are rewritten, and the
-          reasons why matmuls in the jaxprs are not in half precision.
+          The `CallPlan` of each node whose jaxprs are rewritten, and the reasons why matmuls in the jaxprs are not in
+          half precision.
         """
-        half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
-        rounded = uses.going_into_matmuls(graph, node_plans) | half_outputs
-        half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
+        rounded = uses.going_into_matmuls(graph, node_plans) | values.half_outputs
+        passed_in_half = itertools.compress(graph.inputs, context.half_inputs)
+        values.half.update(value_id for value_id in passed_in_half if is_float32(graph.types[value_id]))
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
         # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
-        half |= rounded & {*graph.inputs, *graph.constants}
-        values = _Values(half, half_outputs, unrounded, constants)
+        values.half.update(rounded & {*graph.inputs, *graph.constants})
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
         for position, node in enumerate(graph.nodes):
@@ -143,8 +136,8 @@ class Planner:
                 aval = graph.types[result]
                 is_stored_in_half = (is_half and not aval.weak_type) or result in rounded
                 if is_float32(aval) and is_stored_in_half:
-                    half.add(result)
-        return half, calls, reasons
+                    values.half.add(result)
+        return calls, reasons
 
     def _half_results(self, node: Node, node_plan: NodePlan, values: _Values) -> Sequence[bool]:
         """Return, for each result of a node without jaxprs, whether it is computed in half precision."""
@@ -211,21 +204,13 @@ class Planner:
         return custom_rules.call_in_shard_map(plans, node.eqn) if is_shard_map else plans()
 
     def _group(
-        self,
-        graph: Graph,
-        node_plans: Sequence[NodePlan],
-        stored: set[ValueId],
-        within: tuple[Any, ...],
-        constants: Intervals,
-    ) -> tuple[list[Segment], set[ValueId]]:
-        """Group the nodes of a graph into segments.
+        self, graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], values: _Values
+    ) -> list[Segment]:
+        """Return the segments of a graph.
 
-        Determine, for each segment, the values that are converted to float32 within the segment, the cotangents that
-        are rounded, and, if the backward pass recomputes the segments, the values that are saved.
-
-        Returns:
-          The segments, and the attribute ``half`` of the plan: the values in ``stored``, which are stored in half
-          precision, and, if the policy requires it, the non-constant values of the residual streams.
+        For each segment, determine the values that are converted to float32 within the segment, the cotangents that are
+        rounded, and, if the backward pass recomputes the segments, the values that are saved. If the policy requires
+        it, the non-constant values of the residual streams are added to ``values.half``.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
@@ -233,16 +218,16 @@ class Planner:
         if self.policy.half_residual_stream:
             stream = {value for segment in grouped for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
-            stored = stored | {value for value in stream if constants.of(value) is None}
+            values.half.update(value for value in stream if values.constants.of(value) is None)
         grouped = [
-            segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), stored)))
+            segment._replace(
+                upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), values.half))
+            )
             for segment in grouped
         ]
-        bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, stored)
+        bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, values.half)
         grouped = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in grouped]
-        if self._recomputes(within):
-            grouped = self._with_saved_values(grouped, graph, node_plans, stored)
-        return grouped, stored
+        return self._with_saved_values(grouped, graph, node_plans, values.half) if self._recomputes(within) else grouped
 
     def _with_saved_values(
         self, grouped: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
@@ -339,16 +324,6 @@ def _with_reasons(
     reasons = {**containing, **of_nodes, **in_calls}
     nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node, _ in with_plans)
     return graph._replace(nodes=nodes), reasons
-
-
-def _with_functions_by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals
-) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph in which each function found by `by_result` is a single node, and the plan of each node."""
-    nodes, plans = list(graph.nodes), list(node_plans)
-    for position, node, function in by_result(graph, node_plans, half, constants):
-        nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
-    return graph._replace(nodes=tuple(nodes)), plans
 
 
 def gives_half_result(plan: Plan, position: int) -> bool:
