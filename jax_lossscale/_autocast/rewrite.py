@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._autocast.constants import FindInterval, known_results
+from jax_lossscale._autocast.constants import known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
-from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gradient import is_masked_pool, masked_gather, masked_pool
 from jax_lossscale._autocast.node_planner import params_in_half
@@ -63,11 +62,11 @@ class Rewriting:
         are_half = are_half or [False] * len(closed.out_avals)
 
         def declared(value: Any, aval: Any, is_half: bool) -> Any:
-            if jaxpr.is_float32(aval) and is_half:
+            if not hasattr(aval, "dtype"):
+                return value
+            if is_half:
                 return jaxpr.as_declared(value, jaxpr.with_dtype(aval, self.dtype))
-            if jaxpr.is_float32(aval):
-                return jaxpr.as_declared(as_float32(value), aval)
-            return jaxpr.as_declared(value, aval) if hasattr(aval, "dtype") else value
+            return jaxpr.as_declared(as_float32(value) if jaxpr.is_float32(aval) else value, aval)
 
         return list(map(declared, self._outputs(plan, inputs), closed.out_avals, are_half))
 
@@ -170,7 +169,7 @@ class Rewriting:
         if node_plan.kind is NodeKind.CALL:
             return self._call(node, plan.calls[position], operands)
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
-            evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
+            evaluate = functools.partial(self._plan_and_evaluate, Context(plan.within), num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
             # A cast from float32 to float32 changes only the weak type. The result has the dtype that the plan
@@ -201,29 +200,19 @@ class Rewriting:
         return jaxpr.bind_here(node.eqn, operands, params)
 
     def _plan_and_evaluate(
-        self,
-        within: tuple[Any, ...],
-        closed: ClosedJaxpr,
-        inputs: Sequence[Any],
-        known: Sequence[FindInterval | None] = (),
-        unrounded: Sequence[Reasons] = (),
-        *,
-        num_declared: int,
+        self, context: Context, closed: ClosedJaxpr, inputs: Sequence[Any], *, num_declared: int
     ) -> list[Any]:
         """Choose the dtypes of a jaxpr that is traced from a custom rule, evaluate the jaxpr, and return its results.
 
         Args:
-          within: the equations that contain the jaxpr.
+          context: the context of the jaxpr, in which ``half_inputs`` is not yet known.
           closed: the jaxpr.
           inputs: the arguments.
-          known: for each argument, the function that computes its interval if the argument is a constant, and None
-            otherwise.
-          unrounded: for the first results, the reasons why they must not be rounded.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
             declares. All other results are returned in the dtypes in which the plan stores them.
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-        plan = self.planner.plan(closed, Context(within, half_inputs, unrounded=unrounded, known=known))
+        plan = self.planner.plan(closed, context._replace(half_inputs=half_inputs))
         are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 
@@ -240,13 +229,7 @@ class Rewriting:
         return with_jaxprs(eqn, jaxprs, inputs)
 
     def _by_rule(
-        self,
-        eqn: Any,
-        call: CallPlan,
-        closed: ClosedJaxpr,
-        inputs: Sequence[Any],
-        forward: ClosedJaxpr | None = None,
-        /,
+        self, eqn: Any, call: CallPlan, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None
     ) -> list[Any]:
         """Evaluate the jaxpr of a function with a custom rule, and return its results.
 
@@ -272,8 +255,8 @@ class Rewriting:
         known = known_results(forward, call.known)[len(eqn.outvars) :] if forward else call.known
         # The results of a backward pass and of the transpose of a `linear_call` are cotangents.
         is_backward = forward is not None or eqn.primitive.name == "linear_call"
-        unrounded = () if is_backward else call.unrounded
-        return self._plan_and_evaluate(plan.within, closed, inputs, known, unrounded, num_declared=num_declared)
+        context = Context(plan.within, unrounded=() if is_backward else call.unrounded, known=known)
+        return self._plan_and_evaluate(context, closed, inputs, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
