@@ -110,7 +110,7 @@ def with_functions_by_result(
     nodes, plans = list(graph.nodes), list(node_plans)
     in_half_matmuls = [n for n, plan in enumerate(plans) if plan.kind is NodeKind.MATMUL and plan.is_half]
     operands = {name for n in in_half_matmuls for name in value_ids(nodes[n].inputs)}
-    half_or_rounded = half | {name for name in operands if is_float32(graph.types[name])}
+    half_or_rounded = {name for name in operands if is_float32(graph.types[name])}.union(half)
     for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
         replacement: tuple[Node, ByResult] | None = None
         if node_plan.kind is NodeKind.SELECTION and half_or_rounded.issuperset(node.outputs) and _is_relu(node.eqn):
@@ -168,8 +168,9 @@ def _softmax_at(node: Node, makers: Mapping[ValueId, Node]) -> tuple[Node, ByRes
         return None
     dividend, divisor = value_ids(node.inputs)
     exp, axes = makers.get(dividend), _axes_summed_up(dividend, makers.get(divisor), makers)
-    is_softmax = exp is not None and exp.eqn.primitive.name == "exp" and axes is not None
-    return (exp, _softmax(axes)) if is_softmax else None
+    if exp is None or exp.eqn.primitive.name != "exp" or axes is None:
+        return None
+    return exp, _softmax(axes)
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, makers: Mapping[Any, Node]) -> tuple[int, ...] | None:

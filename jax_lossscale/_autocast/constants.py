@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_matmul, moved_operands
+from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_cast_to_integer, is_matmul, moved_operands
 
 
 class Interval(NamedTuple):
@@ -64,7 +64,7 @@ class Intervals:
 
     def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
         self._given = {name: _known(value) for name, value in graph.constants.items()}
-        self._given |= dict(zip(graph.inputs, known, strict=False))
+        self._given |= dict(zip(graph.inputs, known, strict=False))  # `known` is empty if no argument is a constant.
         self._maker: dict[ValueId, tuple[Node, int]] = {}
         self._found: dict[ValueId, Interval] = {}
         for node in graph.nodes:
@@ -149,7 +149,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
     if moved is not None:
         numbers = [end for operand in moved[position] for end in operands[operand]]
         numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
-        if name == "ppermute" or _is_cast_to_integer(eqn):
+        if name == "ppermute" or is_cast_to_integer(eqn):
             numbers += [0]  # `ppermute` may fill a result with zeros. NaN becomes 0 when it is cast to an integer.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
@@ -173,14 +173,6 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
             numbers = [function(*map(np.float64, corner)) for corner in itertools.product(*ends)]
     kind = IntervalOrNaN if any(isinstance(operand, IntervalOrNaN) for operand in operands) else Interval
     return kind(*_between(numbers, eqn.outvars[position].aval.dtype))
-
-
-def _is_cast_to_integer(eqn: Any) -> bool:
-    """Return whether an equation casts floats to integers."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return jnp.issubdtype(dtypes[0], jnp.floating) and jnp.issubdtype(dtypes[1], jnp.integer)
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:

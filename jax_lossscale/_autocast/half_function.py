@@ -104,6 +104,8 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        # It is not yet known which of these programs will be needed, so an error of one of them must not prevent the
+        # use of the others.
         made = {_FLOAT32: _or_error(Traced, float32_function, args, kwargs)}
         made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
         traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}

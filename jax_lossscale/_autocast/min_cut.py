@@ -20,8 +20,8 @@ from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
+from jax_lossscale._program import jaxpr
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, has_dtype, in_context, is_float32, size_of
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
@@ -145,12 +145,10 @@ class MinCut(NamedTuple):
     half: Collection[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
     cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
-    operands_needed: Callable[
-        [Any], Collection[int]
-    ]  # the positions of the operands that an equation's derivative needs
-    # The results of `saved` for earlier segments, by key. The graphs that share this dictionary must have the same
-    # `dtype` and `cost_saved`.
-    known: dict[Any, Any]
+    # The results of `saved` for earlier segments and of `operands_needed` for earlier equations. The graphs that share
+    # these dictionaries must have the same `dtype` and `cost_saved`.
+    known_cuts: dict[Any, Any]
+    known_operands: dict[Any, Any]
 
     def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values.
@@ -165,7 +163,7 @@ class MinCut(NamedTuple):
             saved = self._find_saved(segment, nodes)
             return None if saved is None else [(numbers[value.id], value.is_rounding) for value in saved]
 
-        found, ids = _cached(self.known, key, find), [*numbers]
+        found, ids = _cached(self.known_cuts, key, find), [*numbers]
         return None if found is None else frozenset(SegmentValue(ids[n], is_rounding) for n, is_rounding in found)
 
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
@@ -201,11 +199,9 @@ class MinCut(NamedTuple):
         return frozenset(graph.saved() - inputs)
 
     def _bytes(self, value: SegmentValue) -> int:
-        """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
         aval = self.graph.types[value.id]
         is_half = value.is_rounding or value.id in self.half
-        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
-        return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
+        return jaxpr.size_of(aval) * self.dtype.itemsize if is_half else jaxpr.bytes_of(aval)
 
     def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[SegmentValue]:
         """Return the operands of a node.
@@ -214,7 +210,7 @@ class MinCut(NamedTuple):
         """
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
-            SegmentValue(atom, is_half and atom not in self.half and is_float32(self.graph.types[atom]))
+            SegmentValue(atom, is_half and atom not in self.half and jaxpr.is_float32(self.graph.types[atom]))
             for atom, is_half in zip(node.inputs, are_half, strict=True)
             if not isinstance(atom, Literal)
         ]
@@ -228,7 +224,7 @@ class MinCut(NamedTuple):
         for node, node_plan, operands in with_operands:
             is_arithmetic = node_plan.kind is not NodeKind.MATMUL and node_plan.by_result is None
             if is_arithmetic and not differentiated.isdisjoint(node.outputs):
-                needed = value_ids([node.inputs[n] for n in self.operands_needed(node.eqn)])
+                needed = value_ids([node.inputs[n] for n in operands_needed(node.eqn, self.known_operands)])
                 found.update(value for value in operands if value.id in needed)
         return found
 
@@ -239,7 +235,7 @@ class MinCut(NamedTuple):
         """
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
-            return {n for n in value_ids(atoms) if has_dtype(self.graph.types[n], jnp.inexact)}
+            return {n for n in value_ids(atoms) if jaxpr.has_dtype(self.graph.types[n], jnp.inexact)}
 
         passing = [node for node in nodes if node.eqn.primitive.name != "stop_gradient"]
         reached = floats(segment.inputs)
@@ -263,6 +259,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     for start, end, _ in edges:
         numbers.setdefault(start, len(numbers))
         numbers.setdefault(end, len(numbers))
+    # The solver needs integers, so the costs are divided by a common unit and rounded.
     unit = max(1.0, sum(cost for *_, cost in edges if cost < math.inf) / _MAX_CAPACITY)
     capacities: dict[tuple[int, int], int] = {}
     for start, end, cost in edges:
@@ -272,27 +269,24 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     shape = len(numbers), len(numbers)
     positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
+    # A node is on the sink side if the sink can be reached from it in the residual network.
     residual = graph - maximum_flow(graph, 0, 1).flow
     nodes = list(numbers)
     return {nodes[n] for n in breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)}
 
 
-class OperandsNeeded:
-    """Determine which operands of an equation are needed by the derivative of the equation.
+def operands_needed(eqn: Any, known: dict[Any, Any]) -> frozenset[int]:
+    """Return the positions of the operands of an equation that are needed by the derivative of the equation.
 
     If the derivative needs a result of the equation, all operands from which the result is computed are needed.
+    ``known`` contains the results for earlier equations.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[Any, frozenset[int]] = {}
-
-    def __call__(self, eqn: Any) -> frozenset[int]:
-        if eqn.primitive.name in PLACEMENTS:
-            return frozenset()
-        operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
-        key = eqn.primitive, operands, tuple(eqn.params.items())
-        found: frozenset[int] = _cached(self._known, key, lambda: _find_operands_needed(eqn))
-        return found
+    if eqn.primitive.name in PLACEMENTS:
+        return frozenset()
+    operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
+    key = eqn.primitive, operands, tuple(eqn.params.items())
+    found: frozenset[int] = _cached(known, key, lambda: _find_operands_needed(eqn))
+    return found
 
 
 def _find_operands_needed(eqn: Any) -> frozenset[int]:
@@ -300,18 +294,18 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
 
     def function(*inputs: Any) -> list[Any]:
         operands = [getattr(atom, "val", value) for atom, value in zip(eqn.invars, inputs, strict=True)]
-        return bind_differentiated(eqn, operands, eqn.params)
+        return jaxpr.bind_differentiated(eqn, operands, eqn.params)
 
     def residuals(*inputs: Any) -> list[Any]:
         _, pull_back = jax.vjp(function, *inputs)
         return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
 
     try:
-        with in_context(eqn):
-            jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
-    except RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
+        with jaxpr.in_context(eqn):
+            traced = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
+    except jaxpr.RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
         return frozenset(range(len(eqn.invars)))
-    _, is_needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    _, is_needed = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     return frozenset(n for n, needed in enumerate(is_needed) if needed)
 
 

@@ -107,9 +107,9 @@ class NodePlanner:
     def _reason_for_fallback(self, eqn: Any, around: Path) -> str:
         """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
         rule = self._rule(eqn, around)
-        if rule is not None:
-            return _reason_of(rule) if rule.precision != "half" else ""
-        return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
+        if rule is None:
+            return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
+        return "" if rule.precision == "half" else _reason_of(rule)
 
     def _reason_for_float32(
         self, node: Node, around: Path, rule: PrecisionRule | None, unrounded: Unrounded, constants: Intervals

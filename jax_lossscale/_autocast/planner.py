@@ -20,7 +20,7 @@ from jax_lossscale._autocast.constants import Intervals
 from jax_lossscale._autocast.half_function import gives_half
 from jax_lossscale._autocast.linear_algebra import Feeding, Unrounded, of_values
 from jax_lossscale._autocast.masked_gradient import batch_dimensions
-from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
+from jax_lossscale._autocast.min_cut import MinCut
 from jax_lossscale._autocast.node_planner import OF_ANY_DTYPE, WITH_A_RULE, NodePlanner
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
@@ -66,8 +66,8 @@ class Planner:
         self.node_planner = NodePlanner(dtype, policy, parameters)
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
-        self._operands_needed = OperandsNeeded()
         self._known_cuts: dict[Any, Any] = {}
+        self._known_operands: dict[Any, Any] = {}
 
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
@@ -84,6 +84,8 @@ class Planner:
         calls, reasons = self._choose_dtypes(graph, node_plans, context, values)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
+        # Some of these functions are replaced only if their results are stored in half precision. Therefore, they are
+        # replaced after the dtypes have been chosen.
         if self._recomputes(context.within):
             graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
@@ -91,7 +93,7 @@ class Planner:
         )
         if is_half:
             grouped = self._group(graph, node_plans, context.within, values)
-        else:
+        else:  # The nodes are evaluated one after another, as in the original program.
             grouped = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
         chosen = tuple(node_plans), frozenset(values.half), half_inputs, calls, tuple(grouped)
@@ -154,7 +156,7 @@ class Planner:
         is_operandwise = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
         return are_half if is_operandwise else [all(are_half)] * len(node.outputs)
 
-    def _plan_call(self, node: Node, within: tuple[Any, ...], values: _Values) -> CallPlan:
+    def _plan_call(self, node: Node, within: Path, values: _Values) -> CallPlan:
         """Return the `CallPlan` of a node that contains jaxprs.
 
         First, the precision of the operands is determined from the values that are stored in half precision. Then, the
@@ -180,7 +182,7 @@ class Planner:
         ]
         return unplanned._replace(plans=tuple(plans), results=tuple(results))
 
-    def _plan_subjaxprs(self, node: Node, within: tuple[Any, ...], call: CallPlan) -> list[Plan]:
+    def _plan_subjaxprs(self, node: Node, within: Path, call: CallPlan) -> list[Plan]:
         """Return the plan of each jaxpr in a node.
 
         ``call`` describes the operands and results of the node. The results in half precision are those that are part
@@ -189,23 +191,21 @@ class Planner:
         jaxprs = subjaxprs(node.eqn).jaxprs
         unrounded = self._feeding.results_of_subjaxprs(node.eqn, call.unrounded)
         around = (*within, *node.within, node.eqn)
-        contexts = []
-        for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True):
-            half_inputs = [call.operands[n] for n in subjaxpr.operands]
-            half_outputs = [call.results[n] for n in subjaxpr.results]
-            known = [call.known[n] for n in subjaxpr.operands]
-            contexts.append(Context(around, half_inputs, half_outputs, of_subjaxpr, known))
 
         def plans() -> list[Plan]:
-            return [self.plan(subjaxpr.closed, context) for subjaxpr, context in zip(jaxprs, contexts, strict=True)]
+            found = []
+            for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True):
+                half_inputs = [call.operands[n] for n in subjaxpr.operands]
+                half_outputs = [call.results[n] for n in subjaxpr.results]
+                known = [call.known[n] for n in subjaxpr.operands]
+                found.append(self.plan(subjaxpr.closed, Context(around, half_inputs, half_outputs, of_subjaxpr, known)))
+            return found
 
         # Planning differentiates equations. Inside a `jax.shard_map`, this is possible only if its mesh axes are bound.
         is_shard_map = node.eqn.primitive.name == "shard_map"
         return custom_rules.call_in_shard_map(plans, node.eqn) if is_shard_map else plans()
 
-    def _group(
-        self, graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], values: _Values
-    ) -> list[Segment]:
+    def _group(self, graph: Graph, node_plans: Sequence[NodePlan], within: Path, values: _Values) -> list[Segment]:
         """Return the segments of a graph.
 
         For each segment, determine the values that are converted to float32 within the segment, the cotangents that are
@@ -220,9 +220,7 @@ class Planner:
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
             values.half.update(value for value in stream if values.constants.of(value) is None)
         grouped = [
-            segment._replace(
-                upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), values.half))
-            )
+            segment._replace(upcast=uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), values.half))
             for segment in grouped
         ]
         bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, values.half)
@@ -238,7 +236,7 @@ class Planner:
         neither a matmul nor data movement.
         """
         cost_saved = float(self.policy.recompute)
-        min_cut = MinCut(graph, half, self.dtype, cost_saved, self._operands_needed, self._known_cuts)
+        min_cut = MinCut(graph, half, self.dtype, cost_saved, self._known_cuts, self._known_operands)
         found = []
         for segment in grouped:
             nodes = _nodes_of(segment, graph, node_plans)
@@ -249,7 +247,7 @@ class Planner:
             found.append(segment)
         return found
 
-    def _recomputes(self, within: tuple[Any, ...]) -> bool:
+    def _recomputes(self, within: Path) -> bool:
         """Return whether the backward pass recomputes segments that are inside the equations ``within``.
 
         A `while` loop has no backward pass, so the segments in it are never recomputed.
@@ -307,7 +305,7 @@ def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) ->
 
 
 def _with_reasons(
-    graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
+    graph: Graph, node_plans: Sequence[NodePlan], within: Path, in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
     """Add the reason for each float32 matmul to its name stack. Return the new graph and a dictionary of the reasons.
 

@@ -58,14 +58,6 @@ def autocast_scope() -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(_AUTOCAST) if are_added() else contextlib.nullcontext()
 
 
-def is_under_autocast(eqn: Any) -> bool:
-    """Return whether an equation is under `autocast`.
-
-    The program that contains the equation must have been traced inside `adding_reasons()`.
-    """
-    return is_in_scope(_AUTOCAST, [eqn])
-
-
 def reason_of(eqn: Any) -> str:
     """Return the reason why an equation is not in half precision, or "" if there is no reason.
 
@@ -112,7 +104,7 @@ def trace_with_reasons(fun: Callable[..., Any], args: Sequence[Any], kwargs: Map
         traced = Traced(fun, args, kwargs)
     program = traced.jaxpr.jaxpr
     used, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    is_autocast = any(is_under_autocast(nested.eqn) for nested in nested_equations(used))
+    is_autocast = is_in_scope(_AUTOCAST, (nested.eqn for nested in nested_equations(used)))
     return TracedWithReasons(traced, ClosedJaxpr(used, traced.jaxpr.consts), is_autocast)
 
 

@@ -76,7 +76,9 @@ class Rewriting:
         given = *zip(graph.inputs, inputs, strict=True), *graph.constants.items()
         values: dict[ValueId, Any] = {value_id: self._as_stored(plan, value_id, value) for value_id, value in given}
         functions: dict[Any, Callable[..., list[Any]]] = {}
-        is_iterated = any(eqn.primitive.name in LOOPS for eqn in plan.within)
+        # XLA must not merge the recomputed operations with those of the forward pass. In a loop, XLA cannot merge them,
+        # because the forward pass and the backward pass are two different loops.
+        prevent_cse = all(eqn.primitive.name not in LOOPS for eqn in plan.within)
         for segment in plan.segments:
             scopes = _common_scopes(plan, segment)
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment, len(scopes))
@@ -86,7 +88,7 @@ class Rewriting:
                     # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
-                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not is_iterated)
+                function = checkpoint(function, policy=is_marked_saved, prevent_cse=prevent_cse)
             with jaxpr.in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
@@ -105,6 +107,8 @@ class Rewriting:
         for position in segment.nodes:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
             with jaxpr.in_context(node.eqn, node.within, num_scopes):
+                # The inputs of the segment are converted before their first use. All other values in `upcast` are
+                # converted when they are computed (see `_in_segment`).
                 for value in map(SegmentValue, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_float32(values[value])
                 if node_plan.kind is NodeKind.CALL:
@@ -113,6 +117,8 @@ class Rewriting:
                     are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
                 operands = self._operands(segment, node, are_half, values)
                 if node_plan.by_result is not None:
+                    # The derivatives of the result and of its rounding are computed from the same saved array. The
+                    # matmuls in the segment must therefore use this rounding instead of rounding the result again.
                     is_half = node.outputs[0] in plan.half
                     is_saved = SegmentValue(node.outputs[0], not is_half) in (segment.saved or ())
                     result, rounded = node_plan.by_result.of(operands[0], self.dtype, is_saved)
@@ -169,6 +175,7 @@ class Rewriting:
         if node_plan.kind is NodeKind.CALL:
             return self._call(node, plan.calls[position], operands)
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
+            # The jaxpr of the function declares float32 operands, so the equation cannot be bound with these operands.
             evaluate = functools.partial(self._plan_and_evaluate, Context(plan.within), num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
@@ -176,10 +183,15 @@ class Rewriting:
             # specifies for the operand.
             dtype = getattr(operands[0], "dtype", _FLOAT32)
             return [jaxpr.as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
-        if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
-            return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
-            return self._half_matmul(plan, node, node_plan, operands)
+            if self.measured is not None:
+                return self.measured(eqn, (*plan.within, *node.within), operands)
+            if node_plan.kind is NodeKind.IN_HALF:
+                return results_in(self.dtype, eqn, operands)
+            params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
+            if node_plan.has_float32_result:
+                return [float32_result_matmul(eqn.primitive, operands, params)]
+            return jaxpr.bind_here(eqn, operands, params)
         if node_plan.kind is NodeKind.LOOKUP:
             return [_lookup(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
@@ -189,15 +201,6 @@ class Rewriting:
         outputs = jaxpr.bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
-
-    def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
-        """Return the results of a half-precision matmul, or of the function `measured` that replaces it."""
-        if self.measured is not None:
-            return self.measured(node.eqn, (*plan.within, *node.within), operands)
-        params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
-        if node_plan.has_float32_result:
-            return [float32_result_matmul(node.eqn.primitive, operands, params)]
-        return jaxpr.bind_here(node.eqn, operands, params)
 
     def _plan_and_evaluate(
         self, context: Context, closed: ClosedJaxpr, inputs: Sequence[Any], *, num_declared: int
@@ -222,6 +225,7 @@ class Rewriting:
         evaluate_by_rule = custom_rules.RULES.get(eqn.primitive.name)
         if evaluate_by_rule is not None:
             return evaluate_by_rule(functools.partial(self._by_rule, eqn, call), eqn, inputs)
+        # JAX differentiates and transforms the new equation as usual, because only its jaxprs are replaced.
         jaxprs = []
         for subjaxpr, plan in zip(subjaxprs(eqn).jaxprs, call.plans, strict=True):
             are_half = [n >= 0 and call.results[n] for n in subjaxpr.results]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Graph, ValueId, value_ids
-from jax_lossscale._program.jaxpr import has_effects, size_of
+from jax_lossscale._program.jaxpr import bytes_of, has_effects
 from jax_lossscale._program.primitives import is_cheap
 
 
@@ -82,18 +82,13 @@ def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
     A value is large if it has more than twice as many bytes as all its sources combined. The sources of a value are the
     operands of its node. Each operand that is itself a large value is replaced by its own sources.
     """
-
-    def bytes_of(value_id: ValueId) -> int:
-        aval = graph.types[value_id]
-        return size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
-
     makers: dict[ValueId, int] = {}
     sources_of: dict[ValueId, frozenset[ValueId]] = {}
     for position, node in enumerate(graph.nodes):
         if is_cheap(node.eqn):
             (result,) = node.outputs
             sources = frozenset[ValueId]().union(*(sources_of.get(n, {n}) for n in value_ids(node.inputs)))
-            if bytes_of(result) > 2 * sum(map(bytes_of, sources)):
+            if bytes_of(graph.types[result]) > 2 * sum(bytes_of(graph.types[source]) for source in sources):
                 makers[result], sources_of[result] = position, sources
     return makers
 
@@ -145,6 +140,7 @@ def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
         computed = dict.fromkeys(value for node in nodes for value in node.outputs)
         inputs = dict.fromkeys(n for node in nodes for n in value_ids(node.inputs) if n not in computed)
         borders.append((group, inputs, computed))
+    # The values that are needed outside of the segments that compute them.
     needed = {*value_ids(graph.outputs)}.union(*(inputs for _, inputs, _ in borders))
     found: list[Segment] = []
     for group, inputs, computed in borders:

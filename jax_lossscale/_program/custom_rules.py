@@ -54,6 +54,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         perturbed = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+        # The jaxpr computes the results again, because the custom rule may compute them differently.
         jaxpr, are_zeros = derivative_of(eqn, perturbed)
         results = evaluate(jaxpr, [*primals, *(tangents[n] for n in perturbed)])
         outputs, nonzero = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
@@ -162,11 +163,10 @@ class _Linearized:
     """
 
     def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
-        self._perturbed = perturbed
+        self._eqn, self._perturbed = eqn, perturbed
         # For each perturbed operand, whether its cotangent is a symbolic zero. `transposed` sets the entries while it
         # traces the backward pass. Symbolic zeros do not become arrays, so JAX can omit all operations on them.
         self._are_zeros: list[bool] = []
-        self._types = _types(eqn)
         record = _recorder_of_zero_cotangents(self._are_zeros)
 
         def linearize(*primals: Any) -> Any:
@@ -181,10 +181,9 @@ class _Linearized:
 
         # `linear` is a pytree. Its leaves are the residuals, which are outputs of the jaxpr, and its structure contains
         # the linear function, which `transposed` rebuilds from other residuals.
-        jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
+        jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*_types(eqn))
         self.jaxpr = with_remat2(jaxpr)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
-        self._cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         self._structure = jax.tree.structure(linear)
 
     def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
@@ -201,7 +200,7 @@ class _Linearized:
           The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of operands
           at all other positions are symbolic zeros.
         """
-        types = [self._types[n].to_tangent_aval() for n in self._perturbed]
+        types = [self._eqn.invars[n].aval.to_tangent_aval() for n in self._perturbed]
         # `jax.linear_transpose` does not support extended dtypes.
         inputs = [t if jnp.issubdtype(t.dtype, jnp.inexact) else t.update(dtype=jnp.dtype(jnp.float32)) for t in types]
 
@@ -219,7 +218,7 @@ class _Linearized:
             found = jax.linear_transpose(of_nonzero, *inputs)(cotangents or [jnp.float32(0)])
             return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
 
-        cotangent_types = [self._cotangent_types[n] for n in nonzero]
+        cotangent_types = [self._eqn.outvars[n].aval.to_tangent_aval() for n in nonzero]
         jaxpr = with_remat2(jax.make_jaxpr(transpose)(self._residual_types, cotangent_types))
         return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
 
@@ -312,6 +311,8 @@ def shard_map(
 
 def call_in_shard_map(call: Callable[[], _T], eqn: Any) -> _T:
     """Call a function while the axis names of a `jax.shard_map` are bound and return the result of the function."""
+    # JAX binds the axis names only while it traces the function in a `jax.shard_map`. Therefore, the equation is traced
+    # again, and the resulting jaxpr is not used.
     results: list[_T] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:

@@ -91,6 +91,8 @@ class Propagation(Interpreter[Datum]):
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
+        # The body of a loop is visited once. Its carries are therefore represented by information that is correct for
+        # every iteration (see `carried`).
         inner = subjaxprs(eqn)
         carries = {operand: self.carried(operands[operand]) for _, operand in inner.carried}
         outside = self.within, self._location

@@ -47,10 +47,7 @@ def flattened(tree: Any) -> Flattened:
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
     """Return a dictionary from the path of each variable or other value in nnx objects to a list of its leaves."""
-    return {
-        path: jax.tree.leaves(value) if isinstance(value, _nnx().Variable) else [value]
-        for path, value in _parts(objects)
-    }
+    return {path: jax.tree.leaves(value) if _is_variable(value) else [value] for path, value in _parts(objects)}
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
@@ -65,7 +62,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
-        if isinstance(value, _nnx().Variable):
+        if _is_variable(value):
             _nnx().update(objects, _nnx().from_flat_state({path: value}))
         # If the function created the list or module that contains the value, `holder` is None. The value is then
         # assigned together with this list or module.
@@ -116,7 +113,7 @@ def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
     """
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
-    return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
+    return [(path, value) for path, value in nodes.items() if _is_variable(value)] + held
 
 
 def _held(holder: Any) -> list[tuple[Any, Any]]:

@@ -126,6 +126,7 @@ def _called(eqn: Any) -> SubJaxprs:
 
 def _scan(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
+    # The operands are constants, initial carries and sliced arrays, in this order.
     if "ft_in" in params:
         first, carries = (len(part) for part in params["ft_in"].unpack()[:2])
     else:  # needed before jax 0.11.0
@@ -137,6 +138,7 @@ def _scan(eqn: Any) -> SubJaxprs:
 
 def _while(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
+    # The operands are the constants of the condition, the constants of the body, and the initial carries.
     of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = range(of_both, number)
     condition = _subjaxpr(params["cond_jaxpr"], [*range(of_condition), *carry], [-1])
