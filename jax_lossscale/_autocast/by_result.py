@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jax_lossscale._autocast.constants import Constants, IntervalOrNaN
+from jax_lossscale._autocast.constants import IntervalOrNaN, Intervals
 from jax_lossscale._autocast.marks import as_float32, mark_saved
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
@@ -93,38 +93,37 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
     return ByResult(function, derivative)
 
 
-def by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
-) -> Iterator[tuple[int, Node, ByResult]]:
-    """Find softmax, relu and leaky relu functions in a graph, and yield their replacements.
+def with_functions_by_result(
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals
+) -> tuple[Graph, list[NodePlan]]:
+    """Return a graph in which each softmax, relu and leaky relu is a single node, and the plan of each node.
 
-    For each function, yield three items: the position of the node that computes the function's result, a new node that
-    replaces this node, and the `ByResult` with the function and its derivative. The new node computes the result
-    directly from the operand of the function, so the nodes between the operand and the result are no longer needed for
-    this result. Three kinds of functions are found:
+    The node that computes the result of such a function is replaced by a node that computes the result directly from
+    the operand of the function, so the nodes between the operand and the result are no longer needed for this result.
+    The plan of the new node contains the `ByResult`. Three kinds of functions are replaced:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
     - A leaky relu, ``where(x >= 0, x, slope * x)`` with a positive constant ``slope``, under the same condition.
     """
-    maker = {name: node for node in graph.nodes for name in node.outputs}
-    with_plans = list(zip(graph.nodes, node_plans, strict=True))
-    matmuls = [node for node, node_plan in with_plans if node_plan.kind is NodeKind.MATMUL and node_plan.is_half]
-    rounded = {name for node in matmuls for name in value_ids(node.inputs) if is_float32(graph.types[name])}
-    half_or_rounded = rounded.union(half)
-    for position, (node, node_plan) in enumerate(with_plans):
+    makers = {name: node for node in graph.nodes for name in node.outputs}
+    nodes, plans = list(graph.nodes), list(node_plans)
+    in_half_matmuls = [n for n, plan in enumerate(plans) if plan.kind is NodeKind.MATMUL and plan.is_half]
+    operands = {name for n in in_half_matmuls for name in value_ids(nodes[n].inputs)}
+    half_or_rounded = {name for name in operands if is_float32(graph.types[name])}.union(half)
+    for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
+        replacement: tuple[Node, ByResult] | None = None
         if node_plan.kind is NodeKind.SELECTION and half_or_rounded.issuperset(node.outputs) and _is_relu(node.eqn):
-            yield position, node, _RELU
-        if node_plan.kind is NodeKind.DATA_MOVEMENT and half_or_rounded.issuperset(node.outputs):
-            comparison, slope = _parts_of_leaky_relu(node, maker, constants)
-            if comparison is not None and 0 < slope < math.inf:
-                # The first operand of the comparison is also the operand of the leaky relu.
-                yield position, comparison._replace(outputs=node.outputs), _leaky_relu(slope)
-        if node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
-            exp, axes = _parts_of_softmax(node, maker)
-            if exp is not None and axes is not None:
-                # The operand of the `exp` node is also the operand of the softmax.
-                yield position, exp._replace(outputs=node.outputs), _softmax(axes)
+            replacement = node, _RELU
+        elif node_plan.kind is NodeKind.DATA_MOVEMENT and half_or_rounded.issuperset(node.outputs):
+            replacement = _leaky_relu_at(node, makers, constants)
+        elif node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
+            replacement = _softmax_at(node, makers)
+        if replacement is not None:
+            first, function = replacement
+            nodes[position] = first._replace(outputs=node.outputs)
+            plans[position] = node_plan._replace(by_result=function)
+    return graph._replace(nodes=tuple(nodes)), plans
 
 
 def _is_relu(eqn: Any) -> bool:
@@ -140,39 +139,41 @@ def _is_relu(eqn: Any) -> bool:
         return derivative(lambda x: bind_here(eqn, [x], eqn.params)) == derivative(lambda x: [jax.nn.relu(x)])
 
 
-def _parts_of_leaky_relu(node: Node, maker: Mapping[ValueId, Node], constants: Constants) -> tuple[Node | None, float]:
-    """Return the node ``x >= 0`` of a leaky relu of ``x``, and the slope for negative numbers.
+def _leaky_relu_at(node: Node, makers: Mapping[ValueId, Node], constants: Intervals) -> tuple[Node, ByResult] | None:
+    """Return the node ``x >= 0`` of a leaky relu of ``x`` and the `ByResult` of the leaky relu.
 
-    The returned node is None if ``node`` does not compute a leaky relu.
+    Return None if ``node`` does not compute the result of a leaky relu.
     """
     if node.eqn.primitive.name != "select_n" or len(value_ids(node.inputs)) != 3:
-        return None, 0
+        return None
     mask, scaled, x = node.inputs
-    parts = [maker[value_id] for value_id in value_ids([mask, scaled]) if value_id in maker]
+    parts = [makers[value_id] for value_id in value_ids([mask, scaled]) if value_id in makers]
     others = [atom for part in parts for atom in part.inputs if isinstance(atom, Literal) or atom != x]
     intervals = [interval() for interval in map(constants.of, others) if interval is not None]
     known = [interval for interval in intervals if not isinstance(interval, IntervalOrNaN)]
     names = [part.eqn.primitive.name for part in parts]
     if names != ["ge", "mul"] or parts[0].inputs[0] != x or not len(others) == len(known) == 2:
-        return None, 0
+        return None
     zero, slope = known
-    return (parts[0] if zero == (0, 0) and slope.low == slope.high else None), slope.low
+    is_leaky_relu = zero == (0, 0) and 0 < slope.low == slope.high < math.inf
+    return (parts[0], _leaky_relu(slope.low)) if is_leaky_relu else None
 
 
-def _parts_of_softmax(node: Node, maker: Mapping[ValueId, Node]) -> tuple[Node | None, tuple[int, ...] | None]:
-    """Return the node that computes the numerator of a softmax, and the axes of the sum in the denominator.
+def _softmax_at(node: Node, makers: Mapping[ValueId, Node]) -> tuple[Node, ByResult] | None:
+    """Return the node ``exp(x)`` of a softmax of ``x`` and the `ByResult` of the softmax.
 
-    The returned node is None if no numerator was found, and the axes are None if no denominator was found.
+    Return None if ``node`` does not compute the result of a softmax.
     """
     if node.eqn.primitive.name != "div" or len(value_ids(node.inputs)) < 2:
-        return None, None
+        return None
     dividend, divisor = value_ids(node.inputs)
-    exp = maker.get(dividend)
-    is_exp = exp is not None and exp.eqn.primitive.name == "exp"
-    return (exp if is_exp else None), _axes_summed_up(dividend, maker.get(divisor), maker)
+    exp, axes = makers.get(dividend), _axes_summed_up(dividend, makers.get(divisor), makers)
+    if exp is None or exp.eqn.primitive.name != "exp" or axes is None:
+        return None
+    return exp, _softmax(axes)
 
 
-def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, Node]) -> tuple[int, ...] | None:
+def _axes_summed_up(exponentials: Any, below: Node | None, makers: Mapping[Any, Node]) -> tuple[int, ...] | None:
     """Return the axes over which the denominator of a softmax sums the exponentials, or None for any other denominator.
 
     The node ``below``, which computes the denominator, must broadcast the sum along the axes that were summed.
@@ -180,7 +181,7 @@ def _axes_summed_up(exponentials: Any, below: Node | None, maker: Mapping[Any, N
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])
-        below = next(map(maker.get, value_ids(below.inputs)), None)  # None for a broadcast literal
+        below = next(map(makers.get, value_ids(below.inputs)), None)  # None for a broadcast literal
     if below is None or below.eqn.primitive.name != "reduce_sum" or below.inputs[0] != exponentials or not broadcasts:
         return None
     axes = below.eqn.params["axes"]

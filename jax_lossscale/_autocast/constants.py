@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
-from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_matmul, moved_operands
+from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_cast_to_integer, is_matmul, moved_operands
 
 
 class Interval(NamedTuple):
@@ -45,7 +45,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **dict.fromkeys(("reduce_max", "reduce_min"), np.positive),
     **{"atan": np.arctan, "clamp": lambda low, x, high: np.clip(x, low, high), "div": np.divide, "erf": math.erf},
-    # `Constants` excludes every `dot_general` that sums several terms, so the remaining `dot_general` operations only
+    # `Intervals` excludes every `dot_general` that sums several terms, so the remaining `dot_general` operations only
     # multiply numbers.
     "dot_general": np.multiply,
     **{"erfc": math.erfc, "logistic": lambda x: 1 / (1 + np.exp(-x)), "max": np.maximum, "min": np.minimum},
@@ -53,7 +53,7 @@ _MONOTONE: dict[str, Callable[..., Any]] = {
 }
 
 
-class Constants:
+class Intervals:
     """The values of a graph that are constants or are computed from constants alone.
 
     Args:
@@ -64,7 +64,7 @@ class Constants:
 
     def __init__(self, graph: Graph, known: Sequence[FindInterval | None]) -> None:
         self._given = {name: _known(value) for name, value in graph.constants.items()}
-        self._given |= dict(zip(graph.inputs, known, strict=False))
+        self._given |= dict(zip(graph.inputs, known, strict=False))  # `known` is empty if no argument is a constant.
         self._maker: dict[ValueId, tuple[Node, int]] = {}
         self._found: dict[ValueId, Interval] = {}
         for node in graph.nodes:
@@ -101,7 +101,7 @@ def known_results(closed: ClosedJaxpr, known: Sequence[FindInterval | None]) -> 
       known: for each input, the function that computes its interval if the input is a constant, and None otherwise.
     """
     graph = inlined(closed)
-    return list(map(Constants(graph, known).of, graph.outputs))
+    return list(map(Intervals(graph, known).of, graph.outputs))
 
 
 def _is_left_out(eqn: Any) -> bool:
@@ -149,7 +149,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
     if moved is not None:
         numbers = [end for operand in moved[position] for end in operands[operand]]
         numbers += [] if params.get("fill_value") is None else _of_array(params["fill_value"])
-        if name == "ppermute" or _is_cast_to_integer(eqn):
+        if name == "ppermute" or is_cast_to_integer(eqn):
             numbers += [0]  # `ppermute` may fill a result with zeros. NaN becomes 0 when it is cast to an integer.
     elif name == "iota":
         numbers = [0, _product(params["shape"][params["dimension"] :][:1]) - 1]
@@ -173,14 +173,6 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
             numbers = [function(*map(np.float64, corner)) for corner in itertools.product(*ends)]
     kind = IntervalOrNaN if any(isinstance(operand, IntervalOrNaN) for operand in operands) else Interval
     return kind(*_between(numbers, eqn.outvars[position].aval.dtype))
-
-
-def _is_cast_to_integer(eqn: Any) -> bool:
-    """Return whether an equation casts floats to integers."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return jnp.issubdtype(dtypes[0], jnp.floating) and jnp.issubdtype(dtypes[1], jnp.integer)
 
 
 def _is_monotone(eqn: Any, operands: Sequence[Interval]) -> bool:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_lossscale._program.jaxpr import as_dtype, bind_primitive
+from jax_lossscale._program.jaxpr import as_dtype, bind_here, bind_primitive
 from jax_lossscale._program.primitives import FLOAT32_RESULT_MATMUL
 
 _primitive = Primitive(FLOAT32_RESULT_MATMUL)
@@ -67,10 +67,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
     for eqn in closed.jaxpr.eqns:
         inputs = [values[atom] for atom in eqn.invars]
         if eqn.primitive is matmul:
-            values[eqn.outvars[0]] = float32_result_matmul(matmul, inputs, eqn.params)
+            outputs = [float32_result_matmul(matmul, inputs, eqn.params)]
         else:
-            outputs = bind_primitive(eqn.primitive, inputs, eqn.params)
-            values.update(zip(eqn.outvars, outputs if eqn.primitive.multiple_results else [outputs], strict=True))
+            outputs = bind_here(eqn, inputs, eqn.params)
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return values[closed.jaxpr.outvars[0]], 0
 
 

@@ -27,7 +27,7 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
 # For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
@@ -104,6 +104,8 @@ def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> 
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        # It is not yet known which of these programs will be needed, so an error of one of them must not prevent the
+        # use of the others.
         made = {_FLOAT32: _or_error(Traced, float32_function, args, kwargs)}
         made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
         traced = {dtype: each for dtype, each in made.items() if isinstance(each, Traced)}
@@ -150,7 +152,7 @@ def is_fallback(eqns: Iterable[Any]) -> bool:
     return is_in_scope(_SCOPE, eqns)
 
 
-def _or_error(make: Callable[..., _Result], *args: Any) -> _Result | Exception:
+def _or_error(make: Callable[..., _T], *args: Any) -> _T | Exception:
     try:
         return make(*args)
     except Exception as error:  # The user's function can raise any exception.

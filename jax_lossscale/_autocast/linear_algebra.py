@@ -21,20 +21,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_dtype, size_of_shape
-from jax_lossscale._program.primitives import ADDITIONS, CONVERSIONS, DATA_MOVEMENT, LINEAR_ALGEBRA, is_matmul
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 # The reasons why a value must not be rounded. The set is empty if the value may be rounded.
 Reasons: TypeAlias = frozenset[str]
+# The values of a graph that must not be rounded, each with the reasons.
+Unrounded: TypeAlias = Mapping[ValueId, Reasons]
 
 NO_REASON: Reasons = frozenset()
 _FACTORED = frozenset({"its result is factorized"})
 _CONVERTED = frozenset({"its result is converted to an integer"})
 _IN_PRODUCT = frozenset({"its result is part of a product that is factorized"})
 # Operations that propagate the reason `_IN_PRODUCT` to all operands. `sort` compares the numbers that it moves.
-_LINEAR = (ADDITIONS | CONVERSIONS | DATA_MOVEMENT) - {"sort"}
+_LINEAR = (primitives.ADDITIONS | primitives.CONVERSIONS | primitives.DATA_MOVEMENT) - {"sort"}
 
 
 class Feeding:
@@ -100,17 +102,20 @@ class Feeding:
         """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
-        if eqn.primitive.name in LINEAR_ALGEBRA:
+        if eqn.primitive.name in primitives.LINEAR_ALGEBRA:
             return [_FACTORED] * len(eqn.invars), of_results
-        if is_matmul(eqn):
+        if primitives.is_matmul(eqn):
             is_factored = not (_FACTORED | _IN_PRODUCT).isdisjoint(outputs[0])
             return [_IN_PRODUCT if is_factored else NO_REASON] * len(eqn.invars), of_results
-        if _makes_integers(eqn):
+        # Half precision can represent all integers of at most 8 bits, such as those of quantized networks.
+        if primitives.is_cast_to_integer(eqn) and jnp.iinfo(eqn.params["new_dtype"]).bits > 8:
             return [_CONVERTED] * len(eqn.invars), of_results
         if not jaxprs:
             with_reasons = zip(eqn.outvars, outputs, strict=True)
             reasons = NO_REASON.union(*(each for atom, each in with_reasons if has_dtype(atom.aval, jnp.inexact)))
             return [reasons if is_linear else reasons - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
+        # The result of the body for a carry is an argument of the next iteration. Therefore, the reasons for the
+        # argument are added to those for the result, until no carry has a new reason.
         while True:
             of_operands = [NO_REASON] * len(eqn.invars)
             for subjaxpr in jaxprs:
@@ -130,7 +135,7 @@ class Feeding:
         return self._arguments[jaxpr, outputs]
 
 
-def of_values(found: Mapping[ValueId, Reasons], values: Sequence[ValueId]) -> list[Reasons]:
+def of_values(found: Unrounded, values: Sequence[ValueId]) -> list[Reasons]:
     """Return the reasons why each value must not be rounded. Values that are not in ``found`` may be rounded."""
     return [found.get(value_id, NO_REASON) for value_id in values]
 
@@ -167,17 +172,14 @@ def _elementwise_comparisons(graph: Graph) -> set[ValueId]:
     found: set[ValueId] = set()
     for node in graph.nodes:
         eqn = node.eqn
-        masks = [
-            value_id
-            for value_id, variable in zip(node.outputs, eqn.outvars, strict=True)
-            if getattr(variable.aval, "dtype", None) == np.dtype(bool) and not _is_scalar(variable)
-        ]
         is_for_each_matrix = eqn.primitive.name == "broadcast_in_dim" and all(
             axis < eqn.outvars[0].aval.ndim - 2 for axis in eqn.params["broadcast_dimensions"]
         )
-        if masks and not is_for_each_matrix:
-            are_of_floats = any(has_dtype(atom.aval, jnp.inexact) for atom in eqn.invars)
-            found.update(masks if are_of_floats or not found.isdisjoint(value_ids(node.inputs)) else ())
+        are_of_floats = any(has_dtype(atom.aval, jnp.inexact) for atom in eqn.invars)
+        if not is_for_each_matrix and (are_of_floats or not found.isdisjoint(value_ids(node.inputs))):
+            for value_id, variable in zip(node.outputs, eqn.outvars, strict=True):
+                if getattr(variable.aval, "dtype", None) == np.dtype(bool) and not _is_scalar(variable):
+                    found.add(value_id)
     return found
 
 
@@ -187,14 +189,3 @@ def _is_scalar(atom: Any) -> bool:
     If a matrix is multiplied by a scalar under `jax.vmap`, each matrix of the batch is multiplied by its own scalar.
     """
     return size_of_shape(atom.aval.shape[-2:]) == 1
-
-
-def _makes_integers(eqn: Any) -> bool:
-    """Return whether an equation converts floats to integers of more than 8 bits.
-
-    Half precision can represent all integers of at most 8 bits, such as those of quantized networks.
-    """
-    if eqn.primitive.name != "convert_element_type" or not has_dtype(eqn.invars[0].aval, jnp.inexact):
-        return False
-    dtype = eqn.params["new_dtype"]
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8

@@ -19,9 +19,9 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
-from jax_lossscale._autocast.segments import Segment, Value
-from jax_lossscale._program.inline import Node, ValueId, value_ids
-from jax_lossscale._program.jaxpr import RuleError, bind_differentiated, has_dtype, in_context, is_float32, size_of
+from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
+from jax_lossscale._program import jaxpr
+from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
@@ -54,21 +54,21 @@ class CutGraph:
 
     def __init__(self) -> None:
         self._edges: list[tuple[Any, Any, float]] = []
-        self._costs_saved: dict[Value, float] = {}
+        self._costs_saved: dict[SegmentValue, float] = {}
 
     def add_value(
-        self, value: Value, cost_saved: float, cost_recomputed: float, operands: Iterable[Value] = ()
+        self, value: SegmentValue, cost_saved: float, cost_recomputed: float, operands: Iterable[SegmentValue] = ()
     ) -> None:
         """Add a value to the network. The value can be saved or, if its operands are available, recomputed."""
         self._edges.append(("source", (value, "needed"), cost_recomputed))
         self._costs_saved[value] = cost_saved
         self._edges.extend(((operand, "available"), (value, "needed"), math.inf) for operand in {*operands})
 
-    def require(self, value: Value) -> None:
+    def require(self, value: SegmentValue) -> None:
         """Require a value to be available in the backward pass."""
         self._edges.append(((value, "available"), "sink", math.inf))
 
-    def saved(self) -> set[Value]:
+    def saved(self) -> set[SegmentValue]:
         """Return the values to save so that the total cost of saving and recomputing is as low as possible."""
         finite = [cost for *_, cost in self._edges if cost < math.inf]
         cost_per_value = _COST_PER_VALUE * sum([*finite, *self._costs_saved.values()])
@@ -80,176 +80,164 @@ class CutGraph:
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
 
+class _Costs(NamedTuple):
+    """The costs of saving and of recomputing the values of a segment: numbers of bytes that are read and written."""
+
+    bytes_of: Callable[[SegmentValue], int]
+    cost_saved: float  # of a saved byte that the backward pass reads
+    inputs: Collection[SegmentValue]
+    in_memory: Collection[SegmentValue]  # the values that the forward pass reads from memory or writes to memory anyway
+    read_from: Mapping[ValueId, Collection[ValueId]]  # for each computed value, the result of `_read_from`
+
+    def saved(self, value: SegmentValue) -> float:
+        """Return the cost of saving a value: reading it in the backward pass, and writing it in the forward pass."""
+        # An input of the segment is an array in memory, so saving it does not keep any additional byte.
+        cost_per_byte = 1.0 if value in self.inputs else self.cost_saved + (value not in self.in_memory)
+        return self.bytes_of(value) * cost_per_byte
+
+    def recomputed(self, value: SegmentValue) -> float:
+        """Return the cost of recomputing a value with arithmetic that XLA fuses with the operations that use it."""
+        # If the forward pass writes a value, such as a residual sum, to memory, the backward pass also writes the
+        # recomputed value to memory. Recomputing any other value is free.
+        if value not in self.in_memory:
+            return 0
+        is_cast = value.is_rounding and SegmentValue(value.id) in self.in_memory
+        read = map(SegmentValue, [value.id] if is_cast else self.read_from[value.id])
+        return self.bytes_of(value) * _COST_REWRITTEN + max(map(self.bytes_of, read), default=0) * _COST_REREAD
+
+    def recomputed_by(
+        self, node: Node, node_plan: NodePlan, operands: Sequence[SegmentValue], value: SegmentValue
+    ) -> float:
+        """Return the cost of recomputing ``value``, a result of a node, from the operands of the node."""
+        name = node.eqn.primitive.name
+        # The result of a softmax, which is `NodeKind.OTHER`, is always saved. The result of a relu or leaky relu may be
+        # recomputed.
+        if node_plan.by_result is not None and node_plan.kind is NodeKind.OTHER:
+            return math.inf
+        # The operands of a reduction are much larger than its result, so reading them again is the largest cost.
+        if name in REDUCTIONS:
+            return sum(map(self.bytes_of, {*operands}))
+        # XLA fuses a gather with the operations that use its result, so the recomputed result is not written.
+        if name == "gather":
+            return self.bytes_of(value)
+        # XLA does not fuse these operations with the operations that use their results, so the recomputed result is
+        # written to memory and read again.
+        if name in WRITTEN:
+            return 2 * self.bytes_of(value)
+        return self.recomputed(value)
+
+
+def _read_from(
+    nodes: Sequence[tuple[Node, NodePlan]], in_memory: Collection[SegmentValue]
+) -> dict[ValueId, set[ValueId]]:
+    """Return, for each computed value, the values in memory that XLA reads to recompute it in one fused kernel."""
+    read_from: dict[ValueId, set[ValueId]] = {}
+    for node, _ in nodes:
+        found = [{n} if SegmentValue(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
+        read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
+    return read_from
+
+
 class MinCut(NamedTuple):
-    """Selects the values that the segments of a graph save for the backward pass.
+    """Selects the values that the segments of a graph save for the backward pass."""
 
-    Attributes:
-      types: the type of each value in the original jaxpr.
-      half: the values that are stored in half precision outside of segments.
-      dtype: the half-precision dtype.
-      cost_saved: the cost of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`).
-      operands_needed: a function from an equation to the positions of the operands that its derivative needs.
-      known: the results of `saved` for earlier segments, by key. The graphs that share this dictionary must have the
-        same `dtype` and `cost_saved`.
-    """
+    graph: Graph
+    half: Collection[ValueId]  # the values that are stored in half precision outside of segments
+    dtype: jnp.dtype  # the half-precision dtype
+    cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
+    # The results of `saved` for earlier segments and of `operands_needed` for earlier equations. The graphs that share
+    # these dictionaries must have the same `dtype` and `cost_saved`.
+    known_cuts: dict[Any, Any]
+    known_operands: dict[Any, Any]
 
-    types: Mapping[ValueId, Any]
-    half: Collection[ValueId]
-    dtype: jnp.dtype
-    cost_saved: float
-    operands_needed: Callable[[Any], Collection[int]]
-    known: dict[Any, Any]
-
-    def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
+    def saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         """Return the values that a segment saves for the backward pass, or None if JAX and XLA select these values.
 
         The result is computed once for all segments that differ only in the identifiers of their values.
         """
-        key, numbers = self._key(segment, nodes)
-        try:
-            is_known = key in self.known
-        except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
-            return self._find_saved(segment, nodes)
-        if not is_known:
+        # The minimum cut does not depend on the values of literals.
+        structure, numbers = structure_of(segment, self.graph, self.half, lambda literal: literal.aval)
+        key = structure, tuple(node_plan for _, node_plan in nodes)
+
+        def find() -> list[tuple[int, bool]] | None:
             saved = self._find_saved(segment, nodes)
-            self.known[key] = None if saved is None else [(numbers[value.id], value.is_rounding) for value in saved]
-        known, ids = self.known[key], [*numbers]
-        return None if known is None else frozenset(Value(ids[number], is_rounding) for number, is_rounding in known)
+            return None if saved is None else [(numbers[value.id], value.is_rounding) for value in saved]
 
-    def _key(
-        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]
-    ) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
-        """Return the cache key of a segment, and a dictionary that maps each value to its number in the key.
+        found, ids = _cached(self.known_cuts, key, find), [*numbers]
+        return None if found is None else frozenset(SegmentValue(ids[n], is_rounding) for n, is_rounding in found)
 
-        Two segments have equal keys only if they have the same minimum cut. In contrast to the key in `rewrite`, the
-        cache key contains neither the locations of the nodes nor the values of literals.
-        """
-        numbers: dict[ValueId, int] = {}
-
-        def numbered(atoms: Iterable[ValueId | Literal]) -> tuple[Any, ...]:
-            return tuple(
-                atom.aval if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers)) for atom in atoms
-            )
-
-        inputs = numbered(segment.inputs)
-        computed = tuple(
-            (node.eqn.primitive, *node.eqn.params.items(), node_plan, numbered(node.inputs), numbered(node.outputs))
-            for node, node_plan in nodes
-        )
-        outputs = numbered(segment.outputs)
-        types = tuple((self.types[n], n in self.half, n in segment.upcast) for n in numbers)
-        return (inputs, computed, outputs, types), numbers
-
-    def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[Value] | None:
+    def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
-        dtypes = [getattr(self.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
+        dtypes = [getattr(self.graph.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
             return None  # `jax.checkpoint` cannot save complex numbers.
-        operands = [self._operands(segment, node, node_plan) for node, node_plan in nodes]
-        is_matmul = [node_plan.kind is NodeKind.MATMUL for _, node_plan in nodes]
-        of_matmuls = {v for values, matmul in zip(operands, is_matmul, strict=True) if matmul for v in values}
-        inputs = {Value(value_id) for value_id in segment.inputs}
-        in_memory = {*inputs, *of_matmuls, *map(Value, segment.outputs)}
-        by_result = {
-            Value(value_id, is_rounding=value_id not in self.half): node_plan.kind
+        with_operands = [(*pair, self._operands(segment, *pair)) for pair in nodes]
+        # The derivative of a matmul needs its operands, and the derivative of a `ByResult` needs its (rounded) result.
+        of_matmuls = {v for _, node_plan, values in with_operands if node_plan.kind is NodeKind.MATMUL for v in values}
+        of_by_result = {
+            SegmentValue(value_id, is_rounding=value_id not in self.half)
             for node, node_plan in nodes
             if node_plan.by_result is not None
             for value_id in node.outputs
         }
-
-        # For each computed value, the values in memory that XLA reads to recompute it in one fused kernel.
-        read_from: dict[ValueId, set[ValueId]] = {}
-        for node, _ in nodes:
-            found = [{n} if Value(n) in in_memory else read_from[n] for n in value_ids(node.inputs)]
-            read_from.update(dict.fromkeys(node.outputs, set().union(*found)))
-
-        def cost_saved(value: Value) -> float:
-            # The cost of a saved value is the number of bytes that are read and written. Reading a saved byte in the
-            # backward pass costs `self.cost_saved`, or 1 if the byte belongs to an input of the segment. Writing a
-            # byte of a value in the forward pass costs 1, or 0 if the value is written to memory anyway.
-            cost_per_byte = 1.0 if value in inputs else self.cost_saved + (value not in in_memory)
-            return self._bytes(value) * cost_per_byte
-
-        def cost_recomputed(value: Value) -> float:
-            # The results of softmax nodes, which are `NodeKind.OTHER`, are always saved. Those of relu nodes, which are
-            # `NodeKind.SELECTION`, may be recomputed. If the forward pass writes a value, such as a residual sum, to
-            # memory, the backward pass also writes the recomputed value to memory. Recomputing any other value is free,
-            # because XLA fuses the arithmetic with the operations that use the value.
-            if by_result.get(value) is NodeKind.OTHER:
-                return math.inf
-            if value not in in_memory:
-                return 0
-            is_cast = value.is_rounding and Value(value.id) in in_memory
-            read = map(Value, [value.id] if is_cast else read_from[value.id])
-            return self._bytes(value) * _COST_REWRITTEN + max(map(self._bytes, read), default=0) * _COST_REREAD
-
+        inputs = {*map(SegmentValue, segment.inputs)}
+        # Matmuls read their operands from memory, because XLA does not fuse the operands into a matmul.
+        in_memory = {*inputs, *of_matmuls, *map(SegmentValue, segment.outputs)}
+        costs = _Costs(self._bytes, self.cost_saved, inputs, in_memory, _read_from(nodes, in_memory))
         graph = CutGraph()
-        for value in inputs:
-            graph.add_value(value, cost_saved(value), math.inf)
-        for value in {value for values in operands for value in values if value.is_rounding}:
-            graph.add_value(value, cost_saved(value), cost_recomputed(value), [Value(value.id)])
-        for (node, _), values, matmul in zip(nodes, operands, is_matmul, strict=True):
-            for value in map(Value, () if matmul else node.outputs):
-                if node.eqn.primitive.name in REDUCTIONS:
-                    # Recomputing a reduction requires reading its operands, which are much larger than its result.
-                    cost: float = sum(map(self._bytes, {*values}))
-                elif node.eqn.primitive.name == "gather":
-                    # XLA fuses a gather with the operations that use its result, so a recomputed result is not written
-                    # to memory.
-                    cost = self._bytes(value)
-                elif node.eqn.primitive.name in WRITTEN:
-                    # XLA does not fuse the operations in `WRITTEN` with the operations that use their results.
-                    # Therefore, a recomputed result is written to memory and read again.
-                    cost = 2 * self._bytes(value)
-                else:
-                    cost = cost_recomputed(value)
-                graph.add_value(value, cost_saved(value), cost, values)
-        for value in of_matmuls | {*by_result} | self._needed_by_arithmetic(segment, nodes, operands):
+        for value in inputs:  # An input cannot be recomputed.
+            graph.add_value(value, costs.saved(value), math.inf)
+        for value in {value for *_, values in with_operands for value in values if value.is_rounding}:
+            graph.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
+        for node, node_plan, operands in with_operands:
+            # No other node of the segment uses the results of a matmul, so they are not part of the network.
+            for value in map(SegmentValue, () if node_plan.kind is NodeKind.MATMUL else node.outputs):
+                cost_recomputed = costs.recomputed_by(node, node_plan, operands, value)
+                graph.add_value(value, costs.saved(value), cost_recomputed, operands)
+        for value in of_matmuls | of_by_result | self._needed_by_arithmetic(segment, with_operands):
             graph.require(value)
         return frozenset(graph.saved() - inputs)
 
-    def _bytes(self, value: Value) -> int:
-        """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
-        aval = self.types[value.id]
+    def _bytes(self, value: SegmentValue) -> int:
+        aval = self.graph.types[value.id]
         is_half = value.is_rounding or value.id in self.half
-        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 4)
-        return size_of(aval) * (self.dtype.itemsize if is_half else itemsize)
+        return jaxpr.size_of(aval) * self.dtype.itemsize if is_half else jaxpr.bytes_of(aval)
 
-    def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[Value]:
+    def _operands(self, segment: Segment, node: Node, node_plan: NodePlan) -> list[SegmentValue]:
         """Return the operands of a node.
 
         If the node rounds an operand to half precision, the rounded value is returned instead.
         """
         are_half = operands_in_half(node, node_plan, self.half, segment.upcast)
         return [
-            Value(atom, is_half and atom not in self.half and is_float32(self.types[atom]))
+            SegmentValue(atom, is_half and atom not in self.half and jaxpr.is_float32(self.graph.types[atom]))
             for atom, is_half in zip(node.inputs, are_half, strict=True)
             if not isinstance(atom, Literal)
         ]
 
     def _needed_by_arithmetic(
-        self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]], operands: Sequence[Sequence[Value]]
-    ) -> set[Value]:
+        self, segment: Segment, with_operands: Sequence[tuple[Node, NodePlan, Sequence[SegmentValue]]]
+    ) -> set[SegmentValue]:
         """Return the values needed by the derivatives of all nodes except matmuls and nodes with a `ByResult`."""
-        differentiated = self._differentiated(segment, nodes)
-        found: set[Value] = set()
-        for (node, node_plan), values in zip(nodes, operands, strict=True):
+        differentiated = self._differentiated(segment, [node for node, *_ in with_operands])
+        found: set[SegmentValue] = set()
+        for node, node_plan, operands in with_operands:
             is_arithmetic = node_plan.kind is not NodeKind.MATMUL and node_plan.by_result is None
             if is_arithmetic and not differentiated.isdisjoint(node.outputs):
-                needed = value_ids([node.inputs[n] for n in self.operands_needed(node.eqn)])
-                found.update(value for value in values if value.id in needed)
+                needed = value_ids([node.inputs[n] for n in operands_needed(node.eqn, self.known_operands)])
+                found.update(value for value in operands if value.id in needed)
         return found
 
-    def _differentiated(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> set[ValueId]:
+    def _differentiated(self, segment: Segment, nodes: Sequence[Node]) -> set[ValueId]:
         """Return the floating-point values of a segment that lie on a path from an input to an output.
 
         Paths that contain a `stop_gradient` are ignored.
         """
 
         def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
-            return {n for n in value_ids(atoms) if has_dtype(self.types[n], jnp.inexact)}
+            return {n for n in value_ids(atoms) if jaxpr.has_dtype(self.graph.types[n], jnp.inexact)}
 
-        passing = [node for node, _ in nodes if node.eqn.primitive.name != "stop_gradient"]
+        passing = [node for node in nodes if node.eqn.primitive.name != "stop_gradient"]
         reached = floats(segment.inputs)
         for node in passing:
             if not reached.isdisjoint(value_ids(node.inputs)):
@@ -271,6 +259,7 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     for start, end, _ in edges:
         numbers.setdefault(start, len(numbers))
         numbers.setdefault(end, len(numbers))
+    # The solver needs integers, so the costs are divided by a common unit and rounded.
     unit = max(1.0, sum(cost for *_, cost in edges if cost < math.inf) / _MAX_CAPACITY)
     capacities: dict[tuple[int, int], int] = {}
     for start, end, cost in edges:
@@ -280,32 +269,24 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     shape = len(numbers), len(numbers)
     positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
+    # A node is on the sink side if the sink can be reached from it in the residual network.
     residual = graph - maximum_flow(graph, 0, 1).flow
     nodes = list(numbers)
     return {nodes[n] for n in breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)}
 
 
-class OperandsNeeded:
-    """Determine which operands of an equation are needed by the derivative of the equation.
+def operands_needed(eqn: Any, known: dict[Any, Any]) -> frozenset[int]:
+    """Return the positions of the operands of an equation that are needed by the derivative of the equation.
 
     If the derivative needs a result of the equation, all operands from which the result is computed are needed.
+    ``known`` contains the results for earlier equations.
     """
-
-    def __init__(self) -> None:
-        self._known: dict[Any, frozenset[int]] = {}
-
-    def __call__(self, eqn: Any) -> frozenset[int]:
-        if eqn.primitive.name in PLACEMENTS:
-            return frozenset()
-        operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
-        key = eqn.primitive, operands, tuple(eqn.params.items())
-        try:
-            is_known = key in self._known
-        except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
-            return _find_operands_needed(eqn)
-        if not is_known:
-            self._known[key] = _find_operands_needed(eqn)
-        return self._known[key]
+    if eqn.primitive.name in PLACEMENTS:
+        return frozenset()
+    operands = tuple((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars)
+    key = eqn.primitive, operands, tuple(eqn.params.items())
+    found: frozenset[int] = _cached(known, key, lambda: _find_operands_needed(eqn))
+    return found
 
 
 def _find_operands_needed(eqn: Any) -> frozenset[int]:
@@ -313,16 +294,27 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
 
     def function(*inputs: Any) -> list[Any]:
         operands = [getattr(atom, "val", value) for atom, value in zip(eqn.invars, inputs, strict=True)]
-        return bind_differentiated(eqn, operands, eqn.params)
+        return jaxpr.bind_differentiated(eqn, operands, eqn.params)
 
     def residuals(*inputs: Any) -> list[Any]:
         _, pull_back = jax.vjp(function, *inputs)
         return [leaf for leaf in jax.tree.leaves(pull_back) if isinstance(leaf, jax.Array)]
 
     try:
-        with in_context(eqn):
-            jaxpr = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
-    except RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
+        with jaxpr.in_context(eqn):
+            traced = jax.make_jaxpr(residuals)(*(atom.aval for atom in eqn.invars)).jaxpr
+    except jaxpr.RuleError:  # The equation has no derivative, or a custom derivative rule raises an error.
         return frozenset(range(len(eqn.invars)))
-    _, is_needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    _, is_needed = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     return frozenset(n for n, needed in enumerate(is_needed) if needed)
+
+
+def _cached(known: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
+    """Return the result of ``find``, which is called only if ``known`` does not contain the result for ``key``."""
+    try:
+        is_known = key in known
+    except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
+        return find()
+    if not is_known:
+        known[key] = find()
+    return known[key]

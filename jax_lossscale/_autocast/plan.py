@@ -31,29 +31,20 @@ class NodeKind(enum.Enum):
 
 
 class NodePlan(NamedTuple):
-    """Describes how a node is evaluated.
-
-    Attributes:
-      kind: the kind of computation that the node performs.
-      is_alone: whether the node must form a segment of its own, so that it is never recomputed.
-      is_half: whether the float32 operands of the node are rounded to half precision, before the node is evaluated or,
-        for a lookup in a table that is stored in float32, as part of the node. `is_half` is False for data movement and
-        selections, whose dtype depends on the stored values (see `operands_in_half`).
-      has_float32_result: whether the result of a matmul in half precision is float32.
-      reason: the reason why a matmul, the result of a matmul or an `in_half` function is not in half precision;
-        otherwise "".
-      by_result: the `ByResult` that evaluates the node if the derivative of the node is computed from its result;
-        otherwise None.
-      batch: the result of `masked_gradient.batch_dimensions`.
-    """
+    """Describes how a node is evaluated."""
 
     kind: NodeKind
-    is_alone: bool = False
+    is_alone: bool = False  # whether the node must form a segment of its own, so that it is never recomputed
+    # Whether the float32 operands of the node are rounded to half precision, before the node is evaluated or, for a
+    # lookup in a table that is stored in float32, as part of the node. False for data movement and selections, whose
+    # dtype depends on the stored values (see `operands_in_half`).
     is_half: bool = False
-    has_float32_result: bool = False
+    has_float32_result: bool = False  # whether the result of a matmul in half precision is float32
+    # Why a matmul, the result of a matmul or an `in_half` function is not in half precision; otherwise "".
     reason: str = ""
+    # The `ByResult` that evaluates the node if the derivative of the node is computed from its result; otherwise None.
     by_result: Any = None
-    batch: tuple[tuple[int, int], ...] = ()
+    batch: tuple[tuple[int, int], ...] = ()  # the result of `masked_gradient.batch_dimensions`
 
 
 # Kinds of nodes whose results have the dtype of their operands.
@@ -89,68 +80,45 @@ def operands_in_half(
 class Context(NamedTuple):
     """Information that is needed to plan a jaxpr and is provided by the equations that contain the jaxpr.
 
-    If an attribute is an empty sequence, every argument or result has the default value of this attribute.
-
-    Attributes:
-      within: the equations that contain the jaxpr, starting with the outermost equation.
-      half_inputs: for each argument, whether it is passed in half precision; by default False.
-      half_outputs: for each result, whether it is part of a residual stream in half precision; by default False.
-      unrounded: for the first results, the reasons why they must not be rounded; by default, they may be rounded.
-      known: for each argument that is a constant or a slice of a constant, the function that computes the interval of
-        its elements (`constants.Interval`); None (the default) for all other arguments.
+    If a field is an empty sequence, every argument or result has the default value of this field.
     """
 
-    within: tuple[Any, ...] = ()
-    half_inputs: Sequence[bool] = ()
+    within: tuple[Any, ...] = ()  # the equations that contain the jaxpr, starting with the outermost equation
+    half_inputs: Sequence[bool] = ()  # for each argument, whether it is passed in half precision; by default False
+    # For each result, whether it is part of a residual stream in half precision; by default False.
     half_outputs: Sequence[bool] = ()
+    # For the first results, the reasons why they must not be rounded; by default, they may be rounded.
     unrounded: Sequence[Reasons] = ()
+    # For each argument that is a constant or a slice of a constant, the function that computes the interval of its
+    # elements; None (the default) for all other arguments.
     known: Sequence[FindInterval | None] = ()
 
 
 class CallPlan(NamedTuple):
-    """The plans of the jaxprs in a node, and the precision of the operands and results of the node.
+    """The plans of the jaxprs in a node, and the precision of the operands and results of the node."""
 
-    Attributes:
-      plans: the plan of each jaxpr.
-      operands: for each operand of the node, whether it is passed in half precision.
-      results: for each result of the node, whether it is returned in half precision.
-      known: for each operand of the node, the function that computes its interval if the operand is a constant, and
-        None otherwise.
-      unrounded: for each result of the node, the reasons why it must not be rounded.
-    """
-
-    plans: tuple[Plan, ...]
-    operands: tuple[bool, ...]
-    results: tuple[bool, ...]
+    plans: tuple[Plan, ...]  # the plan of each jaxpr
+    operands: tuple[bool, ...]  # for each operand of the node, whether it is passed in half precision
+    results: tuple[bool, ...]  # for each result of the node, whether it is returned in half precision
+    # For each operand of the node, the function that computes its interval, or None if the operand is not a constant.
     known: tuple[FindInterval | None, ...]
-    unrounded: tuple[Reasons, ...]
+    unrounded: tuple[Reasons, ...]  # for each result of the node, the reasons why it must not be rounded
 
 
 class Plan(NamedTuple):
-    """Describes how a graph is evaluated.
-
-    Attributes:
-      graph: the graph.
-      node_plans: the `NodePlan` of each node.
-      half: the values that are float32 in the original jaxpr and stored in half precision.
-      half_inputs: for each argument, whether it is passed in half precision.
-      calls: the `CallPlan` of each node that is a `NodeKind.CALL`, by position of the node.
-      segments: the segments of the graph, in the order of their evaluation.
-      within: the equations that contain the jaxpr, starting with the outermost equation.
-      is_half: whether anything in the graph is computed in half precision.
-      reasons: if the planner adds reasons, the reason for each matmul and each `in_half` function that is not in half
-        precision, including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it
-        contains such a matmul or `in_half` function.
-    """
+    """Describes how a graph is evaluated."""
 
     graph: Graph
-    node_plans: tuple[NodePlan, ...]
-    half: frozenset[ValueId]
-    half_inputs: tuple[bool, ...]
-    calls: dict[int, CallPlan]
-    segments: tuple[Segment, ...]
-    within: tuple[Any, ...]
-    is_half: bool
+    node_plans: tuple[NodePlan, ...]  # the `NodePlan` of each node
+    half: frozenset[ValueId]  # the values that are float32 in the original jaxpr and stored in half precision
+    half_inputs: tuple[bool, ...]  # for each argument, whether it is passed in half precision
+    calls: dict[int, CallPlan]  # the `CallPlan` of each node that is a `NodeKind.CALL`, by position of the node
+    segments: tuple[Segment, ...]  # in the order of their evaluation
+    within: tuple[Any, ...]  # the equations that contain the jaxpr, starting with the outermost equation
+    is_half: bool  # whether anything in the graph is computed in half precision
+    # If the planner adds reasons, the reason for each matmul and each `in_half` function that is not in half precision,
+    # including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it contains such a
+    # matmul or `in_half` function.
     reasons: dict[Path, str]
 
     @property

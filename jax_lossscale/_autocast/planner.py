@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jax_lossscale._autocast import use_analysis as uses
-from jax_lossscale._autocast.by_result import by_result
-from jax_lossscale._autocast.constants import Constants
+from jax_lossscale._autocast.by_result import with_functions_by_result
+from jax_lossscale._autocast.constants import Intervals
 from jax_lossscale._autocast.half_function import gives_half
-from jax_lossscale._autocast.linear_algebra import Feeding, Reasons, of_values
+from jax_lossscale._autocast.linear_algebra import Feeding, Unrounded, of_values
 from jax_lossscale._autocast.masked_gradient import batch_dimensions
-from jax_lossscale._autocast.min_cut import MinCut, OperandsNeeded
+from jax_lossscale._autocast.min_cut import MinCut
+from jax_lossscale._autocast.node_planner import OF_ANY_DTYPE, WITH_A_RULE, NodePlanner
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import with_reasons
-from jax_lossscale._autocast.rule import OF_ANY_DTYPE, WITH_A_RULE, Rule
 from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
@@ -37,19 +37,12 @@ _OUTERMOST = Context()
 
 
 class _Values(NamedTuple):
-    """The information from which the dtypes of the values of a graph are chosen.
+    """The information from which the dtypes of the values of a graph are chosen."""
 
-    Attributes:
-      half: the values that are stored in half precision. The results of a node are added after the node is visited.
-      half_outputs: the results of the graph that are part of a residual stream in half precision.
-      unrounded: for each value that must not be rounded, the reasons.
-      constants: the values that are constants.
-    """
-
-    half: set[ValueId]
-    half_outputs: Set[ValueId]
-    unrounded: Mapping[ValueId, Reasons]
-    constants: Constants
+    half: set[ValueId]  # the values that are stored in half precision, as far as they have been chosen
+    half_outputs: Set[ValueId]  # the results of the graph that are part of a residual stream in half precision
+    unrounded: Unrounded
+    constants: Intervals
 
 
 class Planner:
@@ -58,7 +51,7 @@ class Planner:
     Attributes:
       dtype: the half-precision dtype.
       policy: the policy.
-      rule: determines the `NodePlan` of each node.
+      node_planner: determines the `NodePlan` of each node.
 
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
@@ -66,70 +59,65 @@ class Planner:
     """
 
     def __init__(
-        self,
-        dtype: jnp.dtype,
-        policy: PrecisionPolicy,
-        parameters: Mapping[Path, str] | None = None,
-        adds_reasons: bool = False,
+        self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str], adds_reasons: bool = False
     ) -> None:
         self.dtype = dtype
         self.policy = policy
-        self.rule = Rule(dtype, policy, parameters or {})
+        self.node_planner = NodePlanner(dtype, policy, parameters)
         self._adds_reasons = adds_reasons
         self._feeding = Feeding()
-        self._operands_needed = OperandsNeeded()
         self._known_cuts: dict[Any, Any] = {}
+        self._known_operands: dict[Any, Any] = {}
 
     def plan(self, closed: ClosedJaxpr, context: Context = _OUTERMOST) -> Plan:
         """Return the plan of a jaxpr."""
         graph = inlined(closed)
         makers = {value_id: node for node in graph.nodes for value_id in node.outputs}
         unrounded = self._feeding.values(graph, context.unrounded)
-        constants = Constants(graph, context.known)
-        decided = [(node, self.rule.decide(node, context.within, unrounded, constants)) for node in graph.nodes]
+        constants = Intervals(graph, context.known)
+        decided = [(node, self.node_planner.plan(node, context.within, unrounded, constants)) for node in graph.nodes]
         node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
-        stored, calls, reasons = self._choose_dtypes(graph, node_plans, context, unrounded, constants)
+        half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
+        values = _Values(set(), half_outputs, unrounded, constants)
+        calls, reasons = self._choose_dtypes(graph, node_plans, context, values)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
+        # Some of these functions are replaced only if their results are stored in half precision. Therefore, they are
+        # replaced after the dtypes have been chosen.
         if self._recomputes(context.within):
-            graph, node_plans = _with_functions_by_result(graph, node_plans, stored, constants)
+            graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
             plan.is_half for call in calls.values() for plan in call.plans
         )
         if is_half:
-            grouped, stored = self._group(graph, node_plans, stored, context.within, constants)
-        else:
+            grouped = self._group(graph, node_plans, context.within, values)
+        else:  # The nodes are evaluated one after another, as in the original program.
             grouped = [Segment((n,), value_ids(node.inputs), node.outputs) for n, node in enumerate(graph.nodes)]
         half_inputs = tuple(context.half_inputs) or (False,) * len(graph.inputs)
-        chosen = tuple(node_plans), frozenset(stored), half_inputs, calls, tuple(grouped)
+        chosen = tuple(node_plans), frozenset(values.half), half_inputs, calls, tuple(grouped)
         return Plan(graph, *chosen, within=context.within, is_half=is_half, reasons=reasons)
 
     def _choose_dtypes(
-        self,
-        graph: Graph,
-        node_plans: list[NodePlan],
-        context: Context,
-        unrounded: Mapping[ValueId, Reasons],
-        constants: Constants,
-    ) -> tuple[set[ValueId], dict[int, CallPlan], dict[Path, str]]:
+        self, graph: Graph, node_plans: list[NodePlan], context: Context, values: _Values
+    ) -> tuple[dict[int, CallPlan], dict[Path, str]]:
         """Choose which values of a graph are stored in half precision, and plan the jaxprs in its nodes.
 
-        If nothing in the jaxprs of a node is rewritten, and the node is not a `jax.custom_vjp` function, the entry for
-        the node in ``node_plans`` is changed in place from `NodeKind.CALL` to `NodeKind.OTHER`.
+        The chosen values are added to ``values.half``. If nothing in the jaxprs of a node is rewritten, and the node is
+        not a `jax.custom_vjp` function, the entry for the node in ``node_plans`` is changed in place from
+        `NodeKind.CALL` to `NodeKind.OTHER`.
 
         Returns:
-          The values that are stored in half precision, the `CallPlan` of each node whose jaxprs are rewritten, and the
-          reasons why matmuls in the jaxprs are not in half precision.
+          The `CallPlan` of each node whose jaxprs are rewritten, and the reasons why matmuls in the jaxprs are not in
+          half precision.
         """
-        half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
-        rounded = uses.going_into_matmuls(graph, node_plans) | half_outputs
-        half = {n for n in itertools.compress(graph.inputs, context.half_inputs) if is_float32(graph.types[n])}
+        rounded = uses.going_into_matmuls(graph, node_plans) | values.half_outputs
+        passed_in_half = itertools.compress(graph.inputs, context.half_inputs)
+        values.half.update(value_id for value_id in passed_in_half if is_float32(graph.types[value_id]))
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
         # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
-        half |= rounded & {*graph.inputs, *graph.constants}
-        values = _Values(half, half_outputs, unrounded, constants)
+        values.half.update(rounded & {*graph.inputs, *graph.constants})
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
         for position, node in enumerate(graph.nodes):
@@ -150,8 +138,8 @@ class Planner:
                 aval = graph.types[result]
                 is_stored_in_half = (is_half and not aval.weak_type) or result in rounded
                 if is_float32(aval) and is_stored_in_half:
-                    half.add(result)
-        return half, calls, reasons
+                    values.half.add(result)
+        return calls, reasons
 
     def _half_results(self, node: Node, node_plan: NodePlan, values: _Values) -> Sequence[bool]:
         """Return, for each result of a node without jaxprs, whether it is computed in half precision."""
@@ -162,13 +150,13 @@ class Planner:
         are_half = [
             _is_half(atom, values.half)
             or not is_float32(variable.aval)
-            or (variable.aval.shape == () and self.rule.fits(atom, values.constants))
+            or (variable.aval.shape == () and self.node_planner.fits(atom, values.constants))
             for atom, variable in zip(node.inputs, node.eqn.invars, strict=True)
         ]
         is_operandwise = node.eqn.primitive.name in OPERANDWISE_DATA_MOVEMENT
         return are_half if is_operandwise else [all(are_half)] * len(node.outputs)
 
-    def _plan_call(self, node: Node, within: tuple[Any, ...], values: _Values) -> CallPlan:
+    def _plan_call(self, node: Node, within: Path, values: _Values) -> CallPlan:
         """Return the `CallPlan` of a node that contains jaxprs.
 
         First, the precision of the operands is determined from the values that are stored in half precision. Then, the
@@ -194,7 +182,7 @@ class Planner:
         ]
         return unplanned._replace(plans=tuple(plans), results=tuple(results))
 
-    def _plan_subjaxprs(self, node: Node, within: tuple[Any, ...], call: CallPlan) -> list[Plan]:
+    def _plan_subjaxprs(self, node: Node, within: Path, call: CallPlan) -> list[Plan]:
         """Return the plan of each jaxpr in a node.
 
         ``call`` describes the operands and results of the node. The results in half precision are those that are part
@@ -203,36 +191,26 @@ class Planner:
         jaxprs = subjaxprs(node.eqn).jaxprs
         unrounded = self._feeding.results_of_subjaxprs(node.eqn, call.unrounded)
         around = (*within, *node.within, node.eqn)
-        contexts = []
-        for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True):
-            half_inputs = [call.operands[n] for n in subjaxpr.operands]
-            half_outputs = [call.results[n] for n in subjaxpr.results]
-            known = [call.known[n] for n in subjaxpr.operands]
-            contexts.append(Context(around, half_inputs, half_outputs, of_subjaxpr, known))
 
         def plans() -> list[Plan]:
-            return [self.plan(subjaxpr.closed, context) for subjaxpr, context in zip(jaxprs, contexts, strict=True)]
+            found = []
+            for subjaxpr, of_subjaxpr in zip(jaxprs, unrounded, strict=True):
+                half_inputs = [call.operands[n] for n in subjaxpr.operands]
+                half_outputs = [call.results[n] for n in subjaxpr.results]
+                known = [call.known[n] for n in subjaxpr.operands]
+                found.append(self.plan(subjaxpr.closed, Context(around, half_inputs, half_outputs, of_subjaxpr, known)))
+            return found
 
         # Planning differentiates equations. Inside a `jax.shard_map`, this is possible only if its mesh axes are bound.
         is_shard_map = node.eqn.primitive.name == "shard_map"
         return custom_rules.call_in_shard_map(plans, node.eqn) if is_shard_map else plans()
 
-    def _group(
-        self,
-        graph: Graph,
-        node_plans: Sequence[NodePlan],
-        stored: set[ValueId],
-        within: tuple[Any, ...],
-        constants: Constants,
-    ) -> tuple[list[Segment], set[ValueId]]:
-        """Group the nodes of a graph into segments.
+    def _group(self, graph: Graph, node_plans: Sequence[NodePlan], within: Path, values: _Values) -> list[Segment]:
+        """Return the segments of a graph.
 
-        Determine, for each segment, the values that are converted to float32 within the segment, the cotangents that
-        are rounded, and, if the backward pass recomputes the segments, the values that are saved.
-
-        Returns:
-          The segments, and the attribute ``half`` of the plan: the values in ``stored``, which are stored in half
-          precision, and, if the policy requires it, the non-constant values of the residual streams.
+        For each segment, determine the values that are converted to float32 within the segment, the cotangents that are
+        rounded, and, if the backward pass recomputes the segments, the values that are saved. If the policy requires
+        it, the non-constant values of the residual streams are added to ``values.half``.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
@@ -240,16 +218,14 @@ class Planner:
         if self.policy.half_residual_stream:
             stream = {value for segment in grouped for value in uses.residual_stream(graph, node_plans, segment)}
             # A constant, such as the logarithm of a tiny probability, can be too large for half precision.
-            stored = stored | {value for value in stream if constants.of(value) is None}
+            values.half.update(value for value in stream if values.constants.of(value) is None)
         grouped = [
-            segment._replace(upcast=frozenset(uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), stored)))
+            segment._replace(upcast=uses.added_up_in_float32(_nodes_of(segment, graph, node_plans), values.half))
             for segment in grouped
         ]
-        bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, stored)
+        bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, values.half)
         grouped = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in grouped]
-        if self._recomputes(within):
-            grouped = self._with_saved_values(grouped, graph, node_plans, stored)
-        return grouped, stored
+        return self._with_saved_values(grouped, graph, node_plans, values.half) if self._recomputes(within) else grouped
 
     def _with_saved_values(
         self, grouped: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
@@ -260,7 +236,7 @@ class Planner:
         neither a matmul nor data movement.
         """
         cost_saved = float(self.policy.recompute)
-        min_cut = MinCut(graph.types, half, self.dtype, cost_saved, self._operands_needed, self._known_cuts)
+        min_cut = MinCut(graph, half, self.dtype, cost_saved, self._known_cuts, self._known_operands)
         found = []
         for segment in grouped:
             nodes = _nodes_of(segment, graph, node_plans)
@@ -271,7 +247,7 @@ class Planner:
             found.append(segment)
         return found
 
-    def _recomputes(self, within: tuple[Any, ...]) -> bool:
+    def _recomputes(self, within: Path) -> bool:
         """Return whether the backward pass recomputes segments that are inside the equations ``within``.
 
         A `while` loop has no backward pass, so the segments in it are never recomputed.
@@ -329,7 +305,7 @@ def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) ->
 
 
 def _with_reasons(
-    graph: Graph, node_plans: Sequence[NodePlan], within: tuple[Any, ...], in_calls: Mapping[Path, str]
+    graph: Graph, node_plans: Sequence[NodePlan], within: Path, in_calls: Mapping[Path, str]
 ) -> tuple[Graph, dict[Path, str]]:
     """Add the reason for each float32 matmul to its name stack. Return the new graph and a dictionary of the reasons.
 
@@ -346,16 +322,6 @@ def _with_reasons(
     reasons = {**containing, **of_nodes, **in_calls}
     nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node, _ in with_plans)
     return graph._replace(nodes=nodes), reasons
-
-
-def _with_functions_by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Constants
-) -> tuple[Graph, list[NodePlan]]:
-    """Return a graph in which each function found by `by_result` is a single node, and the plan of each node."""
-    nodes, plans = list(graph.nodes), list(node_plans)
-    for position, node, function in by_result(graph, node_plans, half, constants):
-        nodes[position], plans[position] = node, plans[position]._replace(by_result=function)
-    return graph._replace(nodes=tuple(nodes)), plans
 
 
 def gives_half_result(plan: Plan, position: int) -> bool:

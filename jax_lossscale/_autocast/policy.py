@@ -41,7 +41,8 @@ class PrecisionRule:
         (equinox, nnx), as shown by `autocast_report`. The pattern also matches all layers below this layer.
       operation: the name of the primitive, such as ``"dot_general"`` or ``"exp"``.
       source: file and line, such as ``"model.py:41"`` or ``"model.py:*"``. The pattern is compared with the last
-        components of the file's absolute path, so the match does not depend on the working directory.
+        components of the file's absolute path, so the match does not depend on the working directory. ``source`` is
+        experimental: a later version may change it without a new major version.
       parameter: the path of the argument leaf that is an operand of the operation, such as ``"[7]['w']"``, as shown by
         `compare_gradients`. Use ``parameter`` to distinguish layers that run the same line of code. ``parameter`` can
         be a literal path or a pattern. An empty string matches operations that do not have an argument leaf as an
@@ -117,8 +118,8 @@ class PrecisionPolicy:
         half precision, its rounded copy is saved. If ``recompute`` is False, all values that the backward pass needs
         are saved. A positive number specifies the cost of each byte that is kept for the backward pass, relative to the
         cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
-        fewer values are saved, which takes less memory but more time. Matmuls and other expensive operations are never
-        recomputed.
+        fewer values are saved, which takes less memory but more time. Numbers are experimental: a later version may
+        change their meaning without a new major version. Matmuls and other expensive operations are never recomputed.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
         float32 sums that each block of a network with skip connections passes to the next block. In half precision, the
         residual stream takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is

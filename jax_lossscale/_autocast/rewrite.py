@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._autocast.constants import FindInterval, known_results
+from jax_lossscale._autocast.constants import known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
-from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gradient import is_masked_pool, masked_gather, masked_pool
+from jax_lossscale._autocast.node_planner import params_in_half
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
 from jax_lossscale._autocast.planner import Planner, gives_half_result
-from jax_lossscale._autocast.rule import params_in_half
-from jax_lossscale._autocast.segments import Segment, Value
+from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
 from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.remat3 import checkpoint
@@ -63,11 +62,11 @@ class Rewriting:
         are_half = are_half or [False] * len(closed.out_avals)
 
         def declared(value: Any, aval: Any, is_half: bool) -> Any:
-            if jaxpr.is_float32(aval) and is_half:
+            if not hasattr(aval, "dtype"):
+                return value
+            if is_half:
                 return jaxpr.as_declared(value, jaxpr.with_dtype(aval, self.dtype))
-            if jaxpr.is_float32(aval):
-                return jaxpr.as_declared(as_float32(value), aval)
-            return jaxpr.as_declared(value, aval) if hasattr(aval, "dtype") else value
+            return jaxpr.as_declared(as_float32(value) if jaxpr.is_float32(aval) else value, aval)
 
         return list(map(declared, self._outputs(plan, inputs), closed.out_avals, are_half))
 
@@ -77,7 +76,9 @@ class Rewriting:
         given = *zip(graph.inputs, inputs, strict=True), *graph.constants.items()
         values: dict[ValueId, Any] = {value_id: self._as_stored(plan, value_id, value) for value_id, value in given}
         functions: dict[Any, Callable[..., list[Any]]] = {}
-        is_iterated = any(eqn.primitive.name in LOOPS for eqn in plan.within)
+        # XLA must not merge the recomputed operations with those of the forward pass. In a loop, XLA cannot merge them,
+        # because the forward pass and the backward pass are two different loops.
+        prevent_cse = all(eqn.primitive.name not in LOOPS for eqn in plan.within)
         for segment in plan.segments:
             scopes = _common_scopes(plan, segment)
             function: Callable[..., list[Any]] = functools.partial(self._segment, plan, segment, len(scopes))
@@ -87,7 +88,7 @@ class Rewriting:
                     # operations, such as those of identical blocks, therefore share one function object.
                     with contextlib.suppress(TypeError):  # Some keys contain arrays, which are not hashable.
                         function = functions.setdefault(_key(plan, segment, len(scopes)), function)
-                function = checkpoint(function, policy=is_marked_saved, prevent_cse=not is_iterated)
+                function = checkpoint(function, policy=is_marked_saved, prevent_cse=prevent_cse)
             with jaxpr.in_scopes(scopes):
                 results = function(*(values[value_id] for value_id in segment.inputs))
             values.update(zip(segment.outputs, results, strict=True))
@@ -102,11 +103,13 @@ class Rewriting:
 
         The caller has already entered the outermost ``num_scopes`` name scopes, which all nodes of the segment share.
         """
-        values: dict[Value, Any] = dict(zip(map(Value, segment.inputs), inputs, strict=True))
+        values: dict[SegmentValue, Any] = dict(zip(map(SegmentValue, segment.inputs), inputs, strict=True))
         for position in segment.nodes:
             node, node_plan = plan.graph.nodes[position], plan.node_plans[position]
             with jaxpr.in_context(node.eqn, node.within, num_scopes):
-                for value in map(Value, segment.upcast.intersection(value_ids(node.inputs))):
+                # The inputs of the segment are converted before their first use. All other values in `upcast` are
+                # converted when they are computed (see `_in_segment`).
+                for value in map(SegmentValue, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_float32(values[value])
                 if node_plan.kind is NodeKind.CALL:
                     are_half: Sequence[bool] = plan.calls[position].operands
@@ -114,16 +117,18 @@ class Rewriting:
                     are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
                 operands = self._operands(segment, node, are_half, values)
                 if node_plan.by_result is not None:
+                    # The derivatives of the result and of its rounding are computed from the same saved array. The
+                    # matmuls in the segment must therefore use this rounding instead of rounding the result again.
                     is_half = node.outputs[0] in plan.half
-                    is_saved = Value(node.outputs[0], not is_half) in (segment.saved or ())
+                    is_saved = SegmentValue(node.outputs[0], not is_half) in (segment.saved or ())
                     result, rounded = node_plan.by_result.of(operands[0], self.dtype, is_saved)
-                    values[Value(node.outputs[0], is_rounding=True)] = rounded
+                    values[SegmentValue(node.outputs[0], is_rounding=True)] = rounded
                     outputs = [rounded if is_half else result]
                 else:
                     outputs = self._node(plan, segment, position, are_half, operands)
                 for value_id, array in zip(node.outputs, outputs, strict=True):
-                    values[Value(value_id)] = self._in_segment(plan, segment, node_plan, value_id, array)
-        return [self._as_stored(plan, value_id, values[Value(value_id)]) for value_id in segment.outputs]
+                    values[SegmentValue(value_id)] = self._in_segment(plan, segment, node_plan, value_id, array)
+        return [self._as_stored(plan, value_id, values[SegmentValue(value_id)]) for value_id in segment.outputs]
 
     def _in_segment(self, plan: Plan, segment: Segment, node_plan: NodePlan, value_id: ValueId, array: Any) -> Any:
         """Return a result of a node, cast to the dtype that the result has in the segment.
@@ -137,11 +142,11 @@ class Rewriting:
         if not (is_upcast and node_plan.kind in FOLLOWING):
             array = self._as_stored(plan, value_id, array)
         if node_plan.by_result is None:
-            array = _marked_if_saved(segment, Value(value_id), array)
+            array = _marked_if_saved(segment, SegmentValue(value_id), array)
         return as_float32(array) if is_upcast else array
 
     def _operands(
-        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[Value, Any]
+        self, segment: Segment, node: Node, are_half: Sequence[bool], values: Mapping[SegmentValue, Any]
     ) -> list[Any]:
         """Return the operands of a node in the planned dtypes.
 
@@ -149,9 +154,9 @@ class Rewriting:
         """
         operands = []
         for atom, variable, is_half in zip(node.inputs, node.eqn.invars, are_half, strict=True):
-            array = atom.val if isinstance(atom, Literal) else values[Value(atom)]
+            array = atom.val if isinstance(atom, Literal) else values[SegmentValue(atom)]
             if jaxpr.is_float32(variable.aval) and is_half and not isinstance(atom, Literal):
-                rounding = Value(atom, is_rounding=True)
+                rounding = SegmentValue(atom, is_rounding=True)
                 if rounding in values:
                     array = values[rounding]
                 else:
@@ -170,17 +175,23 @@ class Rewriting:
         if node_plan.kind is NodeKind.CALL:
             return self._call(node, plan.calls[position], operands)
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
-            evaluate = functools.partial(self._plan_and_evaluate, plan.within, num_declared=0)
+            # The jaxpr of the function declares float32 operands, so the equation cannot be bound with these operands.
+            evaluate = functools.partial(self._plan_and_evaluate, Context(plan.within), num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
             # A cast from float32 to float32 changes only the weak type. The result has the dtype that the plan
             # specifies for the operand.
             dtype = getattr(operands[0], "dtype", _FLOAT32)
             return [jaxpr.as_declared(operands[0], eqn.outvars[0].aval.update(dtype=dtype))]
-        if node_plan.kind is NodeKind.IN_HALF and node_plan.is_half and self.measured is None:
-            return results_in(self.dtype, eqn, operands)
         if node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF) and node_plan.is_half:
-            return self._half_matmul(plan, node, node_plan, operands)
+            if self.measured is not None:
+                return self.measured(eqn, (*plan.within, *node.within), operands)
+            if node_plan.kind is NodeKind.IN_HALF:
+                return results_in(self.dtype, eqn, operands)
+            params = {**eqn.params, "preferred_element_type": self.dtype, "precision": None}
+            if node_plan.has_float32_result:
+                return [float32_result_matmul(eqn.primitive, operands, params)]
+            return jaxpr.bind_here(eqn, operands, params)
         if node_plan.kind is NodeKind.LOOKUP:
             return [_lookup(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
@@ -191,39 +202,20 @@ class Rewriting:
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 
-    def _half_matmul(self, plan: Plan, node: Node, node_plan: NodePlan, operands: Sequence[Any]) -> list[Any]:
-        """Return the results of a half-precision matmul, or of the function `measured` that replaces it."""
-        if self.measured is not None:
-            return self.measured(node.eqn, (*plan.within, *node.within), operands)
-        params = {**node.eqn.params, "preferred_element_type": self.dtype, "precision": None}
-        if node_plan.has_float32_result:
-            return [float32_result_matmul(node.eqn.primitive, operands, params)]
-        return jaxpr.bind_here(node.eqn, operands, params)
-
     def _plan_and_evaluate(
-        self,
-        within: tuple[Any, ...],
-        closed: ClosedJaxpr,
-        inputs: Sequence[Any],
-        known: Sequence[FindInterval | None] = (),
-        unrounded: Sequence[Reasons] = (),
-        *,
-        num_declared: int,
+        self, context: Context, closed: ClosedJaxpr, inputs: Sequence[Any], *, num_declared: int
     ) -> list[Any]:
         """Choose the dtypes of a jaxpr that is traced from a custom rule, evaluate the jaxpr, and return its results.
 
         Args:
-          within: the equations that contain the jaxpr.
+          context: the context of the jaxpr, in which ``half_inputs`` is not yet known.
           closed: the jaxpr.
           inputs: the arguments.
-          known: for each argument, the function that computes its interval if the argument is a constant, and None
-            otherwise.
-          unrounded: for the first results, the reasons why they must not be rounded.
           num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
             declares. All other results are returned in the dtypes in which the plan stores them.
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
-        plan = self.planner.plan(closed, Context(within, half_inputs, unrounded=unrounded, known=known))
+        plan = self.planner.plan(closed, context._replace(half_inputs=half_inputs))
         are_half = [n >= num_declared and gives_half_result(plan, n) for n in range(len(closed.out_avals))]
         return self.declared(plan, closed, inputs, are_half)
 
@@ -233,6 +225,7 @@ class Rewriting:
         evaluate_by_rule = custom_rules.RULES.get(eqn.primitive.name)
         if evaluate_by_rule is not None:
             return evaluate_by_rule(functools.partial(self._by_rule, eqn, call), eqn, inputs)
+        # JAX differentiates and transforms the new equation as usual, because only its jaxprs are replaced.
         jaxprs = []
         for subjaxpr, plan in zip(subjaxprs(eqn).jaxprs, call.plans, strict=True):
             are_half = [n >= 0 and call.results[n] for n in subjaxpr.results]
@@ -240,13 +233,7 @@ class Rewriting:
         return with_jaxprs(eqn, jaxprs, inputs)
 
     def _by_rule(
-        self,
-        eqn: Any,
-        call: CallPlan,
-        closed: ClosedJaxpr,
-        inputs: Sequence[Any],
-        forward: ClosedJaxpr | None = None,
-        /,
+        self, eqn: Any, call: CallPlan, closed: ClosedJaxpr, inputs: Sequence[Any], forward: ClosedJaxpr | None = None
     ) -> list[Any]:
         """Evaluate the jaxpr of a function with a custom rule, and return its results.
 
@@ -272,8 +259,8 @@ class Rewriting:
         known = known_results(forward, call.known)[len(eqn.outvars) :] if forward else call.known
         # The results of a backward pass and of the transpose of a `linear_call` are cotangents.
         is_backward = forward is not None or eqn.primitive.name == "linear_call"
-        unrounded = () if is_backward else call.unrounded
-        return self._plan_and_evaluate(plan.within, closed, inputs, known, unrounded, num_declared=num_declared)
+        context = Context(plan.within, unrounded=() if is_backward else call.unrounded, known=known)
+        return self._plan_and_evaluate(context, closed, inputs, num_declared=num_declared)
 
     def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
@@ -299,7 +286,7 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
     return gather(*operands)
 
 
-def _marked_if_saved(segment: Segment, value: Value, array: Any) -> Any:
+def _marked_if_saved(segment: Segment, value: SegmentValue, array: Any) -> Any:
     """Return the array of a value, marked as saved if the segment saves the value."""
     return mark_saved(array) if segment.saved and value in segment.saved else array
 
@@ -331,22 +318,16 @@ def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
     profiles show the correct locations for both segments. The key does not contain the saved values, because these
     values are determined by the other parts of the key.
     """
-    numbers: dict[ValueId, int] = {}
 
-    def numbered(atom: ValueId | Literal) -> Any:
-        if isinstance(atom, Literal):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers.setdefault(atom, len(numbers))
+    def key_of_literal(literal: Literal) -> Any:
+        return literal.aval, np.asarray(literal.val).tobytes()
 
-    inputs = tuple(map(numbered, segment.inputs))
-    nodes = []
+    structure, _ = structure_of(segment, plan.graph, plan.half, key_of_literal)
+    details = []
     for position in segment.nodes:
         node = plan.graph.nodes[position]
         lines = [eqn.source_info.traceback for eqn in (*node.within, node.eqn)]
-        location = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:], *lines
-        computed = node.eqn.primitive, *node.eqn.params.items(), node.eqn.ctx, plan.node_plans[position], *location
-        values = *map(numbered, node.inputs), *map(numbered, node.outputs)
-        nodes.append((computed, values, position in segment.rounds_cotangent))
-    outputs = tuple(map(numbered, segment.outputs))
-    types = tuple((plan.graph.types[n], n in plan.half, n in segment.upcast) for n in numbers)
-    return inputs, tuple(nodes), outputs, types
+        layers = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:]
+        rounds_cotangent = position in segment.rounds_cotangent
+        details.append((node.eqn.ctx, plan.node_plans[position], rounds_cotangent, layers, *lines))
+    return structure, *details

@@ -15,39 +15,35 @@ cheap to compute from small values, such as attention masks, are recomputed in e
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
 
 from jax_lossscale._program.inline import Graph, ValueId, value_ids
-from jax_lossscale._program.jaxpr import has_effects, size_of
+from jax_lossscale._program.jaxpr import bytes_of, has_effects
 from jax_lossscale._program.primitives import is_cheap
 
 
 class Segment(NamedTuple):
-    """Nodes that are evaluated together.
+    """Nodes that are evaluated together."""
 
-    Attributes:
-      nodes: the positions of the nodes in the graph, in increasing order.
-      inputs: the values that are computed outside of the segment.
-      outputs: the values that are needed outside of the segment.
-      upcast: the values that are stored in half precision outside of the segment and are float32 within it.
-      rounds_cotangent: the positions of the nodes that add a bias and whose result has a cotangent in float32. This
-        cotangent is rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
-      saved: the values that are saved for the backward pass. Each saved value is either computed in the segment, or is
-        a rounded copy of an input or of a computed value. ``saved`` is None if the segment is evaluated without
-        `jax.checkpoint`. In this case, JAX selects the values to save.
-    """
-
-    nodes: tuple[int, ...]
-    inputs: tuple[ValueId, ...]
-    outputs: tuple[ValueId, ...]
+    nodes: tuple[int, ...]  # the positions of the nodes in the graph, in increasing order
+    inputs: tuple[ValueId, ...]  # the values that are computed outside of the segment
+    outputs: tuple[ValueId, ...]  # the values that are needed outside of the segment
+    # The values that are stored in half precision outside of the segment and are float32 within it.
     upcast: frozenset[ValueId] = frozenset()
+    # The positions of the nodes that add a bias and whose result has a cotangent in float32. This cotangent is rounded
+    # to half precision once, before it is used (see `marks.with_rounded_cotangent`).
     rounds_cotangent: frozenset[int] = frozenset()
-    saved: frozenset[Value] | None = None
+    # The values that are saved for the backward pass: computed values, and rounded copies of inputs and of computed
+    # values. If `saved` is None, the segment is evaluated without `jax.checkpoint`, so JAX selects the values to save.
+    saved: frozenset[SegmentValue] | None = None
 
 
-class Value(NamedTuple):
+class SegmentValue(NamedTuple):
     """A value of a segment, or the same value rounded to half precision for a matmul (its *rounding*)."""
 
     id: ValueId
@@ -62,11 +58,13 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
       is_alone: for each node, whether it is the only node of its segment.
       is_matmul: for each node, whether it is a matmul.
     """
-    levels = _levels(graph, [alone or matmul for alone, matmul in zip(is_alone, is_matmul, strict=True)])
+    levels = _levels(graph, list(map(operator.or_, is_alone, is_matmul)))
     together: defaultdict[int, list[int]] = defaultdict(list)
     alone: defaultdict[int, list[int]] = defaultdict(list)
     for position, level in enumerate(levels):
         (alone if is_alone[position] else together)[level].append(position)
+    # An array such as an attention mask is computed again in each segment that uses it, because this is faster than
+    # reading it from memory.
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []
     for level in sorted({*levels}):
@@ -84,18 +82,13 @@ def _makers_of_large_values(graph: Graph) -> dict[ValueId, int]:
     A value is large if it has more than twice as many bytes as all its sources combined. The sources of a value are the
     operands of its node. Each operand that is itself a large value is replaced by its own sources.
     """
-
-    def bytes_of(value_id: ValueId) -> int:
-        aval = graph.types[value_id]
-        return size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
-
     makers: dict[ValueId, int] = {}
     sources_of: dict[ValueId, frozenset[ValueId]] = {}
     for position, node in enumerate(graph.nodes):
         if is_cheap(node.eqn):
             (result,) = node.outputs
             sources = frozenset[ValueId]().union(*(sources_of.get(n, {n}) for n in value_ids(node.inputs)))
-            if bytes_of(result) > 2 * sum(map(bytes_of, sources)):
+            if bytes_of(graph.types[result]) > 2 * sum(bytes_of(graph.types[source]) for source in sources):
                 makers[result], sources_of[result] = position, sources
     return makers
 
@@ -110,42 +103,79 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
     return sorted(nodes)
 
 
-def _levels(graph: Graph, is_counted: Sequence[bool]) -> list[int]:
-    """Return the level of each node, which is higher than those of all counted nodes from which it is computed."""
+def _levels(graph: Graph, is_separator: Sequence[bool]) -> list[int]:
+    """Return the level of each node, as defined at the top of this module."""
+    # First, determine the lowest possible level of each node. It is higher than the levels of all separators from which
+    # the node is computed.
     levels: list[int] = []
-    of_value: dict[ValueId, int] = {}
-    after_effects = 0  # ensures that effects remain in order
-    for node, counts in zip(graph.nodes, is_counted, strict=True):
-        level = max((of_value.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
+    usable_from: dict[ValueId, int] = {}  # for each value, the lowest level of the nodes that may use it
+    after_effects = 0  # the lowest level of the next node with effects, which ensures that effects remain in order
+    for node, separates in zip(graph.nodes, is_separator, strict=True):
+        level = max((usable_from.get(operand, 0) for operand in value_ids(node.inputs)), default=0)
         if has_effects(node.eqn):
             level = max(level, after_effects)
             after_effects = level + 1
         levels.append(level)
-        of_value.update(dict.fromkeys(node.outputs, level + counts))
-    needed_at: dict[ValueId, int] = {}
+        usable_from.update(dict.fromkeys(node.outputs, level + separates))
+    # Second, defer nodes to the segments that use their results. Otherwise, the results would be stored in memory
+    # between two segments. The last nodes are visited first, because the uses of a node may be deferred as well.
+    first_use: dict[ValueId, int] = {}  # for each value that a node uses, the lowest level of these nodes
     for position in reversed(range(len(levels))):
         node = graph.nodes[position]
-        levels_above = [needed_at[result] for result in node.outputs if result in needed_at]
-        if not is_counted[position] and 0 < len(levels_above) == len(node.outputs):
-            levels[position] = max(levels[position], min(levels_above))
+        uses = [first_use[result] for result in node.outputs if result in first_use]
+        # A separator is not deferred, and neither is a node with a result that no other node uses, because it is not
+        # known when such a result is needed.
+        if uses and len(uses) == len(node.outputs) and not is_separator[position]:
+            levels[position] = min(uses)
         for operand in value_ids(node.inputs):
-            needed_at[operand] = min(needed_at.get(operand, levels[position]), levels[position])
+            first_use[operand] = min(first_use.get(operand, levels[position]), levels[position])
     return levels
 
 
 def _with_borders(graph: Graph, groups: list[list[int]]) -> list[Segment]:
     """Return a segment for each group of nodes, with the inputs and outputs of the segment."""
-    computed = [dict.fromkeys(value for n in group for value in graph.nodes[n].outputs) for group in groups]
-    inputs = [
-        dict.fromkeys(value for n in group for value in value_ids(graph.nodes[n].inputs) if value not in computed_here)
-        for group, computed_here in zip(groups, computed, strict=True)
+    borders = []
+    for group in groups:
+        nodes = [graph.nodes[position] for position in group]
+        computed = dict.fromkeys(value for node in nodes for value in node.outputs)
+        inputs = dict.fromkeys(n for node in nodes for n in value_ids(node.inputs) if n not in computed)
+        borders.append((group, inputs, computed))
+    # The values that are needed outside of the segments that compute them.
+    needed = {*value_ids(graph.outputs)}.union(*(inputs for _, inputs, _ in borders))
+    found: list[Segment] = []
+    for group, inputs, computed in borders:
+        found.append(Segment(tuple(group), tuple(inputs), tuple(value for value in computed if value in needed)))
+        # A value that several segments compute is an output of only the first of these segments.
+        needed -= computed.keys()
+    return found
+
+
+def structure_of(
+    segment: Segment, graph: Graph, half: Collection[ValueId], key_of_literal: Callable[[Literal], Any]
+) -> tuple[tuple[Any, ...], dict[ValueId, int]]:
+    """Return a key for the operations of a segment, and a dictionary that maps each value to its number in the key.
+
+    If two segments have equal keys, they perform the same operations on values of the same types.
+
+    Args:
+      segment: the segment.
+      graph: the graph of the segment.
+      half: the values that are stored in half precision.
+      key_of_literal: returns the properties of a literal that are part of the key.
+    """
+    numbers: dict[ValueId, int] = {}
+
+    def numbered(atoms: Sequence[ValueId | Literal]) -> tuple[Any, ...]:
+        return tuple(
+            key_of_literal(atom) if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
+            for atom in atoms
+        )
+
+    inputs = numbered(segment.inputs)
+    nodes = [graph.nodes[position] for position in segment.nodes]
+    operations = [
+        (node.eqn.primitive, *node.eqn.params.items(), numbered(node.inputs), numbered(node.outputs)) for node in nodes
     ]
-    # A value that several segments compute is an output of only the first of these segments.
-    first_computed_in = {value: number for number in reversed(range(len(groups))) for value in computed[number]}
-    needed_outside = {*value_ids(graph.outputs)}.union(*inputs)
-    outputs = [
-        [value for value in computed_here if value in needed_outside and first_computed_in[value] == number]
-        for number, computed_here in enumerate(computed)
-    ]
-    parts = zip(groups, inputs, outputs, strict=True)
-    return [Segment(tuple(group), tuple(given), tuple(needed)) for group, given, needed in parts]
+    outputs = numbered(segment.outputs)
+    types = tuple((graph.types[n], n in half, n in segment.upcast) for n in numbers)
+    return (inputs, tuple(operations), outputs, types), numbers

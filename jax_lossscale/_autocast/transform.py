@@ -139,7 +139,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
     @functools.wraps(fun)
     def in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
         result, planner = compute_with(fun, args, kwargs, dtype, policy)
-        unmatched = [rule for rule in policy.rules if rule not in planner.rule.matched]
+        unmatched = [rule for rule in policy.rules if rule not in planner.node_planner.matched]
         if unmatched:
             warn_user(
                 f"`autocast(policy=...)`: no operation matches {', '.join(map(repr, unmatched))}. "

@@ -18,10 +18,10 @@ from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.parameters import Path
-from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 
@@ -126,6 +126,7 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
       other terms of the stream, which are rounded matmul results. In contrast, rows that are subtracted from each other
       are not rounded.
     """
+    # For each argument, and each value that is computed from one argument by data movement alone, the argument.
     arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
     multiplied: set[ValueId] = set()
     gathers: dict[int, ValueId] = {}
@@ -138,6 +139,7 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
                 gathers[position] = operands[0]
             elif len(node.inputs) == 1:
                 arguments.update(dict.fromkeys(node.outputs, operands[0]))
+    # The following analyses visit the whole program, so they are omitted for programs without lookups.
     into_matmuls = going_into_matmuls(graph, node_plans) if gathers else set()
     nodes = {position: graph.nodes[position] for position in gathers}
     terms = _Terms([_path_of(nodes[position]) for position, argument in gathers.items() if argument in multiplied])
@@ -151,7 +153,7 @@ def _path_of(node: Node) -> Path:
     return (*node.within, node.eqn)
 
 
-def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> set[ValueId]:
+def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> frozenset[ValueId]:
     """Return those half-precision values of a segment whose cotangents are added in float32.
 
     These are the values that the segment uses several times, at least once in a float32 operation. The results of all
@@ -165,11 +167,12 @@ def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueI
         is_followed_there = node_plan.kind in FOLLOWING and not into_arithmetic.isdisjoint(node.outputs)
         if is_followed_there or (node_plan.kind in (NodeKind.OTHER, NodeKind.MATMUL) and not node_plan.is_half):
             into_arithmetic.update(value_ids(node.inputs))
+    # If no operation on float32 numbers uses a value, all its cotangents are in half precision, and so is their sum.
     added_up = {value for value in into_arithmetic if uses[value] > 1 and value in half}
     for node, node_plan in nodes:
         if node_plan.kind in FOLLOWING and not added_up.isdisjoint(value_ids(node.inputs)):
             added_up |= half & {*node.outputs}
-    return added_up
+    return frozenset(added_up)
 
 
 def sums_with_a_bias(

@@ -19,12 +19,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 from jax_lossscale._program.remat3 import with_remat2
 
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
+
 # A function that evaluates a jaxpr and returns its outputs. The dtypes of the inputs may differ from those that the
 # jaxpr declares.
 Evaluate: TypeAlias = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
-
-
 # A function that binds an equation with the given operands and parameters and returns its results.
 Bind: TypeAlias = Callable[[Any, Sequence[Any], Any], list[Any]]
 
@@ -55,6 +54,7 @@ def custom_jvp_call(evaluate: Evaluate, eqn: Any, inputs: Sequence[Any]) -> list
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         perturbed = [n for n, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+        # The jaxpr computes the results again, because the custom rule may compute them differently.
         jaxpr, are_zeros = derivative_of(eqn, perturbed)
         results = evaluate(jaxpr, [*primals, *(tangents[n] for n in perturbed)])
         outputs, nonzero = results[: len(eqn.outvars)], iter(results[len(eqn.outvars) :])
@@ -81,6 +81,7 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
       equation, followed by the nonzero tangents of the results. Each element of the list specifies whether the tangent
       of the corresponding result is a symbolic zero.
     """
+    # `jax.jvp` returns arrays for all tangents, so the symbolic zeros are recorded before they become arrays of zeros.
     are_zeros = [True] * len(eqn.outvars)
     record = _recorder_of_zero_tangents(are_zeros)
 
@@ -112,6 +113,7 @@ def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
 
 def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a `jax.custom_vjp` function and return its outputs."""
+    # JAX may call `forward` several times, so the function is linearized once for each set of perturbed operands.
     linearized = functools.cache(functools.partial(_Linearized, eqn))
 
     @jax.custom_vjp
@@ -128,6 +130,8 @@ def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> 
         nonzero = tuple(n for n, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero))
         jaxpr, perturbed = linear.transposed(nonzero)
         results = evaluate(jaxpr, [*residuals, *(cotangents[n] for n in nonzero)], linear.jaxpr)
+        # An operand may be in half precision, but the jaxpr returns its cotangent in the declared dtype. The cotangents
+        # of all operands that are not in `found` are symbolic zeros.
         found = {n: as_dtype(c, jnp.result_type(inputs[n])) for n, c in zip(perturbed, results, strict=True)}
         return tuple(found.get(n) for n in range(len(inputs)))
 
@@ -141,6 +145,15 @@ def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> 
 class _Linearized:
     """A `jax.custom_vjp` function, linearized with respect to its perturbed (differentiated) operands.
 
+    The custom rule consists of a forward and a backward function. `jax.linearize` calls the forward function, and
+    `jax.linear_transpose` calls the backward function. Both functions are traced to jaxprs.
+
+    JAX calls the backward function even if no result has a nonzero cotangent. All its arguments are then symbolic
+    zeros, but the cotangents that it returns may be nonzero. `jax.linear_transpose` would not call the backward
+    function in this case, because no result would have a cotangent. Therefore, the linearized function has one more
+    result: the number `_zero_from(results)`. If this number has a cotangent, the backward function is called with
+    symbolic zeros.
+
     Attributes:
       jaxpr: the jaxpr of the forward pass, which computes the results and the residuals from the operands.
 
@@ -150,9 +163,10 @@ class _Linearized:
     """
 
     def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
-        self._perturbed = perturbed
-        self._are_zeros: list[bool] = []  # one entry for each perturbed operand: whether its cotangent is zero
-        self._types = _types(eqn)
+        self._eqn, self._perturbed = eqn, perturbed
+        # For each perturbed operand, whether its cotangent is a symbolic zero. `transposed` sets the entries while it
+        # traces the backward pass. Symbolic zeros do not become arrays, so JAX can omit all operations on them.
+        self._are_zeros: list[bool] = []
         record = _recorder_of_zero_cotangents(self._are_zeros)
 
         def linearize(*primals: Any) -> Any:
@@ -160,15 +174,16 @@ class _Linearized:
 
             def recorded(*values: Any) -> Any:
                 results = function(*record(*values))
-                return [*results, _with_zero_cotangents(*results)]
+                return [*results, _zero_from(*results)]
 
             results, linear = jax.linearize(recorded, *(primals[n] for n in perturbed))
             return results[:-1], linear
 
-        jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*self._types)
+        # `linear` is a pytree. Its leaves are the residuals, which are outputs of the jaxpr, and its structure contains
+        # the linear function, which `transposed` rebuilds from other residuals.
+        jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*_types(eqn))
         self.jaxpr = with_remat2(jaxpr)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]
-        self._cotangent_types = [variable.aval.to_tangent_aval() for variable in eqn.outvars]
         self._structure = jax.tree.structure(linear)
 
     def transposed(self, nonzero: tuple[int, ...]) -> tuple[ClosedJaxpr, list[int]]:
@@ -185,38 +200,36 @@ class _Linearized:
           The jaxpr, and the positions of the operands whose cotangents the jaxpr computes. The cotangents of operands
           at all other positions are symbolic zeros.
         """
-        types = [self._types[n].to_tangent_aval() for n in self._perturbed]
+        types = [self._eqn.invars[n].aval.to_tangent_aval() for n in self._perturbed]
         # `jax.linear_transpose` does not support extended dtypes.
         inputs = [t if jnp.issubdtype(t.dtype, jnp.inexact) else t.update(dtype=jnp.dtype(jnp.float32)) for t in types]
 
         def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             linear = jax.tree.unflatten(self._structure, residuals)
 
+            # The custom rule receives symbolic zeros as the cotangents of all results that are not returned here.
             def of_nonzero(*tangents: Any) -> list[Any]:
                 tangents = tuple(as_dtype(x, t.dtype) for x, t in zip(tangents, types, strict=True))
-                *outputs, of_zero_cotangents = linear(*tangents)
-                return [outputs[n] for n in nonzero] or [of_zero_cotangents]
+                *outputs, zero = linear(*tangents)
+                return [outputs[n] for n in nonzero] or [zero]
 
+            # The entries remain True if JAX does not call the backward pass of `record`.
             self._are_zeros[:] = [True] * len(self._perturbed)
             found = jax.linear_transpose(of_nonzero, *inputs)(cotangents or [jnp.float32(0)])
             return [c for c, is_zero in zip(found, self._are_zeros, strict=True) if not is_zero]
 
-        cotangent_types = [self._cotangent_types[n] for n in nonzero]
+        cotangent_types = [self._eqn.outvars[n].aval.to_tangent_aval() for n in nonzero]
         jaxpr = with_remat2(jax.make_jaxpr(transpose)(self._residual_types, cotangent_types))
         return jaxpr, [n for n, is_zero in zip(self._perturbed, self._are_zeros, strict=True) if not is_zero]
 
 
 @jax.custom_vjp
-def _with_zero_cotangents(*_: Any) -> Any:
-    """Return 0. The backward pass returns symbolic zeros as the cotangents of all arguments.
-
-    If all cotangents are zero, this result is differentiated, because JAX applies the custom rule in this case as well.
-    The cotangents that the rule returns may be nonzero.
-    """
+def _zero_from(*_: Any) -> Any:
+    """Return 0, whose backward pass returns symbolic zeros as the cotangents of all arguments."""
     return jnp.float32(0)
 
 
-_with_zero_cotangents.defvjp(lambda *values: (jnp.float32(0), (None,) * len(values)), lambda zeros, _: zeros)
+_zero_from.defvjp(lambda *values: (jnp.float32(0), (None,) * len(values)), lambda zeros, _: zeros)
 
 
 def _recorder_of_zero_cotangents(are_zeros: list[bool]) -> Callable[..., Any]:
@@ -296,9 +309,11 @@ def shard_map(
     return list(function(*inputs))
 
 
-def call_in_shard_map(call: Callable[[], _Result], eqn: Any) -> _Result:
+def call_in_shard_map(call: Callable[[], _T], eqn: Any) -> _T:
     """Call a function while the axis names of a `jax.shard_map` are bound and return the result of the function."""
-    results: list[_Result] = []
+    # JAX binds the axis names only while it traces the function in a `jax.shard_map`. Therefore, the equation is traced
+    # again, and the resulting jaxpr is not used.
+    results: list[_T] = []
 
     def evaluate(closed: ClosedJaxpr, shards: Sequence[Any]) -> list[Any]:
         results.append(call())

@@ -15,37 +15,22 @@ ValueId: TypeAlias = int
 
 
 class Node(NamedTuple):
-    """An equation of a graph.
+    """An equation of a graph."""
 
-    Attributes:
-      eqn: the equation in its original jaxpr.
-      inputs: for each operand, the identifier of its value, or the literal.
-      outputs: the identifiers of the results.
-      within: the inlined calls that contain the equation, starting with the outermost call.
-    """
-
-    eqn: Any
-    inputs: tuple[ValueId | Literal, ...]
-    outputs: tuple[ValueId, ...]
-    within: tuple[Any, ...]
+    eqn: Any  # the equation in its original jaxpr
+    inputs: tuple[ValueId | Literal, ...]  # for each operand, the identifier of its value, or the literal
+    outputs: tuple[ValueId, ...]  # the identifiers of the results
+    within: tuple[Any, ...]  # the inlined calls that contain the equation, starting with the outermost call
 
 
 class Graph(NamedTuple):
-    """A jaxpr as a list of nodes (equations), in an order in which the nodes can be evaluated.
+    """A jaxpr as a list of nodes (equations), in an order in which the nodes can be evaluated."""
 
-    Attributes:
-      inputs: the identifiers of the jaxpr's arguments.
-      constants: the values of the constants, by identifier.
-      nodes: the equations of the jaxpr and of all inlined calls.
-      outputs: for each result of the jaxpr, the identifier of its value, or the literal.
-      types: the type that each value has in the original jaxpr, by identifier.
-    """
-
-    inputs: tuple[ValueId, ...]
-    constants: dict[ValueId, Any]
-    nodes: tuple[Node, ...]
-    outputs: tuple[ValueId | Literal, ...]
-    types: dict[ValueId, Any]
+    inputs: tuple[ValueId, ...]  # the identifiers of the jaxpr's arguments
+    constants: dict[ValueId, Any]  # the values of the constants
+    nodes: tuple[Node, ...]  # the equations of the jaxpr and of all inlined calls
+    outputs: tuple[ValueId | Literal, ...]  # for each result of the jaxpr, the identifier of its value, or the literal
+    types: dict[ValueId, Any]  # the type that each value has in the original jaxpr
 
 
 def inlined(closed: ClosedJaxpr) -> Graph:

@@ -18,7 +18,7 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.location import has_own_location
 from jax_lossscale._program.remat3 import with_remat2
 
-_UNKNOWN = 2**20  # the assumed length of a symbolic dimension
+_ASSUMED_LENGTH = 2**20  # of a symbolic dimension
 
 
 class Traced:
@@ -51,11 +51,14 @@ class Traced:
             for position, value in zip(positions, inputs, strict=True):
                 filled[position] = value
             (args, kwargs), objects = with_leaves(filled)
+            # A traced function must return everything that it changes, so the changed parts of the nnx objects become
+            # additional results.
             before = nnx_objects.contents(objects)
             result = fun(*args, **kwargs)
             changed = nnx_objects.changes(objects, before)
             self._changed = list(changed)
             self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
+            # Leaves that are not arrays cannot be outputs of a jaxpr. They are stored here, and `filled` returns them.
             arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
             self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
             return arrays
@@ -128,7 +131,12 @@ def size_of_shape(shape: Iterable[Any]) -> int:
 
     A symbolic dimension of `jax.export` counts as 2**20.
     """
-    return math.prod(length if isinstance(length, int) else _UNKNOWN for length in shape)
+    return math.prod(length if isinstance(length, int) else _ASSUMED_LENGTH for length in shape)
+
+
+def bytes_of(aval: Any) -> int:
+    """Return the number of bytes of a value. Elements of unknown size, such as random keys, count as 4 bytes."""
+    return size_of(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
 
 
 def is_reference(atom: Any) -> bool:

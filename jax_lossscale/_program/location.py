@@ -34,28 +34,21 @@ _JAX = os.path.join(Path(jax.__file__).parent, "")
 
 
 class Location(NamedTuple):
-    """The location of an equation in the code.
+    """The location of an equation in the code."""
 
-    Attributes:
-      stack: the names of the enclosing scopes and transformations, starting with the outermost name.
-      layer: the names of the enclosing scopes; if there are no scopes, the classes whose ``__call__`` was running; ""
-        if there are neither scopes nor such classes.
-      source: the innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the
-        cell replaces the file.
-      column: the innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the
-        same line; "" if this library added the equation.
-      functions: the names of the functions outside of JAX that were running, starting with the innermost function.
-      is_backward: whether the equation belongs to the backward pass.
-      parameter: the tree path of the argument leaf that the equation uses; "" if the path was not determined.
-    """
-
-    stack: str
+    stack: str  # the names of the enclosing scopes and transformations, starting with the outermost name
+    # The names of the enclosing scopes; if there are no scopes, the classes whose `__call__` was running; "" if there
+    # are neither scopes nor such classes.
     layer: str
+    # The innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the cell
+    # replaces the file.
     source: str
+    # The innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the same
+    # line; "" if this library added the equation.
     column: str
-    functions: tuple[str, ...]
-    is_backward: bool
-    parameter: str = ""
+    functions: tuple[str, ...]  # the functions outside of JAX that were running, starting with the innermost function
+    is_backward: bool  # whether the equation belongs to the backward pass
+    parameter: str = ""  # the tree path of the argument leaf that the equation uses; "" if it was not determined
 
 
 def location_of(eqn: Any, within: Location | None = None) -> Location:

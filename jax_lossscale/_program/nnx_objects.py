@@ -18,16 +18,11 @@ import jax
 
 
 class Flattened(NamedTuple):
-    """A flattened tree.
+    """A flattened tree."""
 
-    Attributes:
-      leaves: the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects.
-      objects: the nnx modules and variables in the tree.
-      with_leaves: a function that rebuilds the tree with new leaves and returns the new tree and the new nnx objects.
-    """
-
-    leaves: list[Any]
-    objects: list[Any]
+    leaves: list[Any]  # the leaves of the tree outside of nnx objects, followed by the leaves of the nnx objects
+    objects: list[Any]  # the nnx modules and variables in the tree
+    # A function that rebuilds the tree with new leaves and returns the new tree and the new nnx objects.
     with_leaves: Callable[[Sequence[Any]], tuple[Any, list[Any]]]
 
 
@@ -52,10 +47,7 @@ def flattened(tree: Any) -> Flattened:
 
 def contents(objects: list[Any]) -> dict[Any, Any]:
     """Return a dictionary from the path of each variable or other value in nnx objects to a list of its leaves."""
-    return {
-        path: jax.tree.leaves(value) if isinstance(value, _nnx().Variable) else [value]
-        for path, value in _parts(objects)
-    }
+    return {path: jax.tree.leaves(value) if _is_variable(value) else [value] for path, value in _parts(objects)}
 
 
 def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
@@ -70,7 +62,7 @@ def change(objects: list[Any], changed: dict[Any, Any]) -> None:
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
-        if isinstance(value, _nnx().Variable):
+        if _is_variable(value):
             _nnx().update(objects, _nnx().from_flat_state({path: value}))
         # If the function created the list or module that contains the value, `holder` is None. The value is then
         # assigned together with this list or module.
@@ -121,7 +113,7 @@ def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
     """
     nodes = dict(_nnx().iter_graph(objects)) if objects else {}
     held = [((*path, name), value) for path, holder in nodes.items() if path for name, value in _held(holder)]
-    return [(path, value) for path, value in nodes.items() if isinstance(value, _nnx().Variable)] + held
+    return [(path, value) for path, value in nodes.items() if _is_variable(value)] + held
 
 
 def _held(holder: Any) -> list[tuple[Any, Any]]:

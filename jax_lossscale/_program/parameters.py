@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from jax_lossscale._program import nnx_objects
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import moved_operands
-from jax_lossscale._program.propagation import Propagation
 
 # The path of an equation: all equations that contain it, from the outermost to the innermost, and the equation itself.
 Path: TypeAlias = tuple[Any, ...]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax_lossscale._program.jaxpr import size_of_shape
+import jax.numpy as jnp
+
+from jax_lossscale._program.jaxpr import has_dtype, size_of_shape
 
 # The primitives that `autocast` defines.
 FLOAT32_RESULT_MATMUL, IN_HALF = "float32_result_matmul", "in_half"
@@ -36,7 +38,6 @@ _MOVES_AND_MASKS = _names(
     "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice split "
     "squeeze stack stage stop_gradient transpose unstack"
 )
-PLAIN_DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
 # Data movement that may copy a number to several positions. The backward pass of these operations sums the
 # cotangents of all copies, so it is not data movement.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
@@ -52,9 +53,8 @@ OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
 # selection, because rounding preserves the order of numbers. Max and min pooling select one number from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
-DATA_MOVEMENT = (
-    PLAIN_DATA_MOVEMENT | REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
-)
+DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
+DATA_MOVEMENT |= REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 # For data movement with additional operands, such as indices or sizes: the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "pbroadcast_dynamic", "reshape"), 1),
@@ -163,6 +163,15 @@ def name_in_reports(primitive: Any) -> str:
     return str(primitive.name) if is_jax else f"{primitive.name} of {made_by}"
 
 
+def operation_name(eqn: Any) -> str:
+    """Return the name of an equation's primitive.
+
+    For a `float32_result_matmul`, return the name of the matmul primitive that it replaces.
+    """
+    name: str = eqn.primitive.name
+    return eqn.params["matmul"].name if name == FLOAT32_RESULT_MATMUL else name
+
+
 def is_matmul(eqn: Any) -> bool:
     """Return whether an equation is a matmul: a matrix multiplication or a convolution.
 
@@ -170,6 +179,12 @@ def is_matmul(eqn: Any) -> bool:
     a matmul, because it is an elementwise multiplication.
     """
     return terms_per_sum(eqn) != 1
+
+
+def is_cast_to_integer(eqn: Any) -> bool:
+    """Return whether an equation casts floats to integers."""
+    is_cast = eqn.primitive.name == "convert_element_type" and has_dtype(eqn.invars[0].aval, jnp.floating)
+    return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.integer)
 
 
 def is_cheap(eqn: Any) -> bool:

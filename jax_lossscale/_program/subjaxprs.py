@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jax_lossscale._program.jaxpr import bind_here
+from jax_lossscale._program.jaxpr import bind_here, jaxprs_of
+from jax_lossscale._program.location import Location, location_of
+from jax_lossscale._program.primitives import ARITHMETIC
 
 # Primitives that only evaluate the jaxpr in their parameters.
 CALLS = ("jit", "closed_call", "eval_jaxpr")  # JAX 0.11 renames `closed_call` to `eval_jaxpr`.
@@ -23,17 +25,12 @@ REBOUND = frozenset({*CALLS, "program_order", REMAT, *LOOPS, "cond"})
 
 
 class SubJaxpr(NamedTuple):
-    """A jaxpr in the parameters of an equation.
-
-    Attributes:
-      closed: the jaxpr.
-      operands: for each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
-      results: for each result of the jaxpr, the position of the corresponding result of the equation; -1 if the
-        equation has no corresponding result.
-    """
+    """A jaxpr in the parameters of an equation."""
 
     closed: ClosedJaxpr
+    # For each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
     operands: tuple[int, ...]
+    # For each result of the jaxpr, the position of the corresponding result of the equation, or -1 if there is none.
     results: tuple[int, ...]
 
     @property
@@ -43,21 +40,15 @@ class SubJaxpr(NamedTuple):
 
 
 class SubJaxprs(NamedTuple):
-    """All jaxprs in the parameters of an equation.
+    """All jaxprs in the parameters of an equation."""
 
-    Attributes:
-      jaxprs: the jaxprs. The last jaxpr of a loop is the body of the loop. The jaxprs of a conditional are its
-        branches.
-      carried: for each carry of a loop, the position of its final value among the results, and the position of its
-        initial value among the operands.
-      sliced: the positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
-      times: the number of iterations of a `scan`, and 1 for all other primitives.
-    """
-
-    jaxprs: tuple[SubJaxpr, ...]
+    jaxprs: tuple[SubJaxpr, ...]  # the last jaxpr of a loop is its body; those of a conditional are its branches
+    # For each carry of a loop, the position of its final value among the results, and the position of its initial value
+    # among the operands.
     carried: tuple[tuple[int, int], ...] = ()
+    # The positions of the operands that a `scan` slices: each iteration uses one slice of each operand.
     sliced: range = range(0)
-    times: int = 1
+    times: int = 1  # the number of iterations of a `scan`, and 1 for all other primitives
 
 
 def subjaxprs(eqn: Any) -> SubJaxprs:
@@ -93,6 +84,34 @@ def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) 
     return bind_here(eqn, inputs, params)
 
 
+class NestedEquation(NamedTuple):
+    """An equation of a program or of a jaxpr that is nested in the program."""
+
+    eqn: Any
+    location: Location
+    within: tuple[Any, ...]  # the equations that contain the equation, starting with the outermost equation
+    times: float  # the number of executions of the equation, as far as this number is known
+
+
+def nested_equations(
+    jaxpr: Jaxpr, within: tuple[Any, ...] = (), at: Location | None = None, times: float = 1.0
+) -> Iterator[NestedEquation]:
+    """Yield the equations of a program and of all nested jaxprs, in order."""
+    for eqn in jaxpr.eqns:
+        location = location_of(eqn, at)
+        yield NestedEquation(eqn, location, within, times)
+        for inner in jaxprs_in(eqn):
+            yield from nested_equations(inner, (*within, eqn), location, times * subjaxprs(eqn).times)
+
+
+def jaxprs_in(eqn: Any) -> list[Jaxpr]:
+    """Return the jaxprs among the parameters of an equation.
+
+    The jaxpr of a reduction or a scatter, which only computes single numbers, is not returned.
+    """
+    return [] if eqn.primitive.name in ARITHMETIC else jaxprs_of(tuple(eqn.params.values()))
+
+
 def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None = None) -> SubJaxpr:
     """Return a `SubJaxpr`; by default, the results of the jaxpr correspond to the results of the equation."""
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
@@ -107,6 +126,7 @@ def _called(eqn: Any) -> SubJaxprs:
 
 def _scan(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
+    # The operands are constants, initial carries and sliced arrays, in this order.
     if "ft_in" in params:
         first, carries = (len(part) for part in params["ft_in"].unpack()[:2])
     else:  # needed before jax 0.11.0
@@ -118,6 +138,7 @@ def _scan(eqn: Any) -> SubJaxprs:
 
 def _while(eqn: Any) -> SubJaxprs:
     params, number = eqn.params, len(eqn.invars)
+    # The operands are the constants of the condition, the constants of the body, and the initial carries.
     of_condition, of_both = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = range(of_both, number)
     condition = _subjaxpr(params["cond_jaxpr"], [*range(of_condition), *carry], [-1])

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
-from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, trace_with_reasons
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.reasons import adding_reasons
+from jax_lossscale._autocast.reasons import adding_reasons, trace_with_reasons
 from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
-from jax_lossscale._program.subjaxprs import REMAT
+from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
 from jax_lossscale.diagnostics import _operations
 from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision

@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._check import check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules, jaxpr
+from jax_lossscale._program.interpreters import Interpreter
 from jax_lossscale._program.primitives import BITS, OPAQUE, ROUNDED, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
-from jax_lossscale._program.walk import Walk
 from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -109,7 +109,7 @@ def checked_precision(dtype: Any, name: str) -> jnp.dtype:
     return dtype
 
 
-class Evaluator(Walk[Any]):
+class Evaluator(Interpreter[Any]):
     """Interpreter that evaluates jaxprs with ``dtype`` instead of half precision.
 
     Attributes:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale import _tree
-from jax_lossscale._autocast.matmuls import trace_with_reasons
+from jax_lossscale._autocast.reasons import trace_with_reasons
 from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects

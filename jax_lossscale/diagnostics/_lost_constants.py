@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import Traced, is_half
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import STEEP_AT_ZERO, moved_operands
-from jax_lossscale._program.propagation import Propagation
 from jax_lossscale.diagnostics._report import at
 
 # The operations in which a constant can be an epsilon: a small number that keeps the result away from zero.

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jax_lossscale._autocast.half_function import is_fallback
-from jax_lossscale._autocast.matmuls import jaxprs_in, nested_equations, operation_name, reason_of_matmul
-from jax_lossscale._autocast.reasons import reason_of
+from jax_lossscale._autocast.reasons import reason_of, reason_of_matmul
 from jax_lossscale._program import primitives
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
 from jax_lossscale._program.location import Location
-from jax_lossscale._program.propagation import Propagation
-from jax_lossscale._program.subjaxprs import HIGHER_ORDER
+from jax_lossscale._program.subjaxprs import HIGHER_ORDER, jaxprs_in, nested_equations
 from jax_lossscale.diagnostics._report import percent
 
 _NO_ARITHMETIC = primitives.DATA_MOVEMENT | {"convert_element_type"}
@@ -70,7 +69,7 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
     # The indices and the flops of the operations of each kind.
     found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
-        eqn, location, name = nested.eqn, nested.location, operation_name(nested.eqn)
+        eqn, location, name = nested.eqn, nested.location, primitives.operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
             continue
         result, computes_matmul = eqn.outvars[0].aval, primitives.is_matmul(eqn)

@@ -101,7 +101,7 @@ def with_probes(
             exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)} if "precision" in eqn.params else {}
             return [_probe_float(value, number, RESULT) for value in bind_here(eqn, operands, {**eqn.params, **exact})]
 
-        planner = Planner(dtype, PrecisionPolicy(recompute=False))
+        planner = Planner(dtype, PrecisionPolicy(recompute=False), parameters={})
         plan = planner.plan(traced.jaxpr)
         return traced.result(Rewriting(planner, measured=probed_matmul).declared(plan, traced.jaxpr, traced.inputs))
 

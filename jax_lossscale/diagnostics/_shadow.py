@@ -19,11 +19,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._limits import Limits, limits_of
+from jax_lossscale._program.interpreters import FOLLOWED, Interpreter
 from jax_lossscale._program.jaxpr import bind, half_dtypes, has_dtype, in_context, is_half, is_reference
 from jax_lossscale._program.primitives import SUMS
-from jax_lossscale._program.propagation import FOLLOWED
 from jax_lossscale._program.subjaxprs import subjaxprs
-from jax_lossscale._program.walk import Walk
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._sites import is_measured
@@ -45,7 +44,7 @@ Rows: TypeAlias = list[jax.Array]
 Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
 
 
-class MeasuringEvaluator(Walk[Any]):
+class MeasuringEvaluator(Interpreter[Any]):
     """Base class for interpreters that measure the results of operations. Values are pytrees of arrays.
 
     Attributes:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import has_dtype, is_half, is_reference
 from jax_lossscale._program.location import Location
 from jax_lossscale._program.primitives import DATA_MOVEMENT, MATMULS, SELECTIONS, STEEP_AT_ZERO, SUMS_OF_MANY, is_matmul
-from jax_lossscale._program.propagation import Propagation
 
 # Operations that are not measured. Except for the sign, the results of these operations contain only elements of the
 # operands, which have already been measured.

@@ -10,7 +10,7 @@ import pytest
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.constants import UNKNOWN, Constants
+from jax_lossscale._autocast.constants import UNKNOWN, Intervals
 from jax_lossscale._program.inline import inlined
 
 pytestmark = pytest.mark.ci
@@ -159,7 +159,7 @@ INTERVALS = {
 @pytest.mark.parametrize(("constant", "expected"), INTERVALS.values(), ids=INTERVALS)
 def test_bounds_of_a_constant(constant, expected):
     program = inlined(jax.make_jaxpr(constant)())
-    assert Constants(program, []).of(program.outputs[0])() == expected
+    assert Intervals(program, []).of(program.outputs[0])() == expected
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 150))])
@@ -254,5 +254,5 @@ def test_constant_without_a_dtype_has_unknown_bounds():
     """An array with a user-defined extended dtype is an example of a constant without bounds."""
     program = inlined(jax.make_jaxpr(lambda: HALVES + 1)())
     (constant,) = program.constants
-    constants = Constants(program._replace(constants={constant: object()}), ())
+    constants = Intervals(program._replace(constants={constant: object()}), ())
     assert constants.of(constant)() == UNKNOWN

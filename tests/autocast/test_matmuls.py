@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_lossscale._autocast.matmuls import trace_with_reasons
+from jax_lossscale._autocast.reasons import trace_with_reasons
 from jax_lossscale.diagnostics._operations import operations
 
 

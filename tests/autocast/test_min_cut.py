@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.min_cut import OperandsNeeded, _nearest_to_sink
+from jax_lossscale._autocast.min_cut import _nearest_to_sink, operands_needed
 
 
 def all_cuts(edges):
@@ -76,4 +76,4 @@ def test_operands_that_a_derivative_needs(function, args, expected):
     eqn = jax.make_jaxpr(function)(*args).eqns[-1]
     if eqn.primitive.name == "jit":
         eqn = eqn.params["jaxpr"].eqns[-1]
-    assert OperandsNeeded()(eqn) == expected
+    assert operands_needed(eqn, {}) == expected

@@ -8,8 +8,8 @@ from jax.interpreters import mlir
 from reading import matmul_dtypes
 
 import jax_lossscale as jls
+from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.primitives import COMPUTED_ONCE, KNOWN
-from jax_lossscale._program.propagation import Propagation
 from jax_lossscale._program.subjaxprs import HIGHER_ORDER
 from jax_lossscale.diagnostics._shadow import MeasuringEvaluator
 

@@ -51,7 +51,7 @@ CALLED = {
     ),
     "operands of a derivative": (
         (min_cut.jax, "vjp", fail),
-        lambda: min_cut.OperandsNeeded()(jax.make_jaxpr(jnp.exp)(X).eqns[0]),
+        lambda: min_cut.operands_needed(jax.make_jaxpr(jnp.exp)(X).eqns[0], {}),
     ),
     "search for relus": ((by_result.jax.nn, "relu", fail), lambda: by_result._is_relu(RELU)),
 }

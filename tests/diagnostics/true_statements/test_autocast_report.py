@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from programs_of_others import Classifier
 
 import jax_lossscale as jls
-from jax_lossscale._autocast.matmuls import nested_equations
 from jax_lossscale._program.location import HIDDEN_SCOPE
+from jax_lossscale._program.subjaxprs import nested_equations
 from jax_lossscale.diagnostics import autocast_report
 
 pytestmark = pytest.mark.ci

@@ -10,7 +10,7 @@ import workloads
 
 import jax_lossscale as jls
 from jax_lossscale import autocast
-from jax_lossscale._autocast.matmuls import nested_equations
+from jax_lossscale._program.subjaxprs import nested_equations
 from jax_lossscale.diagnostics import autocast_report, compare_gradients, find_precision, range_report
 
 pytestmark = pytest.mark.ci

@@ -1,4 +1,4 @@
-"""The rule of `autocast` and its exceptions, which determine the kind of each node and the dtype of each matmul."""
+"""The plan of each node, given by the rule of `autocast`, its exceptions, and the rules of a `PrecisionPolicy`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._autocast.constants import UNKNOWN, Constants, Interval
-from jax_lossscale._autocast.linear_algebra import Reasons, reason_in_reports
+from jax_lossscale._autocast.constants import UNKNOWN, Interval, Intervals
+from jax_lossscale._autocast.linear_algebra import Unrounded, reason_in_reports
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program import jaxpr, primitives
@@ -29,15 +29,19 @@ from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 # For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
+# Data movement to which the rules of a policy apply, although its results have the dtype of its operands. The table of
+# a gather may be rounded. The transposes of an all-gather (data movement between devices) and of `pvary` (a placement)
+# are sums.
+_MOVEMENT_WITH_RULES = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
 _IN_KEEP_FLOAT32 = "inside `keep_float32`"
 REWRITTEN = REBOUND | RULES.keys()
 
 
-class Rule:
+class NodePlanner:
     """Determines the `NodePlan` of each node.
 
-    The decision about a node depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are
-    chosen afterwards.
+    The `NodePlan` depends on the dtypes in the original jaxpr, but not on the planned dtypes, which are chosen
+    afterwards.
 
     Attributes:
       matched: the rules of the policy that match an operation, and those that may match an operation in the backward
@@ -55,19 +59,19 @@ class Rule:
         # because the function has already been traced. It is treated like the `precision` argument of a matmul.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
-    def decide(
-        self, node: Node, within: tuple[Any, ...], feeding: Mapping[ValueId, Reasons], constants: Constants
-    ) -> NodePlan:
+    def plan(self, node: Node, within: Path, unrounded: Unrounded, constants: Intervals) -> NodePlan:
         """Return the `NodePlan` of a node, which determines how the node is evaluated.
 
         Args:
           node: the node.
           within: the equations that contain the graph, starting with the outermost equation.
-          feeding: the values that must not be rounded, each with the reasons (see `Feeding.values`).
-          constants: the values of the graph that are constants.
+          unrounded: the values that must not be rounded (see `Feeding.values`).
+          constants: the intervals of the values that are constants.
         """
         eqn, name = node.eqn, node.eqn.primitive.name
         around = (*within, *node.within)
+        # For data movement and selections, `follows` is the kind of the node. The dtype of such a node is chosen later,
+        # because its results have the dtype of its operands.
         follows = self._follows(eqn)
         if name in REWRITTEN and follows is None:
             if name == "custom_vjp_call":
@@ -80,55 +84,59 @@ class Rule:
         # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so the scatter-add is treated like other
         # arithmetic.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
+        # These equations are evaluated unchanged, whatever the policy.
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
-        # Rules of the policy do not apply to data movement, with three exceptions: gathers, because the table may be
-        # rounded; data movement between devices, such as an all-gather; and placements, such as `pvary`. The transposes
-        # of an all-gather and of `pvary` are sums.
-        exceptions = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
-        is_decided = follows is not NodeKind.DATA_MOVEMENT or name in exceptions
-        rule = self._rule(eqn, around) if is_decided else None
-        is_float32_by_rule = rule is not None and rule.precision == "float32"
-        is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
-        if follows is not None and not is_float32_by_rule and not is_kept:
+        if follows is NodeKind.DATA_MOVEMENT and name not in _MOVEMENT_WITH_RULES:
             return NodePlan(follows, is_alone)
-        if not primitives.is_matmul(eqn):
-            is_half = rule is not None and rule.precision == "half" and self._can_be_half(node, constants)
-            return NodePlan(NodeKind.OTHER, is_alone, is_half)
+        rule = self._rule(eqn, around)
+        if primitives.is_matmul(eqn):
+            if reason := self._reason_for_float32(node, around, rule, unrounded, constants):
+                return NodePlan(NodeKind.MATMUL, reason=reason)
+            if rule is not None and rule.precision == "float32_result":
+                return NodePlan(NodeKind.MATMUL, is_half=True, has_float32_result=True, reason=_reason_of(rule))
+            return NodePlan(NodeKind.MATMUL, is_half=True)
+        precision = "" if rule is None else rule.precision
+        # `keep_float32` also applies to a gather, which otherwise may read a rounded copy of its table. All other data
+        # movement and all selections have the dtype of their operands, even in `keep_float32`.
+        is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
+        if follows is not None and precision != "float32" and not is_kept:
+            return NodePlan(follows, is_alone)
+        return NodePlan(NodeKind.OTHER, is_alone, is_half=precision == "half" and self._can_be_half(node, constants))
+
+    def _reason_for_fallback(self, eqn: Any, around: Path) -> str:
+        """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
+        rule = self._rule(eqn, around)
+        if rule is None:
+            return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
+        return "" if rule.precision == "half" else _reason_of(rule)
+
+    def _reason_for_float32(
+        self, node: Node, around: Path, rule: PrecisionRule | None, unrounded: Unrounded, constants: Intervals
+    ) -> str:
+        """Return the reason why a matmul keeps its dtypes, or "" if it is computed in half precision.
+
+        ``rule`` is the rule of the policy that matches the matmul, or None. All other arguments are those of `plan`.
+        """
+        eqn = node.eqn
         operands = {atom.aval.dtype.name for atom in eqn.invars[:2]}
         others = (operands | {atom.aval.dtype.name for atom in eqn.outvars}) - {"float32"}
         # JAX multiplies a 16-bit parameter by a float32 activation in float32, without a cast in the user's code.
         is_mixed = operands == {"float32", self._dtype.name} and jaxpr.is_float32(eqn.outvars[0].aval)
         if others and not is_mixed:
-            return NodePlan(NodeKind.MATMUL, reason=f"{' and '.join(sorted(others))} in the source")
+            return f"{' and '.join(sorted(others))} in the source"
         if rule is not None:
-            reason = _reason_of(rule) if rule.precision != "half" else ""
-            if not is_float32_by_rule and not all(map(self._holds, filter(_is_bounded, _intervals(node, constants)))):
-                reason = f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
-                return NodePlan(NodeKind.MATMUL, reason=reason)
-            has_float32_result = rule.precision == "float32_result"
-            return NodePlan(NodeKind.MATMUL, False, not is_float32_by_rule, has_float32_result, reason)
-        reason = self._exception(node, around, feeding, constants)
-        return NodePlan(NodeKind.MATMUL, is_half=not reason, reason=reason)
-
-    def _reason_for_fallback(self, eqn: Any, around: tuple[Any, ...]) -> str:
-        """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
-        rule = self._rule(eqn, around)
-        if rule is not None:
-            return _reason_of(rule) if rule.precision != "half" else ""
-        return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
-
-    def _exception(
-        self, node: Node, around: tuple[Any, ...], feeding: Mapping[ValueId, Reasons], constants: Constants
-    ) -> str:
-        """Return the reason why a matmul of float32 arrays stays in float32, or "" if it does not stay in float32."""
-        eqn = node.eqn
+            if rule.precision == "float32":
+                return _reason_of(rule)
+            # The policy requires half precision, so a constant is an exception only if its range is known.
+            is_possible = all(map(self._holds, filter(_is_bounded, _intervals(node, constants))))
+            return "" if is_possible else f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
         if _is_in_keep_float32(eqn, around):
             return _IN_KEEP_FLOAT32
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
-        if node.outputs[0] in feeding:
-            return reason_in_reports(feeding[node.outputs[0]])
+        if node.outputs[0] in unrounded:
+            return reason_in_reports(unrounded[node.outputs[0]])
         intervals = _intervals(node, constants)
         if UNKNOWN in intervals:
             return "the range of its constant operand is unknown"
@@ -151,6 +159,7 @@ class Rule:
         if name == "convert_element_type":  # A cast from float32 to float32 does not change its operand.
             dtypes = {eqn.invars[0].aval.dtype, params["new_dtype"]}
             return NodeKind.DATA_MOVEMENT if dtypes == {np.dtype(np.float32)} else None
+        # A gather whose fill value would be rounded does more than move numbers.
         if name == "gather" and params.get("fill_value") is not None and not self._holds_exactly(params["fill_value"]):
             return None
         if name in ("reduce_max", "reduce_min"):
@@ -160,7 +169,8 @@ class Rule:
             largest_count = 2 / float(jnp.finfo(self._dtype).eps)
             is_countable = jaxpr.size_of(whole.aval) <= jaxpr.size_of(result.aval) * largest_count
             return NodeKind.SELECTION if is_countable else None
-        if name == "custom_jvp_call":  # For example, relu.
+        # A function such as relu is a selection if neither the function nor its derivative computes new numbers.
+        if name == "custom_jvp_call":
             kinds = self._node_kinds(subjaxprs(eqn).jaxprs[0].closed, of_masks=None)
             if NodeKind.SELECTION not in kinds or None in kinds:
                 return None
@@ -179,7 +189,7 @@ class Rule:
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)
-        constants = Constants(graph, [])
+        constants = Intervals(graph, [])
         for node in graph.nodes:
             if node.eqn.primitive.name == "custom_jvp_call":
                 found |= self._node_kinds(subjaxprs(node.eqn).jaxprs[0].closed, of_masks)
@@ -201,7 +211,7 @@ class Rule:
                 return {None}
             return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
-    def fits(self, atom: ValueId | Literal, constants: Constants) -> bool:
+    def fits(self, atom: ValueId | Literal, constants: Intervals) -> bool:
         """Return whether a value is a known number that half precision represents exactly."""
         known = constants.of(atom)
         low, high = known() if known is not None else UNKNOWN
@@ -211,7 +221,7 @@ class Rule:
         rounded = np.float32(jaxpr.as_dtype(np.asarray(number), self._dtype))
         return np.ndim(number) == 0 and np.array_equal(rounded, number, equal_nan=True)
 
-    def _can_be_half(self, node: Node, constants: Constants) -> bool:
+    def _can_be_half(self, node: Node, constants: Intervals) -> bool:
         """Return whether an operation can be computed in half precision.
 
         The following conditions must be true:
@@ -233,7 +243,7 @@ class Rule:
         expected = [jaxpr.with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
-    def _rule(self, eqn: Any, around: tuple[Any, ...]) -> PrecisionRule | None:
+    def _rule(self, eqn: Any, around: Path) -> PrecisionRule | None:
         """Return the first rule of the policy that matches the equation, after adding the rule to ``matched``."""
         if not self._policy.rules:
             return None
@@ -244,7 +254,7 @@ class Rule:
                 return rule
         return None
 
-    def _match_backward_pass(self, eqn: Any, around: tuple[Any, ...]) -> None:
+    def _match_backward_pass(self, eqn: Any, around: Path) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
         A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function and either the layer
@@ -266,7 +276,7 @@ def params_in_half(eqn: Any) -> dict[str, Any]:
     return params | {"preferred_element_type": None} if "preferred_element_type" in params else params
 
 
-def _intervals(node: Node, constants: Constants) -> list[Interval]:
+def _intervals(node: Node, constants: Intervals) -> list[Interval]:
     """Return the interval of each operand that is a constant."""
     return [known() for known in map(constants.of, node.inputs) if known is not None]
 
@@ -279,5 +289,5 @@ def _reason_of(rule: PrecisionRule) -> str:
     return f"a rule of the policy: {rule!r}"
 
 
-def _is_in_keep_float32(eqn: Any, around: tuple[Any, ...]) -> bool:
+def _is_in_keep_float32(eqn: Any, around: Path) -> bool:
     return is_in_scope(KEEP_FLOAT32, (*around, eqn))
