@@ -32,7 +32,7 @@ _NOTHING_TO_DO = 0.98
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class AutocastReport(Report[OperationPrecision]):
     """The result of `autocast_report`: the dtype and location of each operation, and the reason for the dtype.
 
@@ -41,6 +41,8 @@ class AutocastReport(Report[OperationPrecision]):
     the report as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar
     operations on floats. Matmuls that are not in half precision come first, followed by all other matmuls and then by
     all other operations.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       operations: the operations of the value and the gradient.

@@ -21,7 +21,7 @@ from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of
 _MOST_ROWS = 12
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class GradientComparison(Report[LeafGradientError]):
     """The result of `compare_gradients`: a verdict and the errors of the gradients of each leaf.
 
@@ -29,6 +29,8 @@ class GradientComparison(Report[LeafGradientError]):
     the verdict on whether training will work. The report then lists the gradient errors of the leaves in a table, with
     the largest errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
     `LeafGradientError` per leaf.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       verdict: a few sentences that state whether the function will train. The sentences recommend an initial loss

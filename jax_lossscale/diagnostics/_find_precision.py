@@ -29,12 +29,14 @@ from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two
 _PRECISIONS = ("half", "float32_result", "float32")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class PrecisionReport(Report[PrecisionRule]):
     """A sequence of the rules that `find_precision` found.
 
     The printed report contains a summary of the matrix multiplications and convolutions (matmuls), the policy and its
     accuracy.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       policy: the policy for `autocast`.
@@ -202,7 +204,7 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
             f"for a comparison. {why} The returned policy has no rules."
         )
-        return PrecisionReport(PrecisionPolicy())
+        return PrecisionReport(policy=PrecisionPolicy())
     reference = search.references[0]
     leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
@@ -227,7 +229,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"function is not accurate in {dtype.name}."
         )
     before_and_after = min(first.error, 1.0), min(verified.error, 1.0)
-    return PrecisionReport(policy(best, search.reasons(best)), best.scale, before_and_after)
+    with_reasons = policy(best, search.reasons(best))
+    return PrecisionReport(policy=with_reasons, loss_scale=best.scale, errors=before_and_after)
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:

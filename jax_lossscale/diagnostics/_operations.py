@@ -26,7 +26,7 @@ from jax_lossscale.diagnostics._report import percent
 _NO_ARITHMETIC = primitives.DATA_MOVEMENT | {"convert_element_type"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationPrecision:
     """The operations of one kind at one location, and the dtype in which they are computed.
 
@@ -55,9 +55,9 @@ class OperationPrecision:
     result: str
     reason: str
     is_matmul: bool
-    count: int
-    flops: float
-    index: int
+    count: int = 0
+    flops: float = 0.0
+    index: int = 0
 
 
 def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
@@ -67,8 +67,8 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
       program: the program, which was traced by `trace_with_reasons`.
       half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason.
     """
-    # The indices and the flops of the operations of each kind.
-    found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
+    # The keys are entries without counts. The values are the indices and the flops of the operations of each kind.
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
         eqn, location, name = nested.eqn, nested.location, operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
@@ -78,11 +78,19 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         reason = reason_of_matmul(nested) if computes_matmul and {widest, result.dtype} != {half} else ""
         flops = 2.0 * result.size * primitives.terms_per_sum(eqn) * nested.times if computes_matmul else 0.0
-        place = name, location.layer, location.source, location.is_backward
-        kind = *place, widest.name, result.dtype.name, reason, computes_matmul
+        kind = OperationPrecision(
+            operation=name,
+            layer=location.layer,
+            source=location.source,
+            is_backward=location.is_backward,
+            dtype=widest.name,
+            result=result.dtype.name,
+            reason=reason,
+            is_matmul=computes_matmul,
+        )
         found.setdefault(kind, []).append((index, flops))
     return [
-        OperationPrecision(*kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
+        dataclasses.replace(kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
         for kind, each in found.items()
     ]
 

@@ -28,7 +28,7 @@ _MOSTLY_ROUNDING = 2.0**-6
 _MOST_ROWS = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRange:
     """The range and the error of the results of one operation.
 
@@ -84,7 +84,7 @@ class OperationRange:
     changes_result: bool = False
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class RangeReport(Report[OperationRange]):
     """A sequence of `OperationRange` objects, with the worst operation first.
 
@@ -100,6 +100,8 @@ class RangeReport(Report[OperationRange]):
 
     The printed report contains a summary of the matrix multiplications and convolutions (matmuls), and a table of the
     operations for which the report suggests a fix. Notebooks display the report as an HTML table.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       operations: the operations.
@@ -317,8 +319,15 @@ def ranges_at(
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
     lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
-    opaque = tuple(evaluator.evaluator.opaque_operations)
-    return RangeReport(tuple(operations), dtype.name, loss_scale, opaque, lost, gradients.matmuls, tuple(faults))
+    return RangeReport(
+        operations=tuple(operations),
+        dtype=dtype.name,
+        loss_scale=loss_scale,
+        opaque_operations=tuple(evaluator.evaluator.opaque_operations),
+        lost_constants=lost,
+        summary=gradients.matmuls,
+        arguments=tuple(faults),
+    )
 
 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
@@ -361,10 +370,23 @@ def _operation_range(
         log2_overflow = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
     elif 0 < measured.largest < float(info.smallest_normal):
         log2_underflow = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
-    numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
-    is_nan = numbers.pop("nan") > 0 and not measured.overflow
-    numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
-    numbers |= {"log2_overflow": log2_overflow, "log2_underflow": log2_underflow}
-    at, aval = site.location, site.aval
-    facts = site.operation, site.derivative_of, at.layer, at.source, at.is_backward, aval.shape, aval.dtype.name
-    return OperationRange(*facts, suggestion=suggestion, changes_result=is_harmful or measured.nan > 0, **numbers)
+    return OperationRange(
+        operation=site.operation,
+        derivative_of=site.derivative_of,
+        layer=site.location.layer,
+        source=site.location.source,
+        is_backward=site.location.is_backward,
+        shape=site.aval.shape,
+        dtype=site.aval.dtype.name,
+        largest=math.nan if measured.nan > 0 and not measured.overflow else measured.largest,
+        overflow=measured.overflow + measured.nan,
+        zero=measured.zero,
+        subnormal=measured.subnormal,
+        log2_overflow=log2_overflow,
+        log2_underflow=log2_underflow,
+        suggestion=suggestion,
+        error=measured.error,
+        input_error=measured.input_error,
+        amplification=measured.amplification,
+        changes_result=is_harmful or measured.nan > 0,
+    )
