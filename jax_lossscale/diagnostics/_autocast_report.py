@@ -19,7 +19,8 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT
 from jax_lossscale.diagnostics import _operations
-from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
+from jax_lossscale.diagnostics._argument_faults import argument_faults
+from jax_lossscale.diagnostics._loss_call import LossCall, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision
 from jax_lossscale.diagnostics._report import Report, percent
 

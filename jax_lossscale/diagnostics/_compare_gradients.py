@@ -14,9 +14,10 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, LARGE_LEAF_ERROR, LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 _MOST_ROWS = 12
 

@@ -18,12 +18,14 @@ from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, TracedGradients, argument_faults, check_call
+from jax_lossscale.diagnostics._argument_faults import argument_faults
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
 _PRECISIONS = ("half", "float32_result", "float32")
@@ -197,7 +199,7 @@ def find_precision(
 def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     """Return the policy that a search finds and warn if it is not useful."""
     gradients, dtype = search.gradients, search.gradients.dtype
-    if not all(reference.is_finite() for reference in search.references):
+    if not all(target.is_finite() for target in search.targets):
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
@@ -205,8 +207,7 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionReport(policy=PrecisionPolicy())
-    reference = search.references[0]
-    leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
+    leaves, _ = search.targets[0].float32.reports_of([])
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 

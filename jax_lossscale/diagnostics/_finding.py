@@ -17,9 +17,9 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import half_dtypes
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
-from jax_lossscale.diagnostics._loss_call import TracedGradients
 from jax_lossscale.diagnostics._range_report import OperationRange, ranges_at
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25

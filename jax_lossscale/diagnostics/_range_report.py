@@ -17,11 +17,12 @@ from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call, value_and_leaves
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
 _MOSTLY_ROUNDING = 2.0**-6
@@ -299,9 +300,9 @@ def ranges_at(
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     outputs = flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs])
-    of_value, of_leaves = gradients.call.value_and_leaves(program, outputs)
+    of_value, of_leaves = value_and_leaves(program, outputs)
     evaluator = ShadowEvaluator(dtype, iter(progress(range(len(flow.sites)))))
-    inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
+    inputs = map(evaluator.value_of, gradients.inputs_at(loss_scale), program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
     results = {node for node in of_value.union(*of_leaves.values()) if not _is_noise(measured.get(node), dtype)}

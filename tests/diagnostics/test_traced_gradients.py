@@ -7,7 +7,8 @@ from flax import nnx
 import jax_lossscale as jls
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _lost_constants
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 HALF = jnp.dtype(jnp.float16)
 W, X = jnp.ones((4, 4)), jnp.ones((8, 4))
