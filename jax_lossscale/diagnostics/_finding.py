@@ -28,24 +28,15 @@ _REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause of inaccurate gradients, and the sentences that describe this cause.
+    """The cause of inaccurate gradients, and the sentences that describe this cause."""
 
-    Attributes:
-      cause: the name of the cause, as documented in `GradientComparison`.
-      sentences: the sentences of the verdict. Empty strings are ignored.
-      at: the index of the loss scale that best shows the cause.
-      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, ``leaves``
-        contains the leaves whose gradients are inaccurate without a loss scale.
-      will_train: whether there is a loss scale at which all gradients are accurate.
-      loss_scale: the loss scale with which training should start.
-    """
-
-    cause: str
-    sentences: Sequence[str]
-    at: int = 0
+    cause: str  # one of the names that `GradientComparison` documents
+    sentences: Sequence[str]  # the sentences of the verdict; empty strings are ignored
+    at: int = 0  # the index of the loss scale that best shows the cause
+    # The leaves whose gradients are inaccurate at this loss scale or, if `will_train` is true, without a loss scale.
     leaves: Sequence[LeafGradientError] = ()
-    will_train: bool = False
-    loss_scale: float | None = None
+    will_train: bool = False  # whether there is a loss scale at which all gradients are accurate
+    loss_scale: float | None = None  # the loss scale with which training should start
 
     @property
     def verdict(self) -> str:

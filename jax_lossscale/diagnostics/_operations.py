@@ -219,21 +219,14 @@ def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) 
 
 
 class _Origin(NamedTuple):
-    """The reason why a value is float32. If there are several reasons, the one with the lowest rank is reported.
+    """The reason why a value is float32. If there are several reasons, the one with the lowest rank is reported."""
 
-    Attributes:
-      rank: the kind of origin. The rank of an origin is 0 for an operation that promotes half precision to float32, 1
-        for a cast to float32, 2 for an argument that is float32, and 3 for a constant. A value that is not float32 has
-        the rank 4.
-      why: an explanation of the origin, phrased as the reason why a matmul with this operand is in float32.
-      given: the name of the argument, or "a constant".
-      column: the position of the cast in the source code.
-    """
-
+    # 0 for an operation that promotes half precision to float32, 1 for a cast to float32, 2 for an argument that is
+    # float32, 3 for a constant, and 4 for a value that is not float32.
     rank: int
-    why: str = ""
-    given: str = ""
-    column: str = ""
+    why: str = ""  # the reason why a matmul with this operand is in float32
+    given: str = ""  # the name of the argument, or "a constant"
+    column: str = ""  # the position of the cast in the source code
 
 
 def _given(rank: int, name: str) -> _Origin:

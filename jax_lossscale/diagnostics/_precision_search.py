@@ -24,21 +24,13 @@ _LOG2_HEADROOM = 1
 
 
 class Trial(NamedTuple):
-    """The result of a trial, which computes the gradients with some matmuls in float32.
+    """The result of a trial, which computes the gradients with some matmuls in float32."""
 
-    Attributes:
-      levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
-      scale: the loss scale.
-      ratio: the largest ratio of an error to its tolerance, among the value, the leaves and the whole gradient.
-      error: the error with this ratio; infinite if any number is not finite.
-      where: the quantity that has this error, such as "the value".
-    """
-
-    levels: np.ndarray
-    scale: float
-    ratio: float
-    error: float
-    where: str
+    levels: np.ndarray  # the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`
+    scale: float  # the loss scale
+    ratio: float  # the largest ratio of an error to its tolerance, among the value, the leaves and the whole gradient
+    error: float  # the error with this ratio; infinite if any number is not finite
+    where: str  # the quantity that has this error, such as "the value"
 
     @property
     def is_accurate(self) -> bool:
@@ -182,7 +174,7 @@ class Search:
             found.append((math.inf, math.inf, "the value"))
         return Trial(levels, scale, *max(found))
 
-    def _too_small(self, measured: probes.Measured) -> np.ndarray:
+    def _too_small(self, measured: probes.ProbeMeasurements) -> np.ndarray:
         """Return a mask of the values that underflow.
 
         A value underflows if its relative error exceeds about eleven times the mean relative rounding error of normal
@@ -200,7 +192,7 @@ class Search:
         If the limit on gradient evaluations is reached, the reason "not tested separately" is used for each reason that
         is still unknown.
         """
-        measured: dict[float, probes.Measured] = {}
+        measured: dict[float, probes.ProbeMeasurements] = {}
         reasons = [""] * len(trial.levels)
         for site in map(int, np.flatnonzero(trial.levels)):
             levels = trial.levels.copy()
@@ -215,7 +207,7 @@ class Search:
             reasons[site] = reason or "not tested separately"
         return reasons
 
-    def _out_of_range(self, measured: probes.Measured, site: int, levels: np.ndarray, scale: float) -> str:
+    def _out_of_range(self, measured: probes.ProbeMeasurements, site: int, levels: np.ndarray, scale: float) -> str:
         """Describe the values that are out of range if a matmul is in half precision, or return "" if there are none.
 
         Args:

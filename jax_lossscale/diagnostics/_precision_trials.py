@@ -96,7 +96,7 @@ class Gradients:
         """For each batch, evaluate the program that contains the probes, with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
-    def measured(self, scale: float) -> probes.Measured:
+    def measured(self, scale: float) -> probes.ProbeMeasurements:
         """Return the measurements of the probes in float32, as arrays ``float32[sites, 2 * roles]``."""
         return largest_of(self.in_float32(scale))
 
@@ -118,7 +118,7 @@ class Gradients:
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
         are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
         outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
-        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.Measured._fields)))
+        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.ProbeMeasurements._fields)))
         for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
         return Evaluation(*value_and_leaves(self._traced, outputs), measured)
@@ -130,10 +130,10 @@ def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: 
     return outputs, jnp.asarray(rows)
 
 
-def largest_of(results: Iterable[Evaluation]) -> probes.Measured:
+def largest_of(results: Iterable[Evaluation]) -> probes.ProbeMeasurements:
     """Return the maxima of the measurements over all batches."""
     largest = np.max([result.measured for result in results], axis=0)
-    return probes.Measured(*np.moveaxis(largest, -1, 0))
+    return probes.ProbeMeasurements(*np.moveaxis(largest, -1, 0))
 
 
 class Target(NamedTuple):
@@ -176,7 +176,7 @@ class _Change(NamedTuple):
     leaves: list[errors.Measurement]
 
 
-def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.Measured]:
+def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.ProbeMeasurements]:
     """Evaluate the float32 gradients for the original parameters, and for two small random perturbations of them.
 
     Return the target for each batch, and the measurements that the probes make without a loss scale.

@@ -25,7 +25,7 @@ from jax_lossscale.diagnostics._sites import Dataflow, Site
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
-_MOSTLY_ROUNDING = 2.0**-6
+_NOISE_THRESHOLD = 2.0**-6
 _MOST_ROWS = 16
 
 
@@ -341,7 +341,7 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     if measured is None or math.isinf(measured.error):
         return False
     multiplied = measured.error / max(measured.input_error, 1.0)
-    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
+    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _NOISE_THRESHOLD
 
 
 def _severity(operation: OperationRange) -> Any:

@@ -41,8 +41,9 @@ _SMALLEST_SHARE = 1 / 256
 
 # The measurements of a program, in program order. Each row of measurements contains several numbers, and larger numbers
 # are worse.
-Rows: TypeAlias = list[jax.Array]
-Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
+MeasuredRows: TypeAlias = list[jax.Array]
+# A function that evaluates the sub-jaxprs of an equation, and returns the outputs and the measurements.
+HigherOrderRule: TypeAlias = Callable[..., tuple[list[Any], MeasuredRows]]
 
 
 class MeasuringEvaluator(Walk[Any]):
@@ -51,14 +52,13 @@ class MeasuringEvaluator(Walk[Any]):
     Attributes:
       fields: the number of elements of a row.
       rows: the rows of measurements that have been recorded in the current jaxpr.
-      rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation
-        and returns the outputs and the rows of measurements.
+      rules: the `HigherOrderRule` of each higher-order primitive whose sub-jaxprs are entered.
     """
 
     fields: int
 
     def __init__(self) -> None:
-        self.rows: Rows = []
+        self.rows: MeasuredRows = []
 
     def value_of(self, constant: Any, aval: Any) -> Any:
         return constant
@@ -83,7 +83,7 @@ class MeasuringEvaluator(Walk[Any]):
         """Convert pytrees returned by `to_scan` back to values. Each atom has the type of the corresponding value."""
         return values
 
-    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], MeasuredRows]:
         """Return the outputs of a jaxpr and the rows of measurements."""
         outside, self.rows = self.rows, []
         outputs = self.outputs(program, inputs)
@@ -112,12 +112,12 @@ class MeasuringEvaluator(Walk[Any]):
         """Return whether the interpreter enters the sub-jaxprs of an equation."""
         return eqn.primitive.name in self.rules
 
-    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
+    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], MeasuredRows]:
         """Return the outputs of an equation whose sub-jaxprs are entered, and the rows recorded in the sub-jaxprs."""
         with in_context(eqn):
             return self.rules[eqn.primitive.name](self, eqn, inputs)
 
-    def nothing(self, program: ClosedJaxpr) -> Rows:
+    def nothing(self, program: ClosedJaxpr) -> MeasuredRows:
         """Return rows of zeros for a jaxpr that is not evaluated."""
         return [jnp.zeros(self.fields)] * len(self.names(program))
 
@@ -172,10 +172,15 @@ class MeasuringEvaluator(Walk[Any]):
         functions = [partial(taken, number) for number in range(len(branches))]
         return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, Rule]] = {**dict.fromkeys(FOLLOWED, _call), "scan": _scan, "while": _while, "cond": _cond}
+    rules: ClassVar[dict[str, HigherOrderRule]] = {
+        **dict.fromkeys(FOLLOWED, _call),
+        "scan": _scan,
+        "while": _while,
+        "cond": _cond,
+    }
 
 
-def _worst(worst: Rows, rows: Rows) -> Rows:
+def _worst(worst: MeasuredRows, rows: MeasuredRows) -> MeasuredRows:
     return list(map(jnp.maximum, worst, rows))
 
 
@@ -183,29 +188,21 @@ class Statistics(NamedTuple):
     """The statistics of one result as scalars, or of several results as arrays.
 
     If the result is computed repeatedly in a loop, each statistic is the maximum over the iterations.
-
-    Attributes:
-      largest: the largest magnitude in float32, ignoring NaN.
-      overflow: the fraction of elements that are finite in float32 but would overflow in half precision.
-      nan: the fraction of elements that are NaN in float32, or 0 if an operand contains NaN.
-      zero: the fraction of the nonzero elements that would become zero.
-      subnormal: the fraction of the nonzero elements that would become subnormal.
-      error: the relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements
-        that are far larger than all other elements, this is the maximum of the errors with and without outliers.
-      input_error: the largest error of an operand.
-      amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
-      error_of_all: the relative error including outliers.
     """
 
-    largest: Any
-    overflow: Any
-    nan: Any
-    zero: Any
-    subnormal: Any
+    largest: Any  # the largest magnitude in float32, ignoring NaN
+    overflow: Any  # the fraction of elements that are finite in float32 but would overflow in half precision
+    nan: Any  # the fraction of elements that are NaN in float32, or 0 if an operand contains NaN
+    zero: Any  # the fraction of the nonzero elements that would become zero
+    subnormal: Any  # the fraction of the nonzero elements that would become subnormal
+    # The relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements that
+    # are far larger than all other elements, this is the maximum of the errors with and without outliers.
     error: Any
-    input_error: Any
-    amplification: Any
-    error_of_all: Any
+    input_error: Any  # the largest error of an operand
+    amplification: (
+        Any  # ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype
+    )
+    error_of_all: Any  # the relative error including outliers
 
 
 class Pair(NamedTuple):
@@ -254,7 +251,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     def measured_of(self, eqn: Any) -> list[Any]:
         return [variable for variable in eqn.outvars if is_measured(eqn, variable)]
 
-    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
+    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], MeasuredRows]:
         if self._is_compiled or eqn.primitive.name in FOLLOWED:
             return super().gone_into(eqn, inputs)
         # Loops and conditionals are compiled as a whole.

@@ -80,5 +80,5 @@ def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
         return total, total + total
 
     jaxpr = Traced(repeated, (jnp.ones(4, jnp.float16),), {}).jaxpr
-    outputs = _lost_constants._Constants(False).outputs(jaxpr, [_lost_constants._Value()])
-    assert [len(output.sums) for output in outputs] == [1, 1]
+    outputs = _lost_constants._LostConstants(False).outputs(jaxpr, [_lost_constants._KnownValue()])
+    assert [len(output.epsilons) for output in outputs] == [1, 1]
