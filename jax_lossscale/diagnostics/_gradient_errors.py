@@ -195,7 +195,7 @@ class Float32Gradients(NamedTuple):
         of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
         reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
         size = sum(map(np.size, self.leaves.values()))
-        return reports, _report_of("all leaves", (size,), *map(_whole_gradient, [self.rounding, *measured]))
+        return reports, _report_of("all leaves", (size,), *map(whole_gradient, [self.rounding, *measured]))
 
 
 def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measured: Measurement) -> LeafGradientError:
@@ -214,7 +214,7 @@ def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measur
     )
 
 
-def _whole_gradient(leaves: Sequence[Measurement]) -> Measurement:
+def whole_gradient(leaves: Sequence[Measurement]) -> Measurement:
     """Combine the measurements of all leaves at one loss scale, as if the leaves were one array."""
     # If the float32 gradient of a leaf is zero, its relative error has no meaning, and only an error that is not finite
     # counts.

@@ -158,22 +158,24 @@ class Target(NamedTuple):
         """
         if not math.isfinite(evaluation.value):
             return [(math.inf, math.inf, "the value")]
-        reports, total = self.float32.reports_of([errors.measure(evaluation.leaves, self.float32.leaves, scale)])
+        measured = errors.measure(evaluation.leaves, self.float32.leaves, scale)
+        whole = errors.whole_gradient(measured)
         found = [("the value", errors.relative_error(evaluation.value, self.float32.value))]
-        for leaf in reports:
-            is_tiny = leaf.norm < _TINY_SHARE * total.norm and not leaf.nonfinite[0]
-            error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
-            found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
-        found.append(("the whole gradient", total.relative_error[0]))
+        for path, leaf in zip(self.float32.leaves, measured, strict=True):
+            is_tiny = leaf.norm < _TINY_SHARE * whole.norm and not leaf.nonfinite
+            error = leaf.lost / max(leaf.nonzero, 1) if is_tiny else leaf.relative_error
+            found.append((f"the gradient of {path or 'the only leaf'}", error))
+        found.append(("the whole gradient", whole.relative_error))
         with_tolerances = zip(found, self.tolerances, strict=True)
         return [(error / tolerance, error, name) for (name, error), tolerance in with_tolerances if tolerance]
 
 
-class _Change(NamedTuple):
-    """The changes of the float32 results after the parameters were multiplied by ``1 + by`` or ``1 - by``."""
+class _Changes(NamedTuple):
+    """The changes of the float32 results of one batch after a change to the parameters."""
 
-    value: float  # the relative change
-    leaves: list[errors.Measurement]
+    value: float  # the relative change of the value
+    leaves: list[errors.Measurement]  # of the gradient of each leaf
+    whole: errors.Measurement  # of the whole gradient
 
 
 def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.ProbeMeasurements]:
@@ -183,17 +185,21 @@ def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], pr
     """
     exact = list(gradients.in_float32(1.0))
 
-    def change(exact: Evaluation, moved: Evaluation) -> _Change:
-        value = errors.relative_error(moved.value, exact.value)
-        return _Change(value, errors.measure(moved.leaves, exact.leaves, 1.0))
+    def changes(exact: Evaluation, moved: Evaluation) -> _Changes:
+        leaves = errors.measure(moved.leaves, exact.leaves, 1.0)
+        return _Changes(errors.relative_error(moved.value, exact.value), leaves, errors.whole_gradient(leaves))
 
     # `map` frees the gradients of each batch before the next batch is evaluated.
-    fine, coarse = (list(map(change, exact, gradients.in_float32(1.0, by))) for by in (errors.PERTURBATION, _COARSE))
-    return list(map(partial(_target, tolerance), exact, fine, coarse)), largest_of(exact)
+    fine, coarse = (list(map(changes, exact, gradients.in_float32(1.0, by))) for by in (errors.PERTURBATION, _COARSE))
+    targets = [
+        Target(errors.Float32Gradients(value, leaves, small.leaves), _tolerances(tolerance, small, large))
+        for (value, leaves, _), small, large in zip(exact, fine, coarse, strict=True)
+    ]
+    return targets, largest_of(exact)
 
 
-def _target(tolerance: float, exact: Evaluation, fine: _Change, coarse: _Change) -> Target:
-    """Return the float32 results for a batch, and the tolerance for each error.
+def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[float]:
+    """Return the tolerances of the value, of each leaf and of the whole gradient, as in `Target`.
 
     A result in half precision can be judged only if the result is reliable in float32. Two perturbations of the
     parameters measure how reliable the value and the gradient of each leaf are:
@@ -207,28 +213,21 @@ def _target(tolerance: float, exact: Evaluation, fine: _Change, coarse: _Change)
 
     Args:
       tolerance: the tolerance of the user.
-      exact: the results in float32.
       fine: the changes after a perturbation by `errors.PERTURBATION`.
       coarse: the changes after a perturbation by `_COARSE`.
     """
-    float32 = errors.Float32Gradients(exact.value, exact.leaves, rounding=fine.leaves)
-    # In these reports, `rounding` is the relative change after the fine perturbation, and `relative_error[0]` is the
-    # relative change after the coarse perturbation.
-    reports, total = float32.reports_of([coarse.leaves])
 
-    def tolerance_for(fine: float, coarse: float) -> float:
-        """Return the tolerance for a result, given its relative changes after both perturbations."""
+    def allowed(fine: float, coarse: float) -> float:
+        """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
         # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
-        # the coarse perturbation crosses kinks of the function, for example because inputs of ReLUs change sign.
-        # Rounding to half precision then crosses the same kinks, whatever the precision of the matmuls is.
+        # the function has kinks. Rounding to half precision crosses the same kinks, even if all matmuls are in float32.
         if coarse <= 2 * fine * _COARSE / errors.PERTURBATION:
             return tolerance
         return min(max(coarse, tolerance), _MOST_SENSITIVE * tolerance)
 
-    tolerances = [tolerance_for(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
-    for leaf in reports:
-        is_reliable = leaf.norm > 0 and leaf.rounding <= tolerance / 2
-        times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
-        tolerances.append(times * tolerance_for(leaf.rounding, leaf.relative_error[0]) if is_reliable else 0.0)
-    tolerances.append(tolerance_for(total.rounding, total.relative_error[0]))
-    return Target(float32, tolerances)
+    tolerances = [allowed(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
+    for small, large in zip(fine.leaves, coarse.leaves, strict=True):
+        is_reliable = small.norm > 0 and small.relative_error <= tolerance / 2
+        times = _SMALL_LEAF if small.norm < _SMALL_SHARE * fine.whole.norm else 1.0
+        tolerances.append(times * allowed(small.relative_error, large.relative_error) if is_reliable else 0.0)
+    return [*tolerances, allowed(fine.whole.relative_error, coarse.whole.relative_error)]
