@@ -205,6 +205,7 @@ def autocast_report(
         call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux, is_run=False)
         reports.append(_report_of(call, dtype, policy))
 
+    # In `jax.eval_shape`, tracers replace the structs, so that `fun` can use the methods and operators of arrays.
     jax.eval_shape(add_report, structs)
     return reports[0]
 
@@ -218,10 +219,12 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
 
         return call.fun if dtype == jnp.float32 else half
 
+    # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
     half = under(policy)
     program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
+    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)

@@ -236,7 +236,7 @@ def compare_gradients(
     if reference is not None:
         float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
     errors = errors_by_scale(gradients, float32_program, scales, shown)
-    finding = Finder(gradients, errors).found()
+    finding = Finder(errors).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(

@@ -275,6 +275,8 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
         level = int(levels[number])
         if number in covered:
             continue
+        # The names are sorted by robustness, so the first names that do not match a matmul with another precision are
+        # used. If there are none, the last and most specific names are used.
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
             matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
@@ -282,6 +284,7 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
                 break
         rules.append(rule)
         covered.update(matched)
+    # A rule with few patterns may also match the matmuls of rules that were added before it.
     return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
 
 

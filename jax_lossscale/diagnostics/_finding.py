@@ -19,7 +19,6 @@ from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
 from jax_lossscale.diagnostics._range_report import OperationRange, ranges_at
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
-from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # A leaf is reported as underflowing if at least this fraction of the nonzero elements of its gradient becomes zero.
 _MANY_LOST = 0.25
@@ -45,18 +44,12 @@ class Finding(NamedTuple):
 
 
 class Finder:
-    """Search for the most fundamental cause of the gradient errors.
+    """Search for the most fundamental cause of the errors of the gradients at several loss scales."""
 
-    Args:
-      gradients: the traced gradients of the function.
-      errors: the errors of the gradients at each loss scale.
-    """
-
-    def __init__(self, gradients: TracedGradients, errors: GradientErrors) -> None:
-        self._gradients, self._errors = gradients, errors
+    def __init__(self, errors: GradientErrors) -> None:
+        self._gradients, self._errors, self._dtype = errors.gradients, errors, errors.gradients.dtype.name
         # Each call compiles a program, so the range report at a loss scale is computed only if necessary.
-        self._ranges = functools.cache(functools.partial(ranges_at, gradients))
-        self._dtype = gradients.dtype.name
+        self._ranges = functools.cache(functools.partial(ranges_at, errors.gradients))
 
     def found(self) -> Finding:
         """Return the finding, including sentences about divergence, zero gradients, and constants rounded to zero."""
@@ -82,6 +75,8 @@ class Finder:
 
     def _cause(self) -> Finding:
         """Check the possible causes of inaccurate gradients in order, and return the finding for the first cause."""
+        # The order matters, because each cause makes the checks below it meaningless. For example, a loss scale can be
+        # judged only if the forward pass is finite, and rounding errors only if the gradients do not overflow.
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in half_dtypes(gradients.program.jaxpr.jaxpr)]
         is_half, why = dtype in met, counted.no_half_precision

@@ -252,16 +252,20 @@ def relative_error(value: Any, exact: Any) -> float:
 class GradientErrors(NamedTuple):
     """The errors of the value and gradients of a function at several loss scales."""
 
-    dtype: jnp.dtype  # the half-precision dtype
+    gradients: TracedGradients
     leaves: list[LeafGradientError]
     total: LeafGradientError  # the errors of the whole gradient, which consists of the gradients of all leaves
     scales: Sequence[float]  # in ascending order
     value: float  # the value of the function in half precision; NaN if the program raises an error at every scale
-    loss_dtype: jnp.dtype  # the dtype of the value
     reference_value: float  # the value of the function in float32
     opaque_operations: tuple[str, ...]  # the operations that cannot be evaluated in float32
     # For each loss scale at which the program raises an error, the first sentence of the message.
     run_time_errors: dict[float, str]
+
+    @property
+    def loss_dtype(self) -> jnp.dtype:
+        """The dtype of the value."""
+        return self.gradients.program.jaxpr.out_avals[0].dtype
 
     @property
     def is_loss_wrong(self) -> bool:
@@ -271,7 +275,7 @@ class GradientErrors(NamedTuple):
     @property
     def is_loss_noted(self) -> bool:
         """Whether the error of the loss is large enough to be reported."""
-        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.dtype)
+        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.gradients.dtype)
 
     @property
     def is_loss_too_small(self) -> bool:
@@ -381,17 +385,8 @@ def errors_by_scale(
             ]
         measured.append(measurements)
     leaves, total = reference.reports_of(measured)
-    return GradientErrors(
-        dtype=gradients.dtype,
-        leaves=leaves,
-        total=total,
-        scales=scales,
-        value=value,
-        loss_dtype=program.jaxpr.out_avals[0].dtype,
-        reference_value=float(reference.value),
-        opaque_operations=opaque_operations,
-        run_time_errors=run_time_errors,
-    )
+    reference_value = float(reference.value)
+    return GradientErrors(gradients, leaves, total, scales, value, reference_value, opaque_operations, run_time_errors)
 
 
 def initial_scale(gradients: TracedGradients) -> float:

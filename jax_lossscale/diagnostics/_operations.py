@@ -258,6 +258,9 @@ class _Origins(Propagation[_Origin]):
         takes_half = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
+        # If an argument or a constant promotes a half-precision operand, JAX inserts a cast of this operand. The cast
+        # has the same position in the source code as the operation and would otherwise be reported as a cast of the
+        # user.
         if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
             promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
             origin = _Origin(0, f"its operand is float32 because {promotion}")

@@ -107,6 +107,7 @@ mlir.register_lowering(_probe_primitive, lambda context, number, value, **_: [nu
 
 def _differentiate(primals: Any, tangents: Any, *, kind: str, **at: int) -> tuple[Any, Any]:
     (number, value), (tangent, _) = primals, tangents
+    # The probe of the tangent measures nothing. Its transpose is the probe of the cotangent.
     if not isinstance(tangent, ad.Zero):
         tangent = _probe_primitive.bind(tangent, value, kind="tangent", **at)
     return _probe_primitive.bind(number, value, kind=kind, **at), tangent
@@ -147,6 +148,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         super().__init__()
         self._dtype, self._are_rounded, self._axes = dtype, are_rounded, axes
 
+    # Sub-jaxprs without probes are bound as they are, which preserves their custom derivatives and shardings.
     def goes_into(self, eqn: Any) -> bool:
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 

@@ -307,17 +307,19 @@ def ranges_at(
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
     results = {node for node in of_value.union(*of_leaves.values()) if not _is_noise(measured.get(node), dtype)}
     blamed = blame(flow, measured, results)
-    if not blamed.harmful:  # if there are no large errors, report smaller errors of the loss
+    # If there are no large errors, report smaller errors of the loss, which `compare_gradients` also reports.
+    if not blamed.harmful:
         blamed = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
     operations = []
     for node, statistics in measured.items():
-        site, changes_result = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
+        site, is_harmful = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
         suggestion = suggestion_for(node, site, statistics, blamed, gradients.is_autocast)
-        operation = _operation_range(site, statistics, dtype, changes_result, suggestion)
-        if is_half(site.aval) or operation.suggestion:
-            operations.append(operation)
+        if is_half(site.aval) or suggestion:
+            operations.append(_operation_range(site, statistics, dtype, is_harmful, suggestion))
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
+    # Infinities in the arguments, and lost constants that are not epsilons, are usually harmless. They are listed only
+    # if they may be the cause of a NaN.
     faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
     lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
     return RangeReport(

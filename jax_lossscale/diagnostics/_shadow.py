@@ -136,6 +136,8 @@ class MeasuringEvaluator(Walk[Any]):
             outputs, rows = self.evaluate(body.closed, of_step)
             return (outputs[: len(carry)], _worst(worst, rows)), self.to_scan(outputs[len(carry) :])
 
+        # The measurements are carried through the loop instead of stacked, so that their size does not depend on the
+        # number of iterations.
         start = inputs[fixed : sliced.start], self.nothing(body.closed)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         (carry, worst), ys = lax.scan(step, start, self.to_scan(inputs[sliced.start :]), **options)
@@ -164,6 +166,7 @@ class MeasuringEvaluator(Walk[Any]):
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
         def taken(number: int, operands: list[Any]) -> Any:
+            # All branches must return the same number of rows, so each branch also returns zeros for the others.
             of_branches = list(map(self.nothing, branches))
             outputs, of_branches[number] = self.evaluate(branches[number], operands)
             return outputs, [row for rows in of_branches for row in rows]
@@ -172,12 +175,8 @@ class MeasuringEvaluator(Walk[Any]):
         functions = [partial(taken, number) for number in range(len(branches))]
         return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, HigherOrderRule]] = {
-        **dict.fromkeys(FOLLOWED, _call),
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-    }
+    rules: ClassVar[dict[str, HigherOrderRule]] = dict.fromkeys(FOLLOWED, _call)
+    rules |= {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def _worst(worst: MeasuredRows, rows: MeasuredRows) -> MeasuredRows:
@@ -242,6 +241,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     def decided(self, value: Pair) -> Any:
         return value.float32
 
+    # The statistics of an array do not describe its slices, so the slices are measured again in each iteration.
     def to_scan(self, values: list[Pair]) -> list[Pair]:
         return [value._replace(statistics=None) for value in values]
 
@@ -254,7 +254,8 @@ class ShadowEvaluator(MeasuringEvaluator):
     def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], MeasuredRows]:
         if self._is_compiled or eqn.primitive.name in FOLLOWED:
             return super().gone_into(eqn, inputs)
-        # Loops and conditionals are compiled as a whole.
+        # Loops and conditionals are compiled as a whole. Their equations are then traced once and not executed one by
+        # one, so `operation` must not advance the progress bar.
         compiled = jax.jit(partial(super().gone_into, eqn))
         self._is_compiled = True
         outputs, rows = compiled(inputs)
@@ -264,6 +265,8 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         half = bind(eqn, [value.half for value in inputs], eqn.params)
+        # Before the first operation in half precision, both evaluations have the same values, which are computed and
+        # stored only once. However, references are changed in place, so each evaluation needs references of its own.
         is_shared = not half_dtypes(eqn) and all(value.half is value.float32 for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         float32 = half
@@ -301,6 +304,7 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
     largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
     is_inlier = magnitude < unit / _OUTLIER_FACTOR
     (largest_inlier,) = reduced(largest=[jnp.where(is_inlier, magnitude, 0)])
+    # Equal infinities and NaNs are not errors, although their difference is NaN.
     is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
 
     def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
@@ -335,6 +339,7 @@ def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
+    # An operation is blamed for the errors and NaNs that it adds, not for those of its operands.
     amplification = jnp.where(jnp.isinf(input_error), 0, error / jnp.maximum(input_error, unit))
     nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
     return jnp.stack(result._replace(nan=nan, error=error, input_error=input_error, amplification=amplification))
