@@ -135,11 +135,8 @@ def _on_host(
     nonfinite: float,
 ) -> Measurement:
     """Convert the numbers that `_measure` returns to a `Measurement`, in float64."""
-    ratio = squared_errors / squares if squares else math.inf
-    relative_error = math.sqrt(ratio) if math.isfinite(ratio) else math.inf
-    # If both gradients are zero, there is no error.
-    relative_error = relative_error if squared_errors else 0.0
-    return Measurement(largest, smallest, largest * math.sqrt(squares), nonzero, relative_error, lost, nonfinite)
+    norm, relative_error = largest * math.sqrt(squares), math.sqrt(_ratio(squared_errors, squares))
+    return Measurement(largest, smallest, norm, nonzero, relative_error, lost, nonfinite)
 
 
 @jax.jit
@@ -243,10 +240,15 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
 
 def relative_error(value: Any, exact: Any) -> float:
     """Return the relative error of ``value``, or infinity if ``value`` or ``exact`` is not finite."""
-    error = abs(float(value) - float(exact))
+    return _ratio(abs(float(value) - float(exact)), abs(float(exact)))
+
+
+def _ratio(error: float, reference: float) -> float:
+    """Return ``error / reference``: 0 if there is no error, and otherwise infinity if the ratio is not finite."""
     if error == 0:
         return 0.0
-    return error / abs(float(exact)) if float(exact) and math.isfinite(error) else math.inf
+    ratio = error / reference if reference else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 class GradientErrors(NamedTuple):
