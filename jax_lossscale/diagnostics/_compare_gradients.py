@@ -229,13 +229,12 @@ def compare_gradients(
     shown = progress_bar("compare_gradients", progress)
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
-    call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
-    gradients = TracedGradients(call, dtype, has_reference=reference is not None)
+    options = args, kwargs, argnums, has_aux
+    call = check_call("compare_gradients", fun, *options)
+    in_float32 = None if reference is None else check_call("compare_gradients", reference, *options)
+    gradients = TracedGradients(call, dtype, in_float32)
     call.check_has_gradients("compare_gradients")
-    float32_program = None
-    if reference is not None:
-        float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
-    errors = errors_by_scale(gradients, float32_program, scales, shown)
+    errors = errors_by_scale(gradients, scales, shown)
     finding = Finder(errors).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))

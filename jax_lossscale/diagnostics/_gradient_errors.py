@@ -22,7 +22,6 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure import all_finite
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
@@ -340,7 +339,6 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
 
 def errors_by_scale(
     gradients: TracedGradients,
-    float32_program: Traced | None,
     scales: Sequence[float] | None,
     progress: Callable[[Sequence[float]], Iterable[float]],
 ) -> GradientErrors:
@@ -350,14 +348,12 @@ def errors_by_scale(
 
     Args:
       gradients: the traced gradients of the function.
-      float32_program: the program of the float32 reference, without a loss scale. If it is ``None``, the reference is
-        the program of ``gradients``, evaluated in float32.
       scales: the loss scales to compare, in ascending order, or ``None`` to choose them according to the largest
         gradient.
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     program = gradients.program
-    reference, opaque_operations = _float32_gradients(gradients, float32_program)
+    reference, opaque_operations = _float32_gradients(gradients)
     scales = scales or _default_scales([leaf.largest for leaf in reference.rounding], gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
 
@@ -416,22 +412,20 @@ def initial_scale(gradients: TracedGradients) -> float:
     return _largest_with_headroom(finite, finite[-1])
 
 
-def _float32_gradients(
-    gradients: TracedGradients, float32_program: Traced | None
-) -> tuple[Float32Gradients, tuple[str, ...]]:
-    """Compute the float32 reference, and list the operations that cannot be evaluated in float32."""
-    call, program = gradients.call, gradients.program
-    evaluator = Evaluator(jnp.dtype(jnp.float32))
-    moved = perturbed(call, keep_dtypes=float32_program is not None)
-    if float32_program is None:
-        float32_program, moved = program, [np.float32(1), *moved]
+def _float32_gradients(gradients: TracedGradients) -> tuple[Float32Gradients, tuple[str, ...]]:
+    """Compute the float32 gradients, and list the operations that cannot be evaluated in float32."""
+    call, reference, evaluator = gradients.call, gradients.reference, Evaluator(jnp.dtype(jnp.float32))
+    moved = perturbed(call, keep_dtypes=reference is not None)
+    if reference is None:
+        program, moved = gradients.program, [np.float32(1), *moved]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
     else:
-        computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
+        program = reference.value_and_grad()
+        computed = jax.jit(jaxpr_as_fun(program.jaxpr))
     # The changed parameters are freed before the second run to save memory.
-    _, of_moved = value_and_leaves(float32_program, computed(*float32_program.inputs_from(moved, call.kwargs)))
+    _, of_moved = value_and_leaves(program, computed(*program.inputs_from(moved, call.kwargs)))
     del moved
-    value, leaves = value_and_leaves(float32_program, computed(*float32_program.inputs))
+    value, leaves = value_and_leaves(program, computed(*program.inputs))
     return Float32Gradients(value, leaves, measure(of_moved, leaves, 1.0)), tuple(evaluator.opaque_operations)
 
 

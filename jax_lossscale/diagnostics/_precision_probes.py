@@ -148,7 +148,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         super().__init__()
         self._dtype, self._are_rounded, self._axes = dtype, are_rounded, axes
 
-    # Sub-jaxprs without probes are bound as they are, which preserves their custom derivatives and shardings.
+    # Sub-jaxprs without probes are bound as they are, because nothing in them is measured or rounded.
     def goes_into(self, eqn: Any) -> bool:
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 

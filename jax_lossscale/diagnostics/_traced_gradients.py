@@ -25,17 +25,18 @@ class TracedGradients:
     Attributes:
       call: the function and its arguments.
       dtype: the half-precision dtype.
+      reference: the float32 version of the function, if the user passed one.
       program: the program. Its first input is the loss scale.
       is_autocast: whether `autocast` is applied to any part of the function.
 
     Args:
       call: the function and its arguments.
       dtype: the half-precision dtype.
-      has_reference: whether the user passed a float32 version of the function.
+      reference: the float32 version of the function, if the user passed one.
     """
 
-    def __init__(self, call: LossCall, dtype: jnp.dtype, has_reference: bool = False) -> None:
-        self.call, self.dtype, self._has_reference = call, dtype, has_reference
+    def __init__(self, call: LossCall, dtype: jnp.dtype, reference: LossCall | None = None) -> None:
+        self.call, self.dtype, self.reference = call, dtype, reference
         self.program, self._used, self.is_autocast = trace_with_reasons(*call.scaled())
 
     def inputs_at(self, loss_scale: float) -> list[jax.Array]:
@@ -88,4 +89,4 @@ class TracedGradients:
         The float32 reference contains the same rounded constants if the reference is derived from the function. If the
         user passed a separate reference, no constants are returned.
         """
-        return () if self._has_reference else lost_constants(self.program, self.is_autocast)
+        return () if self.reference is not None else lost_constants(self.program, self.is_autocast)

@@ -92,7 +92,7 @@ def test_gradients_of_a_large_model_are_compared_within_three_times_its_memory(b
 def test_range_report_uses_the_recommended_scale_after_a_few_program_runs(name, monkeypatch):
     fun, *args = getattr(workloads, name)()
     gradients = TracedGradients(check_call("range_report", fun, args, {}, 0, False), jnp.dtype(jnp.float16))
-    errors = _gradient_errors.errors_by_scale(gradients, None, None, iter)
+    errors = _gradient_errors.errors_by_scale(gradients, None, iter)
     runs, bisect_left = [], bisect.bisect_left
 
     def counted(values, value, key):

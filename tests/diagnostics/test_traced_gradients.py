@@ -18,12 +18,12 @@ def loss(weights, x):
     return jnp.mean(jnp.tanh(x @ weights) ** 2)
 
 
-def traced(fun, has_reference=False):
-    return TracedGradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
+def call_of(fun):
+    return check_call("range_report", fun, (W, X), {}, 0, False)
 
 
 def test_property_is_computed_when_it_is_first_used():
-    gradients = traced(jls.autocast(loss))
+    gradients = TracedGradients(call_of(jls.autocast(loss)), HALF)
     assert "matmuls" not in vars(gradients)
     summary = gradients.matmuls
     assert (summary.matmuls, summary.half_matmuls) == (2, 2)
@@ -68,8 +68,9 @@ def test_lost_constants_are_empty_with_a_separate_reference():
     def with_epsilon(weights, x):
         return jnp.sum(1 / (loss(weights, x).astype(jnp.float16) + jnp.float16(1e-9)))
 
-    assert [constant.value for constant in traced(with_epsilon).lost_constants] == [0.0]
-    assert traced(with_epsilon, has_reference=True).lost_constants == ()
+    call = call_of(with_epsilon)
+    assert [constant.value for constant in TracedGradients(call, HALF).lost_constants] == [0.0]
+    assert TracedGradients(call, HALF, reference=call_of(loss)).lost_constants == ()
 
 
 def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
