@@ -38,9 +38,8 @@ class Evaluation(NamedTuple):
 
     value: Any
     leaves: dict[str, Any]  # the gradients by path, multiplied by the loss scale
-    measured: Any = (
-        None  # the measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes
-    )
+    # The measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes.
+    measured: Any = None
 
 
 class Gradients:

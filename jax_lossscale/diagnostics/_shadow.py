@@ -198,9 +198,8 @@ class Statistics(NamedTuple):
     # are far larger than all other elements, this is the maximum of the errors with and without outliers.
     error: Any
     input_error: Any  # the largest error of an operand
-    amplification: (
-        Any  # ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype
-    )
+    # ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
+    amplification: Any
     error_of_all: Any  # the relative error including outliers
 
 
