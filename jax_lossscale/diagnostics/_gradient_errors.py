@@ -121,19 +121,12 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       scale: the loss scale of ``leaves``.
     """
     on_device = [_measure(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
-    return [_on_host(*map(float, numbers)) for numbers in jax.device_get(on_device)]
+    return [_on_host(map(float, numbers)) for numbers in jax.device_get(on_device)]
 
 
-def _on_host(
-    largest: float,
-    smallest: float,
-    squares: float,
-    squared_errors: float,
-    nonzero: float,
-    lost: float,
-    nonfinite: float,
-) -> Measurement:
+def _on_host(numbers: Iterable[float]) -> Measurement:
     """Convert the numbers that `_measure` returns to a `Measurement`, in float64."""
+    largest, smallest, squares, squared_errors, nonzero, lost, nonfinite = numbers
     norm, relative_error = largest * math.sqrt(squares), math.sqrt(_ratio(squared_errors, squares))
     return Measurement(largest, smallest, norm, nonzero, relative_error, lost, nonfinite)
 

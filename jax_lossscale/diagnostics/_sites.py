@@ -78,14 +78,13 @@ class Dataflow(Propagation[frozenset[int]]):
         if eqn.primitive.name == "div":
             self._divisions.add(location.column)
         name, derivative_of = self._reported_names(eqn, location, sources)
-        # A result that is not measured has no node of its own. Its nodes are those of the operands, so that the
-        # operations that use this result are connected with the measured operations before it.
-        return [
-            self._node(sources, Site(name, location, variable.aval, derivative_of))
-            if is_measured(eqn, variable)
-            else sources
-            for variable in eqn.outvars
-        ]
+        results = []
+        for variable in eqn.outvars:
+            site = Site(name, location, variable.aval, derivative_of)
+            # A result that is not measured has no node of its own. Its nodes are those of the operands, so that the
+            # operations that use this result are connected with the measured operations before it.
+            results.append(self._node(sources, site) if is_measured(eqn, variable) else sources)
+        return results
 
     def _reported_names(self, eqn: Any, location: Location, sources: frozenset[int]) -> tuple[str, str]:
         """Return the attributes ``operation`` and ``derivative_of`` of the sites of an equation.
