@@ -39,7 +39,7 @@ def trained_params(patches: jax.Array) -> job.Params:
     )[0]
 
 
-def history(result: job.Result) -> dict[str, np.ndarray]:
+def history(result: job.TrainingRun) -> dict[str, np.ndarray]:
     """Return the history that `plot_run` draws: the loss, the scale after the step, and whether it was skipped."""
     trace = result.trace
     return {

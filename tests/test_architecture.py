@@ -59,6 +59,7 @@ NO_POLICIES = POLICY_BASE | {"registry", "lookup", "__init__"}
 # Each module of the diagnostics may import only the modules before it in this list.
 DIAGNOSTICS = (
     "_report _bits _exponents _nonfinite _lost_updates _in_precision _operations _lost_constants _loss_call "
+    "_argument_faults _traced_gradients "
     "_sites _shadow _blame _gradient_errors _range_report _finding _compare_gradients "
     "_precision_probes _precision_trials _precision_search _find_precision _autocast_report _explain "
     "_simulate"

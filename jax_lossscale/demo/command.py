@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(*, steps: int, seed: int) -> dict[str, job.Result]:
+def run(*, steps: int, seed: int) -> dict[str, job.TrainingRun]:
     """Perform the five training runs one after another and return their results by name.
 
     All training runs have the same number of steps and the same initial parameters.

@@ -41,37 +41,23 @@ Params = dict[str, Any]
 
 
 class Trace(NamedTuple):
-    """Metrics for each step of a training run.
+    """Metrics for each step of a training run, as arrays with the shape ``[steps]``."""
 
-    Attributes:
-      loss: the loss before the step.
-      zero_fraction: the fraction of gradient values that are exactly zero, over all values of all parameters. The
-        fraction is measured after the backward pass, before the gradients are unscaled.
-      loss_scale: the loss scale after the step, from `jls.metrics`; 1 without a loss scale.
-      skipped_steps: the number of steps that have been skipped so far, including the current step.
-    """
-
-    loss: Any  # shape=(steps,), dtype=float32
-    zero_fraction: Any  # shape=(steps,), dtype=float32
-    loss_scale: Any  # shape=(steps,), dtype=float32
-    skipped_steps: Any  # shape=(steps,), dtype=int32
+    loss: Any  # dtype=float32, the loss before the step
+    # dtype=float32, the fraction of gradient values that are exactly zero, over all values of all parameters. The
+    # fraction is measured after the backward pass, before the gradients are unscaled.
+    zero_fraction: Any
+    loss_scale: Any  # dtype=float32, the loss scale after the step, from `jls.metrics`; 1 without a loss scale
+    skipped_steps: Any  # dtype=int32, the number of steps that have been skipped so far, including the current step
 
 
-class Result(NamedTuple):
-    """The result of one training run.
+class TrainingRun(NamedTuple):
+    """The result of one training run."""
 
-    Attributes:
-      final_loss: the mean squared error after the training, which is always computed in float32.
-      zero_gradient_fraction: the mean of `Trace.zero_fraction` over all steps, including skipped steps.
-      skipped_steps: the number of skipped steps, which did not change the parameters.
-      final_loss_scale: the loss scale after the last step.
-      trace: the metrics of each step.
-    """
-
-    final_loss: float
-    zero_gradient_fraction: float
-    skipped_steps: int
-    final_loss_scale: float
+    final_loss: float  # the mean squared error after the training, which is always computed in float32
+    zero_gradient_fraction: float  # the mean of `Trace.zero_fraction` over all steps, including skipped steps
+    skipped_steps: int  # the number of skipped steps, which did not change the parameters
+    final_loss_scale: float  # the loss scale after the last step
     trace: Trace
 
 
@@ -137,7 +123,9 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
     return optax.transforms.partition(transforms, {"codes": "codes", "decoder": "decoder"})
 
 
-def train(patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, description: str) -> Result:
+def train(
+    patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, seed: int, description: str
+) -> TrainingRun:
     """Perform one training run and return its result. A progress bar is shown if stderr is a terminal.
 
     Args:
@@ -177,7 +165,7 @@ def train(patches: jax.Array, dtype: DTypeLike, loss_scale: Any, *, steps: int, 
     params, _ = carry
     trace = Trace(*(np.concatenate(parts) for parts in zip(*chunks, strict=True)))
     zeros, skipped = float(np.mean(trace.zero_fraction, dtype=np.float64)), int(trace.skipped_steps[-1])
-    return Result(float(loss_fn(params, patches)), zeros, skipped, float(trace.loss_scale[-1]), trace)
+    return TrainingRun(float(loss_fn(params, patches)), zeros, skipped, float(trace.loss_scale[-1]), trace)
 
 
 def zero_fraction(grads: Any) -> jax.Array:

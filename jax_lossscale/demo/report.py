@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_lossscale.demo.job import Result
+from jax_lossscale.demo.job import TrainingRun
 
 # The colors are from Wong, Points of view: Color blindness, Nature Methods 2011. The lines in the plot also differ in
 # line style.
@@ -30,7 +30,7 @@ _SETTINGS = {
 _SKIPPED = {"float16_dynamic": "x", "float16_auto": "o"}  # The markers for skipped steps.
 
 
-def print_table(results: dict[str, Result]) -> None:
+def print_table(results: dict[str, TrainingRun]) -> None:
     """Print a table with one row per training run and then the conclusion."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -61,7 +61,7 @@ def psnr(loss: float) -> float:
     return -10 * float(np.log10(loss))
 
 
-def _beside_float32(name: str, results: dict[str, Result]) -> str:
+def _beside_float32(name: str, results: dict[str, TrainingRun]) -> str:
     """Return a phrase that compares the final loss of a training run with the final loss in float32."""
     loss, reference = results[name].final_loss, results["float32"].final_loss
     change = loss / reference - 1
@@ -74,7 +74,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2f}%"
 
 
-def draw(results: dict[str, Result], path: str | PathLike[str]) -> None:
+def draw(results: dict[str, TrainingRun], path: str | PathLike[str]) -> None:
     """Plot the losses and zero-gradient fractions of all training runs, and the dynamic and automatic loss scales.
 
     Markers show the skipped steps. The suffix of ``path`` determines the format of the file.

@@ -2,7 +2,7 @@
 
 from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report
 from jax_lossscale.diagnostics._compare_gradients import GradientComparison, compare_gradients
-from jax_lossscale.diagnostics._explain import explain
+from jax_lossscale.diagnostics._explain import Explanation, explain
 from jax_lossscale.diagnostics._exponents import (
     ExponentHistogram,
     LossScaleSuggestion,
@@ -20,6 +20,7 @@ from jax_lossscale.diagnostics._simulate import Simulation, simulate
 
 __all__ = [
     "AutocastReport",
+    "Explanation",
     "ExponentHistogram",
     "GradientComparison",
     "LossScaleSuggestion",

@@ -18,7 +18,8 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
 from jax_lossscale.diagnostics import _operations
-from jax_lossscale.diagnostics._loss_call import LossCall, argument_faults, check_call
+from jax_lossscale.diagnostics._argument_faults import argument_faults
+from jax_lossscale.diagnostics._loss_call import LossCall, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision
 from jax_lossscale.diagnostics._report import Report, percent
 
@@ -31,7 +32,7 @@ _NOTHING_TO_DO = 0.98
 _HEADINGS = ["operation", "layer", "line", "pass", "dtype", "count", "flops", "reason"]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class AutocastReport(Report[OperationPrecision]):
     """The result of `autocast_report`: the dtype and location of each operation, and the reason for the dtype.
 
@@ -40,6 +41,8 @@ class AutocastReport(Report[OperationPrecision]):
     the report as HTML. Iterating over an `AutocastReport` yields one `OperationPrecision` for each group of similar
     operations on floats. Matmuls that are not in half precision come first, followed by all other matmuls and then by
     all other operations.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       operations: the operations of the value and the gradient.
@@ -201,6 +204,7 @@ def autocast_report(
         call = check_call("autocast_report", fun, args, kwargs, argnums, has_aux, is_run=False)
         reports.append(_report_of(call, dtype, policy))
 
+    # In `jax.eval_shape`, tracers replace the structs, so that `fun` can use the methods and operators of arrays.
     jax.eval_shape(add_report, structs)
     return reports[0]
 
@@ -214,10 +218,12 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
 
         return call.fun if dtype == jnp.float32 else half
 
+    # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
     half = under(policy)
     program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
+    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
     original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)

@@ -93,6 +93,19 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     NaN is larger than the bit pattern of any number. Booleans are counted in ``uint32``. Floats are added one by one,
     first along the last axis and then over the remaining axes. If more than ``2**24`` floats are added along the last
     axis or over the remaining axes, their sum may be too small.
+
+    The statistics of all reports are computed with this function, so that no statistic needs more than a few passes
+    over an array. The five functions that call it measure different quantities of the same arrays:
+
+    =================================  ==========================================  =====================================
+    function                           sums                                        the numbers of a complex number
+    =================================  ==========================================  =====================================
+    `_nonfinite._statistics`           counts of NaN, +inf and -inf                counted once, for the worst part
+    `_exponents._counted`              counts by limits, exact for subnormals      counted separately
+    `_gradient_errors._measure`        squares of all elements, with non-finite    its magnitude
+    `_shadow._measured`                squares of finite elements and of inliers   not measured
+    `_precision_probes._statistics`    magnitudes of values and rounding errors    not measured
+    =================================  ==========================================  =====================================
     """
     words = [magnitudes(array) if jnp.issubdtype(array.dtype, jnp.floating) else array for array in largest]
     counted = [array.astype(jnp.uint32) if array.dtype == bool else array for array in sums]

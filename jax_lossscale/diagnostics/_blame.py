@@ -24,17 +24,12 @@ _MAY_MASK = ("add", "convert_element_type", "sub")
 
 
 class Blame(NamedTuple):
-    """The nodes of a dataflow that make the results of a function inaccurate.
+    """The nodes of a dataflow that make the results of a function inaccurate."""
 
-    Attributes:
-      harmful: the inaccurate nodes through which an error propagates to a result.
-      origins: the subset of ``harmful`` in which these errors begin.
-      amplifiers: a dictionary. Its keys are the half-precision values whose rounding error an operation in the forward
-        pass amplifies, and its values are the names and locations of these operations.
-    """
-
-    harmful: set[int]
-    origins: set[int]
+    harmful: set[int]  # the inaccurate nodes through which an error propagates to a result
+    origins: set[int]  # the subset of `harmful` in which these errors begin
+    # From each half-precision value whose rounding error an operation in the forward pass amplifies to the name and
+    # location of this operation.
     amplifiers: dict[int, str]
 
 

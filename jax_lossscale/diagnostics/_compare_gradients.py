@@ -14,14 +14,15 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, LARGE_LEAF_ERROR, LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 _MOST_ROWS = 12
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class GradientComparison(Report[LeafGradientError]):
     """The result of `compare_gradients`: a verdict and the errors of the gradients of each leaf.
 
@@ -29,6 +30,8 @@ class GradientComparison(Report[LeafGradientError]):
     the verdict on whether training will work. The report then lists the gradient errors of the leaves in a table, with
     the largest errors first. Notebooks display the report as HTML. Iterating over a `GradientComparison` yields one
     `LeafGradientError` per leaf.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       verdict: a few sentences that state whether the function will train. The sentences recommend an initial loss
@@ -226,14 +229,13 @@ def compare_gradients(
     shown = progress_bar("compare_gradients", progress)
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
-    call = check_call("compare_gradients", fun, args, kwargs, argnums, has_aux)
-    gradients = TracedGradients(call, dtype, has_reference=reference is not None)
+    options = args, kwargs, argnums, has_aux
+    call = check_call("compare_gradients", fun, *options)
+    in_float32 = None if reference is None else check_call("compare_gradients", reference, *options)
+    gradients = TracedGradients(call, dtype, in_float32)
     call.check_has_gradients("compare_gradients")
-    float32_program = None
-    if reference is not None:
-        float32_program = check_call("compare_gradients", reference, args, kwargs, argnums, has_aux).value_and_grad()
-    errors = errors_by_scale(gradients, float32_program, scales, shown)
-    finding = Finder(gradients, errors).found()
+    errors = errors_by_scale(gradients, scales, shown)
+    finding = Finder(errors).found()
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import chex
 import jax
@@ -30,7 +30,7 @@ from jax_lossscale._optax.causes import (
 from jax_lossscale._optax.state import BadStep, LossScaledState
 from jax_lossscale._program import nnx_objects
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two
+from jax_lossscale.diagnostics._report import Printed, percent, power_of_two
 
 # A dynamic loss scale skips about one step per `increment_period`, which is usually far less than this fraction of the
 # steps. If a larger fraction of the steps is skipped, the growth of the loss scale is not the only cause.
@@ -68,23 +68,19 @@ _LOG_BATCHES = (
 _Add: TypeAlias = Callable[..., None]  # appends one or more sentences to the report
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Explanation(Report[str]):
-    """The report that `explain` returns, which is a sequence of sentences. The printed report has one entry per line.
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Explanation(Printed):
+    """The report that `explain` returns. The text of the report, with one sentence per line, is ``str(explanation)``.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
-      sentences: the entries of the report.
+      sentences: the lines of the text.
       cause: a name to which a program can react, or ``None``. `explain` lists the names.
     """
 
     sentences: tuple[str, ...]
     cause: str | None
-
-    _entries: ClassVar[str] = "sentences"
-
-    def __contains__(self, text: object) -> bool:
-        """Return whether the printed report contains a given string, which can be part of a sentence."""
-        return isinstance(text, str) and text in str(self)
 
     def _header(self) -> str:
         return "\n".join(self.sentences)
@@ -107,7 +103,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
         and the report also states whether one of the other variables, such as a batch statistic, is not finite.
 
     Returns:
-      A report whose entries are the printed sentences. Programs can read its attribute ``cause``, which is the first of
+      An `Explanation`, whose text is ``str(explanation)``. Programs can read its attribute ``cause``, the first of
       the following names that applies, or ``None`` if no name applies:
 
       - ``"params"``: some parameters are not finite.
@@ -174,7 +170,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
             "`restore_from=nnx.clone(model)` to `update` in each step."
         )
     # Several findings can lead to the same advice, which is printed only once.
-    return Explanation(tuple(dict.fromkeys("\n".join(text).splitlines())), cause)
+    return Explanation(sentences=tuple(dict.fromkeys("\n".join(text).splitlines())), cause=cause)
 
 
 def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:

@@ -27,9 +27,11 @@ _ALL_ZERO = (
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentHistogram:
     """A histogram of the magnitudes of values, with one bar for each power of two. The histogram is a pytree.
+
+    Histograms are created only by this library. Their attributes are guaranteed.
 
     Attributes:
       counts: ``uint32[n]``. ``counts[i]`` is the number of values whose magnitude is at least ``2**exponents[i]`` and
@@ -129,8 +131,10 @@ def _empty_table(widest: np.dtype[Any]) -> jax.Array:
 @partial(jax.jit, static_argnums=1)
 def _histogram(tables: list[jax.Array], widest: np.dtype[Any]) -> ExponentHistogram:
     table = jnp.stack([_empty_table(widest), *tables]).sum(axis=0, dtype=jnp.uint32)
-    zeros, subnormals, counts, nonfinite = table[0], table[1], table[2:-1], table[-1]
-    return ExponentHistogram(counts, zeros, subnormals, nonfinite, smallest_exponent=int(np.finfo(widest).minexp))
+    smallest = int(np.finfo(widest).minexp)
+    return ExponentHistogram(
+        counts=table[2:-1], zeros=table[0], subnormals=table[1], nonfinite=table[-1], smallest_exponent=smallest
+    )
 
 
 class Underflow(NamedTuple):

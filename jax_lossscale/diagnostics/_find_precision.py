@@ -18,23 +18,27 @@ from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
-from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, TracedGradients, argument_faults, check_call
+from jax_lossscale.diagnostics._argument_faults import argument_faults
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search, Trial
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # The names of the precision levels `HALF`, `FLOAT32_RESULT` and `FLOAT32`, in that order.
 _PRECISIONS = ("half", "float32_result", "float32")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class PrecisionReport(Report[PrecisionRule]):
     """A sequence of the rules that `find_precision` found.
 
     The printed report contains a summary of the matrix multiplications and convolutions (matmuls), the policy and its
     accuracy.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       policy: the policy for `autocast`.
@@ -195,16 +199,15 @@ def find_precision(
 def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     """Return the policy that a search finds and warn if it is not useful."""
     gradients, dtype = search.gradients, search.gradients.dtype
-    if not all(reference.is_finite() for reference in search.references):
+    if not all(target.is_finite() for target in search.targets):
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
             "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
             f"for a comparison. {why} The returned policy has no rules."
         )
-        return PrecisionReport(PrecisionPolicy())
-    reference = search.references[0]
-    leaves, _ = errors.reports_of(reference.leaves, [reference.rounding], reference.rounding)
+        return PrecisionReport(policy=PrecisionPolicy())
+    leaves, _ = search.targets[0].float32.reports_of([])
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
 
@@ -227,7 +230,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"function is not accurate in {dtype.name}."
         )
     before_and_after = min(first.error, 1.0), min(verified.error, 1.0)
-    return PrecisionReport(policy(best, search.reasons(best)), best.scale, before_and_after)
+    with_reasons = policy(best, search.reasons(best))
+    return PrecisionReport(policy=with_reasons, loss_scale=best.scale, errors=before_and_after)
 
 
 def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
@@ -271,6 +275,8 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
         level = int(levels[number])
         if number in covered:
             continue
+        # The names are sorted by robustness, so the first names that do not match a matmul with another precision are
+        # used. If there are none, the last and most specific names are used.
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
             matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
@@ -278,6 +284,7 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
                 break
         rules.append(rule)
         covered.update(matched)
+    # A rule with few patterns may also match the matmuls of rules that were added before it.
     return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
 
 

@@ -17,7 +17,6 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale._program.jaxpr import half_dtypes
 from jax_lossscale.diagnostics._blame import ACCUMULATED, MANY_ZEROS
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, GradientErrors, LeafGradientError, of_zeros
-from jax_lossscale.diagnostics._loss_call import TracedGradients
 from jax_lossscale.diagnostics._range_report import OperationRange, ranges_at
 from jax_lossscale.diagnostics._report import at, end_of, listed, off, percent, percent_of_error, power_of_two
 
@@ -28,24 +27,15 @@ _REPORTED_ERROR = 0.05
 
 
 class Finding(NamedTuple):
-    """The cause of inaccurate gradients, and the sentences that describe this cause.
+    """The cause of inaccurate gradients, and the sentences that describe this cause."""
 
-    Attributes:
-      cause: the name of the cause, as documented in `GradientComparison`.
-      sentences: the sentences of the verdict. Empty strings are ignored.
-      at: the index of the loss scale that best shows the cause.
-      leaves: the leaves whose gradients are inaccurate at this loss scale. If ``will_train`` is true, ``leaves``
-        contains the leaves whose gradients are inaccurate without a loss scale.
-      will_train: whether there is a loss scale at which all gradients are accurate.
-      loss_scale: the loss scale with which training should start.
-    """
-
-    cause: str
-    sentences: Sequence[str]
-    at: int = 0
+    cause: str  # one of the names that `GradientComparison` documents
+    sentences: Sequence[str]  # the sentences of the verdict; empty strings are ignored
+    at: int = 0  # the index of the loss scale that best shows the cause
+    # The leaves whose gradients are inaccurate at this loss scale or, if `will_train` is true, without a loss scale.
     leaves: Sequence[LeafGradientError] = ()
-    will_train: bool = False
-    loss_scale: float | None = None
+    will_train: bool = False  # whether there is a loss scale at which all gradients are accurate
+    loss_scale: float | None = None  # the loss scale with which training should start
 
     @property
     def verdict(self) -> str:
@@ -54,18 +44,12 @@ class Finding(NamedTuple):
 
 
 class Finder:
-    """Search for the most fundamental cause of the gradient errors.
+    """Search for the most fundamental cause of the errors of the gradients at several loss scales."""
 
-    Args:
-      gradients: the traced gradients of the function.
-      errors: the errors of the gradients at each loss scale.
-    """
-
-    def __init__(self, gradients: TracedGradients, errors: GradientErrors) -> None:
-        self._gradients, self._errors = gradients, errors
+    def __init__(self, errors: GradientErrors) -> None:
+        self._gradients, self._errors, self._dtype = errors.gradients, errors, errors.gradients.dtype.name
         # Each call compiles a program, so the range report at a loss scale is computed only if necessary.
-        self._ranges = functools.cache(functools.partial(ranges_at, gradients))
-        self._dtype = gradients.dtype.name
+        self._ranges = functools.cache(functools.partial(ranges_at, errors.gradients))
 
     def found(self) -> Finding:
         """Return the finding, including sentences about divergence, zero gradients, and constants rounded to zero."""
@@ -91,6 +75,8 @@ class Finder:
 
     def _cause(self) -> Finding:
         """Check the possible causes of inaccurate gradients in order, and return the finding for the first cause."""
+        # The order matters, because each cause makes the checks below it meaningless. For example, a loss scale can be
+        # judged only if the forward pass is finite, and rounding errors only if the gradients do not overflow.
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in half_dtypes(gradients.program.jaxpr.jaxpr)]
         is_half, why = dtype in met, counted.no_half_precision

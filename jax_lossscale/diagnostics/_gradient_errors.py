@@ -22,10 +22,10 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._measure import all_finite
-from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
-from jax_lossscale.diagnostics._loss_call import LossCall, TracedGradients
+from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
 # this fraction, the gradient consists of rounding errors.
@@ -50,7 +50,7 @@ _ROW = 4096
 _FIRST_SENTENCE = re.compile(r"^\w*(?:Error|Exception): (.+?(?:\.(?=\s)|\n\n|\Z))", re.MULTILINE | re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafGradientError:
     """The errors of the gradient of one leaf at each loss scale.
 
@@ -96,25 +96,18 @@ class LeafGradientError:
 
 
 class Measurement(NamedTuple):
-    """The measurements of the gradient of one leaf at one loss scale.
+    """The difference between the gradient of one leaf at one loss scale and the float32 gradient of this leaf.
 
-    Attributes:
-      largest: the largest magnitude in the float32 gradient.
-      smallest: the smallest nonzero magnitude in the float32 gradient; infinite if all elements are zero.
-      squares: the sum of the squares of the float32 gradient, divided by ``largest**2``.
-      squared_errors: the sum of the squares of the difference between the gradients, divided by ``largest**2``.
-      nonzero: the number of nonzero elements of the float32 gradient.
-      lost: the number of nonzero elements of the float32 gradient that are zero in half precision.
-      nonfinite: the number of elements that are not finite in half precision.
+    The fields ``largest``, ``smallest``, ``norm`` and ``nonzero`` describe the float32 gradient.
     """
 
-    largest: Any
-    smallest: Any
-    squares: Any
-    squared_errors: Any
-    nonzero: Any
-    lost: Any
-    nonfinite: Any
+    largest: float  # the largest magnitude; NaN if any element is NaN
+    smallest: float  # the smallest nonzero magnitude; infinite if all elements are zero
+    norm: float  # the Euclidean norm
+    nonzero: float  # the number of nonzero elements
+    relative_error: float  # the norm of the difference, divided by `norm`; infinite if this ratio is not finite
+    lost: float  # the number of nonzero elements that are zero in half precision
+    nonfinite: float  # the number of elements that are not finite in half precision
 
 
 def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], scale: float) -> list[Measurement]:
@@ -127,12 +120,24 @@ def measure(leaves: Mapping[Any, ArrayLike], exact: Mapping[Any, ArrayLike], sca
       exact: the float32 gradients by path.
       scale: the loss scale of ``leaves``.
     """
-    return list(jax.device_get([_measure(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]))
+    on_device = [_measure(leaf, exact[path], jnp.float32(scale)) for path, leaf in leaves.items()]
+    return [_on_host(map(float, numbers)) for numbers in jax.device_get(on_device)]
+
+
+def _on_host(numbers: Iterable[float]) -> Measurement:
+    """Convert the numbers that `_measure` returns to a `Measurement`, in float64."""
+    largest, smallest, squares, squared_errors, nonzero, lost, nonfinite = numbers
+    norm, relative_error = largest * math.sqrt(squares), math.sqrt(_ratio(squared_errors, squares))
+    return Measurement(largest, smallest, norm, nonzero, relative_error, lost, nonfinite)
 
 
 @jax.jit
-def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement:
-    """Return the measurements of one leaf.
+def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Sequence[jax.Array]:
+    """Return the numbers from which `_on_host` computes the measurements of one leaf.
+
+    These numbers are the largest and the smallest nonzero magnitude of the float32 gradient, the sum of the squares of
+    the float32 gradient and the sum of the squared errors, both divided by the square of the largest magnitude, and the
+    counts ``nonzero``, ``lost`` and ``nonfinite`` of `Measurement`.
 
     All sums are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
@@ -148,7 +153,7 @@ def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Measurement
     unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     squares = [jnp.square(jnp.abs(each) / unit) for each in (reference, unscaled - reference)]
     flags = sizes > 0, (sizes > 0) & (unscaled == 0), ~jnp.isfinite(unscaled)
-    return Measurement(largest, smallest, *reduced(sums=[*squares, *flags]))
+    return [largest, smallest, *reduced(sums=[*squares, *flags])]
 
 
 def _in_rows(leaf: ArrayLike) -> jax.Array:
@@ -159,49 +164,61 @@ def _in_rows(leaf: ArrayLike) -> jax.Array:
     return jnp.pad(leaf, (0, -leaf.size % _ROW)).reshape(-1, _ROW)
 
 
-def reports_of(
-    exact: dict[str, Any], measured: Sequence[Sequence[Measurement]], rounding: Sequence[Measurement]
-) -> tuple[list[LeafGradientError], LeafGradientError]:
-    """Compute the errors of the gradient of each leaf and the errors of the whole gradient.
+class Float32Gradients(NamedTuple):
+    """The value and the gradients of a function in float32, with which half precision is compared."""
 
-    Args:
-      exact: the float32 gradients by path.
-      measured: the measurements for each loss scale and each leaf.
-      rounding: the measurements of the float32 gradients at slightly changed parameters, for each leaf.
-    """
-    # Each field of the stacked measurements has the shape ``[1 + scales, leaves]``. The first row contains the
-    # measurements in ``rounding``, and the other rows contain those at the loss scales. The fields that depend only on
-    # the float32 gradients are the same in all rows.
-    of = Measurement(*np.moveaxis(np.array([rounding, *measured], float), -1, 0))
-    sizes, nonzero = np.array([np.size(leaf) for leaf in exact.values()]), of.nonzero[0]
+    value: Any
+    leaves: dict[str, Any]  # the gradients by path
+    # The measurements of the gradients of each leaf at slightly changed parameters, which show the rounding errors of
+    # the float32 gradients.
+    rounding: list[Measurement]
 
-    def with_all(of_leaves: Any, of_all: Any) -> Any:
-        """Return, for each leaf and for the whole gradient, a number or a tuple with one number per loss scale."""
-        numbers = np.concatenate([of_leaves, np.expand_dims(of_all, -1)], axis=-1).T.tolist()
-        return [tuple(each) if isinstance(each, list) else each for each in numbers]
+    def reports_of(
+        self, measured: Sequence[Sequence[Measurement]]
+    ) -> tuple[list[LeafGradientError], LeafGradientError]:
+        """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
 
-    with np.errstate(all="ignore"):
-        norms, ratios = of.largest[0] * np.sqrt(of.squares[0]), np.sqrt(of.squared_errors / of.squares)
-        relative = np.where(of.squared_errors == 0, 0, np.where(np.isfinite(ratios), ratios, math.inf))
-        # If the float32 gradient of a leaf is zero, its errors are counted only if they are not finite.
-        parts = np.where(of.nonfinite > 0, math.inf, np.where((relative > 0) & (norms != 0), relative * norms, 0))
-        norm = math.hypot(*norms)
-        relative_of_all = [math.hypot(*row) / (norm or 1.0) for row in parts]
-    columns = zip(
-        [*exact, "all leaves"],
-        [*map(np.shape, exact.values()), (int(sizes.sum()),)],
-        with_all(norms, norm),
-        with_all(of.largest[0], np.max(of.largest[0])),  # `np.max` returns NaN if any element is NaN.
-        with_all(np.where(nonzero > 0, of.smallest[0], 0), np.min(of.smallest[0]) if nonzero.any() else 0),
-        with_all(nonzero.astype(int), int(nonzero.sum())),
-        with_all(relative[1:], relative_of_all[1:]),
-        with_all(of.lost[1:] / np.maximum(nonzero, 1), of.lost[1:].sum(axis=1) / max(nonzero.sum(), 1)),
-        with_all(of.nonfinite[1:] / np.maximum(sizes, 1), of.nonfinite[1:].sum(axis=1) / max(sizes.sum(), 1)),
-        with_all(relative[0], relative_of_all[0]),
-        strict=True,
+        Args:
+          measured: the measurements for each loss scale and each leaf.
+        """
+        of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
+        reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
+        size = sum(map(np.size, self.leaves.values()))
+        return reports, _report_of("all leaves", (size,), *map(whole_gradient, [self.rounding, *measured]))
+
+
+def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measured: Measurement) -> LeafGradientError:
+    """Return the errors of one gradient, given its measurements at changed parameters and at each loss scale."""
+    return LeafGradientError(
+        path=path,
+        shape=shape,
+        norm=rounding.norm,
+        largest=rounding.largest,
+        smallest=rounding.smallest if rounding.nonzero else 0.0,
+        nonzero=int(rounding.nonzero),
+        relative_error=tuple(each.relative_error for each in measured),
+        lost=tuple(each.lost / max(rounding.nonzero, 1) for each in measured),
+        nonfinite=tuple(each.nonfinite / max(math.prod(shape), 1) for each in measured),
+        rounding=rounding.relative_error,
     )
-    *leaves, total = (LeafGradientError(*column) for column in columns)
-    return leaves, total
+
+
+def whole_gradient(leaves: Sequence[Measurement]) -> Measurement:
+    """Combine the measurements of all leaves at one loss scale, as if the leaves were one array."""
+    # If the float32 gradient of a leaf is zero, its relative error has no meaning, and only an error that is not finite
+    # counts.
+    known = [leaf.relative_error * leaf.norm if leaf.relative_error and leaf.norm else 0.0 for leaf in leaves]
+    errors = [math.inf if leaf.nonfinite else error for leaf, error in zip(leaves, known, strict=True)]
+    norm = math.hypot(*(leaf.norm for leaf in leaves))
+    return Measurement(
+        largest=float(np.max([leaf.largest for leaf in leaves])),  # NaN if any element is NaN
+        smallest=min(leaf.smallest for leaf in leaves),
+        norm=norm,
+        nonzero=sum(leaf.nonzero for leaf in leaves),
+        relative_error=math.hypot(*errors) / (norm or 1.0),
+        lost=sum(leaf.lost for leaf in leaves),
+        nonfinite=sum(leaf.nonfinite for leaf in leaves),
+    )
 
 
 def noted_error_of_loss(dtype: jnp.dtype) -> float:
@@ -215,36 +232,34 @@ def noted_error_of_loss(dtype: jnp.dtype) -> float:
 
 def relative_error(value: Any, exact: Any) -> float:
     """Return the relative error of ``value``, or infinity if ``value`` or ``exact`` is not finite."""
-    error = abs(float(value) - float(exact))
+    return _ratio(abs(float(value) - float(exact)), abs(float(exact)))
+
+
+def _ratio(error: float, reference: float) -> float:
+    """Return ``error / reference``: 0 if there is no error, and otherwise infinity if the ratio is not finite."""
     if error == 0:
         return 0.0
-    return error / abs(float(exact)) if float(exact) and math.isfinite(error) else math.inf
+    ratio = error / reference if reference else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 class GradientErrors(NamedTuple):
-    """The errors of the value and gradients of a function at several loss scales.
+    """The errors of the value and gradients of a function at several loss scales."""
 
-    Attributes:
-      dtype: the half-precision dtype.
-      leaves: the errors of each leaf.
-      total: the errors of the whole gradient, which consists of the gradients of all leaves.
-      scales: the loss scales, in ascending order.
-      value: the value of the function in half precision; NaN if the program raises an error at every scale.
-      loss_dtype: the dtype of the value.
-      reference_value: the value of the function in float32.
-      opaque_operations: the operations that cannot be evaluated in float32.
-      run_time_errors: for each loss scale at which the program raises an error, the first sentence of the message.
-    """
-
-    dtype: jnp.dtype
+    gradients: TracedGradients
     leaves: list[LeafGradientError]
-    total: LeafGradientError
-    scales: Sequence[float]
-    value: float
-    loss_dtype: jnp.dtype
-    reference_value: float
-    opaque_operations: tuple[str, ...]
+    total: LeafGradientError  # the errors of the whole gradient, which consists of the gradients of all leaves
+    scales: Sequence[float]  # in ascending order
+    value: float  # the value of the function in half precision; NaN if the program raises an error at every scale
+    reference_value: float  # the value of the function in float32
+    opaque_operations: tuple[str, ...]  # the operations that cannot be evaluated in float32
+    # For each loss scale at which the program raises an error, the first sentence of the message.
     run_time_errors: dict[float, str]
+
+    @property
+    def loss_dtype(self) -> jnp.dtype:
+        """The dtype of the value."""
+        return self.gradients.program.jaxpr.out_avals[0].dtype
 
     @property
     def is_loss_wrong(self) -> bool:
@@ -254,7 +269,7 @@ class GradientErrors(NamedTuple):
     @property
     def is_loss_noted(self) -> bool:
         """Whether the error of the loss is large enough to be reported."""
-        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.dtype)
+        return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.gradients.dtype)
 
     @property
     def is_loss_too_small(self) -> bool:
@@ -317,7 +332,6 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
 
 def errors_by_scale(
     gradients: TracedGradients,
-    float32_program: Traced | None,
     scales: Sequence[float] | None,
     progress: Callable[[Sequence[float]], Iterable[float]],
 ) -> GradientErrors:
@@ -327,19 +341,13 @@ def errors_by_scale(
 
     Args:
       gradients: the traced gradients of the function.
-      float32_program: the program of the float32 reference, without a loss scale. If it is ``None``, the reference is
-        the program of ``gradients``, evaluated in float32.
       scales: the loss scales to compare, in ascending order, or ``None`` to choose them according to the largest
         gradient.
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     program = gradients.program
-    # `exact` contains the float32 gradients. `rounding` contains one measurement per leaf: the difference between the
-    # float32 gradients at slightly changed parameters and those in `exact`.
-    exact, rounding, reference_value, opaque_operations = _reference(gradients, float32_program)
-    # `leaf.largest` is the largest magnitude in the float32 gradient, not in the difference.
-    scales = scales or _default_scales([leaf.largest for leaf in rounding], gradients.dtype)
-
+    reference, opaque_operations = _float32_gradients(gradients)
+    scales = scales or _default_scales([leaf.largest for leaf in reference.rounding], gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
 
     def measured_at(scale: float) -> tuple[float, list[Measurement]]:
@@ -347,9 +355,8 @@ def errors_by_scale(
 
         The gradients are freed when this function returns, so only those of one loss scale are in memory.
         """
-        outputs = compiled(jnp.float32(scale), *program.inputs[1:])
-        value, leaves = gradients.call.value_and_leaves(program, outputs)
-        return float(value), measure(leaves, exact, scale)
+        value, leaves = value_and_leaves(program, compiled(*gradients.inputs_at(scale)))
+        return float(value), measure(leaves, reference.leaves, scale)
 
     # The value of the function does not depend on the loss scale. It is NaN if the program fails at every loss scale.
     value, measured, run_time_errors = math.nan, list[list[Measurement]](), dict[float, str]()
@@ -364,15 +371,13 @@ def errors_by_scale(
             # The gradients at this scale are unknown, so every element is counted as not finite. The other fields of a
             # measurement describe the float32 gradients, which do not depend on the scale.
             measurements = [
-                each._replace(squared_errors=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
-                for each, leaf in zip(rounding, exact.values(), strict=True)
+                each._replace(relative_error=math.inf, lost=0.0, nonfinite=float(np.size(leaf)))
+                for each, leaf in zip(reference.rounding, reference.leaves.values(), strict=True)
             ]
         measured.append(measurements)
-    leaves, total = reports_of(exact, measured, rounding)
-    loss_dtype, reference_value = program.jaxpr.out_avals[0].dtype, float(reference_value)
-    return GradientErrors(
-        gradients.dtype, leaves, total, scales, value, loss_dtype, reference_value, opaque_operations, run_time_errors
-    )
+    leaves, total = reference.reports_of(measured)
+    reference_value = float(reference.value)
+    return GradientErrors(gradients, leaves, total, scales, value, reference_value, opaque_operations, run_time_errors)
 
 
 def initial_scale(gradients: TracedGradients) -> float:
@@ -382,9 +387,8 @@ def initial_scale(gradients: TracedGradients) -> float:
     scale, the smallest default loss scale is returned. If there are no gradients, 1 is returned.
     """
     program, evaluator = gradients.program, Evaluator(jnp.dtype(jnp.float32))
-    inputs = program.inputs[1:]
     in_float32 = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
-    _, exact = gradients.call.value_and_leaves(program, in_float32(jnp.float32(1), *inputs))
+    _, exact = value_and_leaves(program, in_float32(*gradients.inputs_at(1.0)))
     if not exact:
         return 1.0
     scales = _default_scales([leaf.largest for leaf in measure(exact, exact, 1.0)], gradients.dtype)
@@ -392,7 +396,7 @@ def initial_scale(gradients: TracedGradients) -> float:
 
     def overflow(scale: float) -> bool:
         try:
-            return not are_finite(jnp.float32(scale), *inputs)
+            return not are_finite(*gradients.inputs_at(scale))
         except (RuntimeError, ValueError) as error:
             raise_unless_in_callback(error)
             return True
@@ -401,27 +405,21 @@ def initial_scale(gradients: TracedGradients) -> float:
     return _largest_with_headroom(finite, finite[-1])
 
 
-def _reference(
-    gradients: TracedGradients, float32_program: Traced | None
-) -> tuple[dict[str, Any], list[Measurement], Any, tuple[str, ...]]:
-    """Compute the float32 reference.
-
-    Return the gradients by path, the measurements of the gradients at slightly changed parameters, the value, and the
-    operations that cannot be evaluated in float32.
-    """
-    call, program = gradients.call, gradients.program
-    evaluator = Evaluator(jnp.dtype(jnp.float32))
-    moved = perturbed(call, keep_dtypes=float32_program is not None)
-    if float32_program is None:
-        float32_program, moved = program, [np.float32(1), *moved]
+def _float32_gradients(gradients: TracedGradients) -> tuple[Float32Gradients, tuple[str, ...]]:
+    """Compute the float32 gradients, and list the operations that cannot be evaluated in float32."""
+    call, reference, evaluator = gradients.call, gradients.reference, Evaluator(jnp.dtype(jnp.float32))
+    moved = perturbed(call, keep_dtypes=reference is not None)
+    if reference is None:
+        program, moved = gradients.program, [np.float32(1), *moved]
         computed = jax.jit(lambda *inputs: evaluator.evaluate(program.jaxpr, inputs))
     else:
-        computed = jax.jit(jaxpr_as_fun(float32_program.jaxpr))
+        program = reference.value_and_grad()
+        computed = jax.jit(jaxpr_as_fun(program.jaxpr))
     # The changed parameters are freed before the second run to save memory.
-    _, of_moved = call.value_and_leaves(float32_program, computed(*float32_program.inputs_from(moved, call.kwargs)))
+    _, of_moved = value_and_leaves(program, computed(*program.inputs_from(moved, call.kwargs)))
     del moved
-    value, exact = call.value_and_leaves(float32_program, computed(*float32_program.inputs))
-    return exact, measure(of_moved, exact, 1.0), value, tuple(evaluator.opaque_operations)
+    value, leaves = value_and_leaves(program, computed(*program.inputs))
+    return Float32Gradients(value, leaves, measure(of_moved, leaves, 1.0)), tuple(evaluator.opaque_operations)
 
 
 def of_zeros(leaves: Sequence[LeafGradientError]) -> str:

@@ -139,7 +139,7 @@ class Evaluator(Interpreter[Any]):
 
     def equation(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name == ROUNDED:
+        if name == ROUNDED:  # `autocast` rounds this float32 value to the precision of its half-precision dtype
             return list(operands)
         if not jaxpr.half_dtypes(eqn):
             return jaxpr.bind(eqn, operands, eqn.params)

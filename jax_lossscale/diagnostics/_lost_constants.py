@@ -20,19 +20,12 @@ _KEEPS_AWAY = ("add", "max", "sub")
 
 
 class LostConstant(NamedTuple):
-    """A constant that became zero or infinite in half precision.
+    """A constant that became zero or infinite in half precision."""
 
-    Attributes:
-      operation: the name of the operation that uses the constant.
-      location: the location of the operation.
-      value: the value of the constant in half precision: zero or an infinity.
-      is_epsilon: whether the constant was meant to prevent a division by zero, or a root or logarithm of zero.
-    """
-
-    operation: str
-    location: Location
-    value: float
-    is_epsilon: bool = False
+    operation: str  # the name of the operation that uses the constant
+    location: Location  # the location of the operation
+    value: float  # the value of the constant in half precision: zero or an infinity
+    is_epsilon: bool = False  # whether the constant was meant to prevent a division by zero, or a root or log of zero
 
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
@@ -50,61 +43,57 @@ def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
       traced: the program.
       is_autocast: whether `autocast` is applied to any part of the function.
     """
-    flow = _Constants(is_autocast)
-    flow.outputs(traced.jaxpr, [_Value() for _ in traced.jaxpr.jaxpr.invars])
+    flow = _LostConstants(is_autocast)
+    flow.outputs(traced.jaxpr, [_KnownValue() for _ in traced.jaxpr.jaxpr.invars])
     return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
 
 
-class _Value(NamedTuple):
-    """Information about a value.
+class _KnownValue(NamedTuple):
+    """The facts about a value that are necessary to find lost constants."""
 
-    Attributes:
-      number: the number, if the value is a scalar constant in half precision; otherwise ``None``.
-      sums: the epsilons that were rounded to zero before they were used in an addition, subtraction or maximum from
-        which the value is computed.
-    """
-
-    number: float | None = None
-    sums: tuple[LostConstant, ...] = ()
+    number: float | None = None  # the number, if the value is a scalar constant in half precision; otherwise ``None``
+    # The epsilons that were rounded to zero before they were used in an addition, subtraction or maximum from which the
+    # value is computed.
+    epsilons: tuple[LostConstant, ...] = ()
 
 
-class _Constants(Propagation[_Value]):
+class _LostConstants(Propagation[_KnownValue]):
     """Find the constants that became zero or infinite in half precision and add them to ``lost``."""
 
     def __init__(self, is_autocast: bool) -> None:
         self.is_autocast = is_autocast
         self.lost: list[LostConstant] = []
 
-    def value_of(self, constant: Any, aval: Any) -> _Value:
+    def value_of(self, constant: Any, aval: Any) -> _KnownValue:
         if not is_half(constant) or np.size(constant) != 1 or isinstance(constant, jax.core.Tracer):
-            return _Value()
-        return _Value(float(np.asarray(constant, np.float32).ravel()[0]))
+            return _KnownValue()
+        return _KnownValue(float(np.asarray(constant, np.float32).ravel()[0]))
 
-    def joined(self, values: Sequence[_Value]) -> _Value:
-        return _Value(sums=tuple(dict.fromkeys(lost for value in values for lost in value.sums)))
+    def joined(self, values: Sequence[_KnownValue]) -> _KnownValue:
+        return _KnownValue(epsilons=tuple(dict.fromkeys(epsilon for value in values for epsilon in value.epsilons)))
 
-    def operation(self, eqn: Any, location: Location, operands: Sequence[_Value]) -> Sequence[_Value]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_KnownValue]) -> Sequence[_KnownValue]:
         name = eqn.primitive.name
         moved = moved_operands(eqn)
         if moved is not None:
             return [operands[taken[0]] if len(taken) == 1 else self.joined(operands) for taken in moved]
-        sums: tuple[LostConstant, ...] = ()
+        # A zero in a sum is harmless by itself. It is an epsilon only if the sum is then used as a divisor, or in
+        # another operation with a singularity at zero.
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
-            for each in self.joined(operands[1:] if name == "div" else operands).sums:
+            for each in self.joined(operands[1:] if name == "div" else operands).epsilons:
                 # Programs often compute the maximum of a value and zero, as in ReLU. Such a zero is therefore not
                 # assumed to be an epsilon that was rounded to zero.
                 self.lost.append(each._replace(is_epsilon=each.operation != "max"))
+        epsilons: list[LostConstant] = []
         if not location.is_backward and name in (*_KEEPS_AWAY, "mul", "div"):
             # `autocast` never rounds a nonzero constant to zero if a float32 operation uses the constant. Therefore,
             # zeros in float32 operations are not reported under `autocast`.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
-                    lost = LostConstant(name, location, operand.number)
-                    is_epsilon = name in _KEEPS_AWAY and operand.number == 0
-                    sums = (*sums, lost) if is_epsilon else sums
-                    if not is_epsilon:
-                        self.lost.append(lost)
+                    may_be_epsilon = name in _KEEPS_AWAY and operand.number == 0
+                    group = epsilons if may_be_epsilon else self.lost
+                    group.append(LostConstant(name, location, operand.number))
                 elif name in _KEEPS_AWAY:
-                    sums += operand.sums
-        return [_Value(sums=tuple(dict.fromkeys(sums)))] * len(eqn.outvars)
+                    epsilons += operand.epsilons
+        return [_KnownValue(epsilons=tuple(dict.fromkeys(epsilons)))] * len(eqn.outvars)

@@ -13,7 +13,7 @@ from jax_lossscale import _tree
 from jax_lossscale.diagnostics._report import Report, Rows, percent
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafLostUpdates:
     """The lost updates of one parameter array.
 
@@ -35,9 +35,11 @@ class LeafLostUpdates:
         return self.lost / max(self.nonzero, 1)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class LostUpdates(Report[LeafLostUpdates]):
     """A sequence with a `LeafLostUpdates` for each floating-point parameter, sorted by decreasing fraction.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       leaves: the report of each parameter.
@@ -127,8 +129,9 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
                 f"{jax.tree_util.keystr(path)!r}."
             )
         nonzero, lost = map(int, _counts(param, update))
-        leaves.append(LeafLostUpdates(jax.tree_util.keystr(path), jnp.result_type(param).name, nonzero, lost))
-    return LostUpdates(tuple(sorted(leaves, key=lambda leaf: -leaf.fraction)))
+        dtype = jnp.result_type(param).name
+        leaves.append(LeafLostUpdates(path=jax.tree_util.keystr(path), dtype=dtype, nonzero=nonzero, lost=lost))
+    return LostUpdates(leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.fraction)))
 
 
 @jax.jit

@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._bits import format_of, magnitudes, number_of, re
 from jax_lossscale.diagnostics._report import Report, Rows
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafReport:
     """The non-finite elements of one leaf.
 
@@ -58,13 +58,15 @@ class LeafReport:
         return self.nonfinite / max(math.prod(self.shape), 1)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class NonfiniteReport(Report[LeafReport]):
     """A sequence with a `LeafReport` for each leaf of the gradients, with the worst leaf first.
 
     Leaves are sorted by the fraction of non-finite elements, then by the number of non-finite elements, and then by the
     largest finite magnitude. Among finite leaves, the leaf closest to overflow therefore comes first. The printed
     report contains a table of the non-finite leaves. Notebooks display the report as an HTML table.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       leaves: the report of each leaf.
@@ -144,7 +146,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
         )
     leaves = reports_of_named(named)
     leaves.sort(key=lambda leaf: (-leaf.share, -leaf.nonfinite, -(leaf.largest_finite or 0.0)))
-    return NonfiniteReport(tuple(leaves))
+    return NonfiniteReport(leaves=tuple(leaves))
 
 
 def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]:
@@ -155,31 +157,19 @@ def reports_of_named(named: Sequence[tuple[str, ArrayLike]]) -> list[LeafReport]
     statistics = jax.device_get([_statistics(leaf) for _, leaf in named])
     reports = []
     for (path, leaf), (largest, *counts) in zip(named, statistics, strict=True):
-        nan, posinf, neginf = map(int, counts)
-        dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
-        largest_finite = number_of(int(largest) - 1, format_of(dtype)) if largest else None
-        first = tuple(map(int, jax.device_get(_first_bad_index(leaf)))) if any(counts) else None
-        reports.append(LeafReport(path, str(dtype), shape, nan, posinf, neginf, largest_finite, first))
-    return reports
-
-
-def leaf_path(params: chex.ArrayTree, index: jax.Array) -> str:
-    """Return the path of the leaf whose index is `BadStep.leaf`. ``None`` counts as a leaf.
-
-    Args:
-      params: the argument of `explain`, or another tree with the same structure as the gradients.
-      index: the index, at least 0.
-
-    Raises:
-      ValueError: if the tree does not have a leaf with this index.
-    """
-    paths = _tree.paths_of(params)
-    if index >= len(paths):
-        raise ValueError(
-            f"`explain(params=...)` must have the same structure as the gradients, whose leaf {index} was not finite, "
-            f"got a tree of {len(paths)} leaves."
+        dtype, (nan, posinf, neginf) = jnp.result_type(leaf), map(int, counts)
+        report = LeafReport(
+            path=path,
+            dtype=str(dtype),
+            shape=jnp.shape(leaf),
+            nan=nan,
+            posinf=posinf,
+            neginf=neginf,
+            largest_finite=number_of(int(largest) - 1, format_of(dtype)) if largest else None,
+            first_bad_index=tuple(map(int, jax.device_get(_first_bad_index(leaf)))) if any(counts) else None,
         )
-    return paths[int(index)]
+        reports.append(report)
+    return reports
 
 
 @jax.jit

@@ -25,7 +25,7 @@ from jax_lossscale.diagnostics._report import percent
 _NO_ARITHMETIC = primitives.DATA_MOVEMENT | {"convert_element_type"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationPrecision:
     """The operations of one kind at one location, and the dtype in which they are computed.
 
@@ -54,9 +54,9 @@ class OperationPrecision:
     result: str
     reason: str
     is_matmul: bool
-    count: int
-    flops: float
-    index: int
+    count: int = 0
+    flops: float = 0.0
+    index: int = 0
 
 
 def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
@@ -66,8 +66,8 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
       program: the program, which was traced by `trace_with_reasons`.
       half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason.
     """
-    # The indices and the flops of the operations of each kind.
-    found: dict[tuple[str, str, str, bool, str, str, str, bool], list[tuple[int, float]]] = {}
+    # The keys are entries without counts. The values are the indices and the flops of the operations of each kind.
+    found: dict[OperationPrecision, list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
         eqn, location, name = nested.eqn, nested.location, primitives.operation_name(nested.eqn)
         if name in _NO_ARITHMETIC or not eqn.outvars or not _is_inexact(eqn.outvars[:1]) or jaxprs_in(eqn):
@@ -77,11 +77,19 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         reason = reason_of_matmul(nested) if computes_matmul and {widest, result.dtype} != {half} else ""
         flops = 2.0 * result.size * primitives.terms_per_sum(eqn) * nested.times if computes_matmul else 0.0
-        place = name, location.layer, location.source, location.is_backward
-        kind = *place, widest.name, result.dtype.name, reason, computes_matmul
+        kind = OperationPrecision(
+            operation=name,
+            layer=location.layer,
+            source=location.source,
+            is_backward=location.is_backward,
+            dtype=widest.name,
+            result=result.dtype.name,
+            reason=reason,
+            is_matmul=computes_matmul,
+        )
         found.setdefault(kind, []).append((index, flops))
     return [
-        OperationPrecision(*kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
+        dataclasses.replace(kind, count=len(each), flops=sum(flops for _, flops in each), index=each[0][0])
         for kind, each in found.items()
     ]
 
@@ -210,21 +218,14 @@ def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) 
 
 
 class _Origin(NamedTuple):
-    """The reason why a value is float32. If there are several reasons, the one with the lowest rank is reported.
+    """The reason why a value is float32. If there are several reasons, the one with the lowest rank is reported."""
 
-    Attributes:
-      rank: the kind of origin. The rank of an origin is 0 for an operation that promotes half precision to float32, 1
-        for a cast to float32, 2 for an argument that is float32, and 3 for a constant. A value that is not float32 has
-        the rank 4.
-      why: an explanation of the origin, phrased as the reason why a matmul with this operand is in float32.
-      given: the name of the argument, or "a constant".
-      column: the position of the cast in the source code.
-    """
-
+    # 0 for an operation that promotes half precision to float32, 1 for a cast to float32, 2 for an argument that is
+    # float32, 3 for a constant, and 4 for a value that is not float32.
     rank: int
-    why: str = ""
-    given: str = ""
-    column: str = ""
+    why: str = ""  # the reason why a matmul with this operand is in float32
+    given: str = ""  # the name of the argument, or "a constant"
+    column: str = ""  # the position of the cast in the source code
 
 
 def _given(rank: int, name: str) -> _Origin:
@@ -256,6 +257,9 @@ class _Origins(Propagation[_Origin]):
         takes_half = any(is_half(atom.aval) for atom in eqn.invars)
         origin = self.joined(origins)
         given = [each.given for each in origins if each.given]
+        # If an argument or a constant promotes a half-precision operand, JAX inserts a cast of this operand. The cast
+        # has the same position in the source code as the operation and would otherwise be reported as a cast of the
+        # user.
         if given and (takes_half or (location.column and location.column in [each.column for each in origins])):
             promotion = f"{given[0]} promotes {self.dtype.name} to float32 at {_named(location)}"
             origin = _Origin(0, f"its operand is float32 because {promotion}")

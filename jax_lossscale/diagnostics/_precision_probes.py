@@ -33,7 +33,7 @@ from jax_lossscale._program.jaxpr import Traced, bind, bind_here
 from jax_lossscale._program.location import Location, location_within
 from jax_lossscale._program.parameters import Path, parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced, rounded
-from jax_lossscale.diagnostics._shadow import MeasuringEvaluator, Rows, Rule
+from jax_lossscale.diagnostics._shadow import HigherOrderRule, MeasuredRows, MeasuringEvaluator
 
 # Precision levels of a matmul, from the lowest to the highest.
 HALF, FLOAT32_RESULT, FLOAT32 = range(3)
@@ -45,33 +45,23 @@ VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
 
 class MatmulSite(NamedTuple):
-    """The site of one or more matmuls (or calls to `in_half` functions) that the rules of a policy cannot distinguish.
+    """The site of matmuls, or of calls to `in_half` functions, that the rules of a policy cannot distinguish."""
 
-    Attributes:
-      operation: the name of the primitive.
-      location: the layer, source, functions and parameter that the rules can match. The other fields are empty.
-    """
-
-    operation: str
-    location: Location
+    operation: str  # the name of the primitive
+    location: Location  # the layer, source, functions and parameter that the rules can match; the rest is empty
 
 
 MatmulsBySite: TypeAlias = dict[MatmulSite, set[Path]]  # A dictionary from each site to the paths of its matmuls.
 
 
-class Measured(NamedTuple):
-    """The measurements of a probe.
+class ProbeMeasurements(NamedTuple):
+    """The measurements of a probe, or of several probes as arrays."""
 
-    Attributes:
-      largest: the largest magnitude.
-      error: the sum of the rounding errors in half precision, divided by the sum of the magnitudes.
-      damage: for a cotangent, the sum of the products of its magnitudes and the rounding errors of its forward-pass
-        value. The damage is a first-order estimate of how much the result of the program changes if the forward-pass
-        value is rounded.
-    """
-
-    largest: Any
-    error: Any
+    largest: Any  # the largest magnitude
+    error: Any  # the sum of the rounding errors in half precision, divided by the sum of the magnitudes
+    # For a cotangent, the sum of the products of its magnitudes and the rounding errors of its forward-pass value. The
+    # damage is a first-order estimate of how much the result of the program changes if the forward-pass value is
+    # rounded.
     damage: Any
 
 
@@ -117,6 +107,7 @@ mlir.register_lowering(_probe_primitive, lambda context, number, value, **_: [nu
 
 def _differentiate(primals: Any, tangents: Any, *, kind: str, **at: int) -> tuple[Any, Any]:
     (number, value), (tangent, _) = primals, tangents
+    # The probe of the tangent measures nothing. Its transpose is the probe of the cotangent.
     if not isinstance(tangent, ad.Zero):
         tangent = _probe_primitive.bind(tangent, value, kind="tangent", **at)
     return _probe_primitive.bind(number, value, kind=kind, **at), tangent
@@ -141,7 +132,7 @@ def _probe_float(value: Any, site: int, role: int) -> Any:
 
 
 class RoundingEvaluator(MeasuringEvaluator):
-    """Interpreter for jaxprs with probes. Each probe records one row with the fields of `Measured`.
+    """Interpreter for jaxprs with probes. Each probe records one row with the fields of `ProbeMeasurements`.
 
     Args:
       dtype: the half-precision dtype.
@@ -151,12 +142,13 @@ class RoundingEvaluator(MeasuringEvaluator):
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 
-    fields = len(Measured._fields)
+    fields = len(ProbeMeasurements._fields)
 
     def __init__(self, dtype: jnp.dtype, are_rounded: Any = None, axes: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._dtype, self._are_rounded, self._axes = dtype, are_rounded, axes
 
+    # Sub-jaxprs without probes are bound as they are, because nothing in them is measured or rounded.
     def goes_into(self, eqn: Any) -> bool:
         return super().goes_into(eqn) and bool(self.names_within(eqn))
 
@@ -170,7 +162,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         roles = COTANGENTS if eqn.params["kind"] == "cotangent" else VALUES
         return [(eqn.params["site"], roles.start + eqn.params["role"])]
 
-    def nothing(self, program: ClosedJaxpr) -> Rows:
+    def nothing(self, program: ClosedJaxpr) -> MeasuredRows:
         return [vary(row, self._axes) for row in super().nothing(program)]
 
     def operation(self, eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -198,7 +190,7 @@ class RoundingEvaluator(MeasuringEvaluator):
         count = len(eqn.outvars)
         return outputs[:count], [vary(jnp.max(row, axis=0), self._axes) for row in outputs[count:]]
 
-    rules: ClassVar[dict[str, Rule]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
+    rules: ClassVar[dict[str, HigherOrderRule]] = MeasuringEvaluator.rules | {"shard_map": _shard_map}
 
 
 def _statistics(number: jax.Array, value: jax.Array, dtype: jnp.dtype, is_cotangent: bool) -> jax.Array:

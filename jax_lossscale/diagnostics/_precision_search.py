@@ -13,7 +13,7 @@ from jax_lossscale._autocast import PrecisionPolicy
 from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics import _precision_probes as probes
-from jax_lossscale.diagnostics._precision_trials import MOST_GRADIENTS, Gradients, Result, references_of
+from jax_lossscale.diagnostics._precision_trials import MOST_GRADIENTS, Evaluation, Gradients, targets_of
 from jax_lossscale.diagnostics._report import off, power_of_two
 
 # Number of gradient evaluations reserved for verifying the policy and for determining the reasons for its rules.
@@ -24,21 +24,13 @@ _LOG2_HEADROOM = 1
 
 
 class Trial(NamedTuple):
-    """The result of a trial, which computes the gradients with some matmuls in float32.
+    """The result of a trial, which computes the gradients with some matmuls in float32."""
 
-    Attributes:
-      levels: the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`.
-      scale: the loss scale.
-      ratio: the largest ratio of an error to its tolerance, among the value, the leaves and the whole gradient.
-      error: the error with this ratio; infinite if any number is not finite.
-      where: the quantity that has this error, such as "the value".
-    """
-
-    levels: np.ndarray
-    scale: float
-    ratio: float
-    error: float
-    where: str
+    levels: np.ndarray  # the precision of each site, ``int[sites]``: `HALF`, `FLOAT32_RESULT` or `FLOAT32`
+    scale: float  # the loss scale
+    ratio: float  # the largest ratio of an error to its tolerance, among the value, the leaves and the whole gradient
+    error: float  # the error with this ratio; infinite if any number is not finite
+    where: str  # the quantity that has this error, such as "the value"
 
     @property
     def is_accurate(self) -> bool:
@@ -72,12 +64,12 @@ class Search:
 
     Attributes:
       gradients: the gradients of the function at different precisions of its matmuls.
-      references: the float32 results for each batch, with the tolerance for each error.
+      targets: the float32 results for each batch, with the tolerance for each error.
     """
 
     def __init__(self, gradients: Gradients, tolerance: float) -> None:
         self.gradients, self._overflow = gradients, limits_of(gradients.dtype).overflow
-        self.references, measured = references_of(gradients, tolerance)
+        self.targets, measured = targets_of(gradients, tolerance)
         self._largest = measured.largest
         # For each matmul, the damage consists of two estimated changes in the value of the function: one if the result
         # of the matmul is rounded, and one if its operands are rounded. The shape is ``[sites, 2]``.
@@ -169,11 +161,12 @@ class Search:
             return 2.0**15
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
 
-    def _compared(self, results: Iterable[Result], levels: np.ndarray, scale: float) -> Trial:
-        """Compare the results of an evaluation with the float32 results for the same batches."""
+    def _compared(self, evaluations: Iterable[Evaluation], levels: np.ndarray, scale: float) -> Trial:
+        """Compare the evaluation of each batch with the float32 results for this batch."""
         found = [(0.0, 0.0, "nothing")]
         try:
-            for of_batch in map(lambda reference, result: reference.errors_of(result, scale), self.references, results):
+            # In contrast to a `for` loop, `map` frees the gradients of a batch before the next batch is evaluated.
+            for of_batch in map(lambda target, result: target.errors_of(result, scale), self.targets, evaluations):
                 found += of_batch
         # The program may raise an error in a callback, for example if the input of a linear solver is not finite.
         except (RuntimeError, ValueError) as error:
@@ -181,7 +174,7 @@ class Search:
             found.append((math.inf, math.inf, "the value"))
         return Trial(levels, scale, *max(found))
 
-    def _too_small(self, measured: probes.Measured) -> np.ndarray:
+    def _too_small(self, measured: probes.ProbeMeasurements) -> np.ndarray:
         """Return a mask of the values that underflow.
 
         A value underflows if its relative error exceeds about eleven times the mean relative rounding error of normal
@@ -199,7 +192,7 @@ class Search:
         If the limit on gradient evaluations is reached, the reason "not tested separately" is used for each reason that
         is still unknown.
         """
-        measured: dict[float, probes.Measured] = {}
+        measured: dict[float, probes.ProbeMeasurements] = {}
         reasons = [""] * len(trial.levels)
         for site in map(int, np.flatnonzero(trial.levels)):
             levels = trial.levels.copy()
@@ -214,7 +207,7 @@ class Search:
             reasons[site] = reason or "not tested separately"
         return reasons
 
-    def _out_of_range(self, measured: probes.Measured, site: int, levels: np.ndarray, scale: float) -> str:
+    def _out_of_range(self, measured: probes.ProbeMeasurements, site: int, levels: np.ndarray, scale: float) -> str:
         """Describe the values that are out of range if a matmul is in half precision, or return "" if there are none.
 
         Args:

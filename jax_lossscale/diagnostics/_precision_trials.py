@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_lossscale._autocast import PrecisionPolicy, autocast
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics import _precision_probes as probes
-from jax_lossscale.diagnostics._loss_call import LossCall
+from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
 
 # The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
@@ -33,17 +33,12 @@ _TINY_SHARE = 0.001
 _SMALL_LEAF = 10.0
 
 
-class Result(NamedTuple):
-    """The result of one evaluation for one batch.
-
-    Attributes:
-      value: the value of the function.
-      leaves: the gradients by path, multiplied by the loss scale.
-      measured: the measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes.
-    """
+class Evaluation(NamedTuple):
+    """The value and the gradients of one evaluation for one batch."""
 
     value: Any
-    leaves: dict[str, Any]
+    leaves: dict[str, Any]  # the gradients by path, multiplied by the loss scale
+    # The measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes.
     measured: Any = None
 
 
@@ -85,7 +80,7 @@ class Gradients:
         self._sites_and_roles = probes.RoundingEvaluator(dtype).names(self._traced.jaxpr)
         self._compiled = jax.jit(partial(_evaluated, self._traced.jaxpr, dtype))
 
-    def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Result]:
+    def with_levels(self, levels: np.ndarray, scale: float, by: float = 0.0) -> Iterator[Evaluation]:
         """For each batch, evaluate the program with probes.
 
         Args:
@@ -96,36 +91,36 @@ class Gradients:
         self._count()
         return (self._result(batch, levels, scale, by) for batch in self.batches)
 
-    def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Result]:
+    def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Evaluation]:
         """For each batch, evaluate the program that contains the probes, with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
-    def measured(self, scale: float) -> probes.Measured:
+    def measured(self, scale: float) -> probes.ProbeMeasurements:
         """Return the measurements of the probes in float32, as arrays ``float32[sites, 2 * roles]``."""
         return largest_of(self.in_float32(scale))
 
-    def with_policy(self, policy: PrecisionPolicy, scale: float) -> Iterator[Result]:
+    def with_policy(self, policy: PrecisionPolicy, scale: float) -> Iterator[Evaluation]:
         """Evaluate the original function under `autocast` with a policy, for each batch."""
         self._count()
         call = self.batches[0]
         traced = Traced(*call._replace(fun=autocast(call.fun, self.dtype, policy=policy)).scaled())
         compiled = jax.jit(jaxpr_as_fun(traced.jaxpr))
         inputs = (traced.inputs_from((np.float32(scale), *batch.args), batch.kwargs) for batch in self.batches)
-        return (Result(*call.value_and_leaves(traced, compiled(*each))) for each in inputs)
+        return (Evaluation(*value_and_leaves(traced, compiled(*each))) for each in inputs)
 
     def _count(self) -> None:
         self.spent += 1
         next(self._steps, None)
 
-    def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Result:
+    def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Evaluation:
         args = errors.perturbed(batch, keep_dtypes=False, by=by) if by else batch.args
         inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
         are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
         outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
-        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.Measured._fields)))
+        measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.ProbeMeasurements._fields)))
         for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
-        return Result(*batch.value_and_leaves(self._traced, outputs), measured)
+        return Evaluation(*value_and_leaves(self._traced, outputs), measured)
 
 
 def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: Any, inputs: Any) -> Any:
@@ -134,106 +129,104 @@ def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: 
     return outputs, jnp.asarray(rows)
 
 
-def largest_of(results: Iterable[Result]) -> probes.Measured:
+def largest_of(results: Iterable[Evaluation]) -> probes.ProbeMeasurements:
     """Return the maxima of the measurements over all batches."""
     largest = np.max([result.measured for result in results], axis=0)
-    return probes.Measured(*np.moveaxis(largest, -1, 0))
+    return probes.ProbeMeasurements(*np.moveaxis(largest, -1, 0))
 
 
-class Reference(NamedTuple):
-    """The float32 results for one batch.
+class Target(NamedTuple):
+    """The float32 gradients for one batch, which a trial must reproduce, and the accepted errors."""
 
-    Attributes:
-      value: the value of the function.
-      leaves: the gradients by path.
-      rounding: the measurements of the gradients of each leaf at slightly changed parameters, which show the rounding
-        errors of the float32 gradients.
-      tolerances: the tolerances of the value, of each leaf and of the whole gradient; 0 if the error is ignored, unless
-        it is infinite because a result in half precision is not finite.
-      total: the norm of the whole gradient.
-    """
-
-    value: Any
-    leaves: dict[str, Any]
-    rounding: list[errors.Measurement]
+    float32: errors.Float32Gradients
+    # The tolerances of the value, of each leaf and of the whole gradient. A tolerance of 0 means that the error is
+    # ignored, unless it is infinite because a result in half precision is not finite.
     tolerances: list[float]
-    total: float
 
     def is_finite(self) -> bool:
         """Return whether the value and the gradients are finite."""
-        return all(math.isfinite(number) for number in (self.value, *(leaf.largest for leaf in self.rounding)))
+        numbers = [self.float32.value, *(leaf.largest for leaf in self.float32.rounding)]
+        return all(map(math.isfinite, numbers))
 
-    def errors_of(self, result: Result, scale: float) -> list[tuple[float, float, str]]:
+    def errors_of(self, evaluation: Evaluation, scale: float) -> list[tuple[float, float, str]]:
         """Return ``(error / tolerance, error, name)`` for the value, the gradient of each leaf, and the whole gradient.
 
         Args:
-          result: the result of an evaluation for the same batch.
+          evaluation: an evaluation for the same batch.
           scale: the loss scale of this evaluation.
         """
-        if not math.isfinite(result.value):
+        if not math.isfinite(evaluation.value):
             return [(math.inf, math.inf, "the value")]
-        measured = errors.measure(result.leaves, self.leaves, scale)
-        reports, total = errors.reports_of(self.leaves, [measured], self.rounding)
-        found = [("the value", errors.relative_error(result.value, self.value))]
-        for leaf in reports:
-            is_tiny = leaf.norm < _TINY_SHARE * self.total and not leaf.nonfinite[0]
-            error = leaf.lost[0] if is_tiny else leaf.relative_error[0]
-            found.append((f"the gradient of {leaf.path or 'the only leaf'}", error))
-        found.append(("the whole gradient", total.relative_error[0]))
+        measured = errors.measure(evaluation.leaves, self.float32.leaves, scale)
+        whole = errors.whole_gradient(measured)
+        found = [("the value", errors.relative_error(evaluation.value, self.float32.value))]
+        for path, leaf in zip(self.float32.leaves, measured, strict=True):
+            is_tiny = leaf.norm < _TINY_SHARE * whole.norm and not leaf.nonfinite
+            error = leaf.lost / max(leaf.nonzero, 1) if is_tiny else leaf.relative_error
+            found.append((f"the gradient of {path or 'the only leaf'}", error))
+        found.append(("the whole gradient", whole.relative_error))
         with_tolerances = zip(found, self.tolerances, strict=True)
         return [(error / tolerance, error, name) for (name, error), tolerance in with_tolerances if tolerance]
 
 
-# The relative change in the value, and the measurements of the gradients, after a change to the parameters.
-_Change: TypeAlias = tuple[float, list[errors.Measurement]]
+class _Changes(NamedTuple):
+    """The changes of the float32 results of one batch after a change to the parameters."""
+
+    value: float  # the relative change of the value
+    leaves: list[errors.Measurement]  # of the gradient of each leaf
+    whole: errors.Measurement  # of the whole gradient
 
 
-def references_of(gradients: Gradients, tolerance: float) -> tuple[list[Reference], probes.Measured]:
+def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.ProbeMeasurements]:
     """Evaluate the float32 gradients for the original parameters, and for two small random perturbations of them.
 
-    Return the reference for each batch, and the measurements that the probes make without a loss scale.
+    Return the target for each batch, and the measurements that the probes make without a loss scale.
     """
     exact = list(gradients.in_float32(1.0))
 
-    def change(exact: Result, perturbed: Result) -> _Change:
-        return errors.relative_error(perturbed.value, exact.value), errors.measure(perturbed.leaves, exact.leaves, 1.0)
+    def changes(exact: Evaluation, moved: Evaluation) -> _Changes:
+        leaves = errors.measure(moved.leaves, exact.leaves, 1.0)
+        return _Changes(errors.relative_error(moved.value, exact.value), leaves, errors.whole_gradient(leaves))
 
     # `map` frees the gradients of each batch before the next batch is evaluated.
-    fine, coarse = (list(map(change, exact, gradients.in_float32(1.0, by))) for by in (errors.PERTURBATION, _COARSE))
-    return list(map(partial(_reference, tolerance), exact, fine, coarse)), largest_of(exact)
+    fine, coarse = (list(map(changes, exact, gradients.in_float32(1.0, by))) for by in (errors.PERTURBATION, _COARSE))
+    targets = [
+        Target(errors.Float32Gradients(value, leaves, small.leaves), _tolerances(tolerance, small, large))
+        for (value, leaves, _), small, large in zip(exact, fine, coarse, strict=True)
+    ]
+    return targets, largest_of(exact)
 
 
-def _reference(tolerance: float, exact: Result, fine: _Change, coarse: _Change) -> Reference:
-    """Return the float32 results for a batch, and the tolerance for each error.
+def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[float]:
+    """Return the tolerances of the value, of each leaf and of the whole gradient, as in `Target`.
 
-    To estimate rounding errors, each parameter is multiplied by ``1 ± 2**-22`` (the fine perturbation), a change of a
-    few float32 rounding errors. If the fine perturbation changes the value by more than half the tolerance, the error
-    of the value is ignored in trials. The same applies to the gradient of each leaf. The coarse perturbation multiplies
-    each parameter by ``1 ± 2**-9``, a change of a few float16 rounding errors. If the coarse perturbation causes a
-    disproportionately large error, for example because the inputs of ReLUs change sign, the tolerance is increased.
+    A result in half precision can be judged only if the result is reliable in float32. Two perturbations of the
+    parameters measure how reliable the value and the gradient of each leaf are:
+
+    - The fine perturbation multiplies each parameter by ``1 ± 2**-22``, a change of a few float32 rounding errors. If
+      it changes a result by more than half the tolerance, the result consists of rounding errors, and its error is
+      ignored.
+    - The coarse perturbation multiplies each parameter by ``1 ± 2**-9``, a change of a few float16 rounding errors. If
+      it changes a result disproportionately, for example because the inputs of ReLUs change sign, the tolerance of the
+      result is increased.
 
     Args:
       tolerance: the tolerance of the user.
-      exact: the result in float32.
-      fine: the change after a perturbation by `errors.PERTURBATION`.
-      coarse: the change after a perturbation by `_COARSE`.
+      fine: the changes after a perturbation by `errors.PERTURBATION`.
+      coarse: the changes after a perturbation by `_COARSE`.
     """
-    (fine_of_value, rounding), (coarse_of_value, measured) = fine, coarse
-    reports, total = errors.reports_of(exact.leaves, [measured], rounding)
 
-    def allowed(coarse: float, fine: float) -> float:
-        """Return the tolerance for a quantity from its relative changes after the coarse and the fine perturbation.
-
-        If the function has no kinks, such as those of ReLUs, the changes are proportional to the perturbations.
-        """
+    def allowed(fine: float, coarse: float) -> float:
+        """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
+        # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
+        # the function has kinks. Rounding to half precision crosses the same kinks, even if all matmuls are in float32.
         if coarse <= 2 * fine * _COARSE / errors.PERTURBATION:
             return tolerance
         return min(max(coarse, tolerance), _MOST_SENSITIVE * tolerance)
 
-    tolerances = [allowed(coarse_of_value, fine_of_value) * (fine_of_value <= tolerance / 2)]
-    for leaf in reports:
-        is_judged = leaf.norm > 0 and not leaf.rounding > tolerance / 2
-        times = _SMALL_LEAF if leaf.norm < _SMALL_SHARE * total.norm else 1.0
-        tolerances.append(is_judged * times * allowed(leaf.relative_error[0], leaf.rounding))
-    tolerances.append(allowed(total.relative_error[0], total.rounding))
-    return Reference(exact.value, exact.leaves, rounding, tolerances, total.norm)
+    tolerances = [allowed(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
+    for small, large in zip(fine.leaves, coarse.leaves, strict=True):
+        is_reliable = small.norm > 0 and small.relative_error <= tolerance / 2
+        times = _SMALL_LEAF if small.norm < _SMALL_SHARE * fine.whole.norm else 1.0
+        tolerances.append(times * allowed(small.relative_error, large.relative_error) if is_reliable else 0.0)
+    return [*tolerances, allowed(fine.whole.relative_error, coarse.whole.relative_error)]

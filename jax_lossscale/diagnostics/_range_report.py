@@ -17,18 +17,19 @@ from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call, value_and_leaves
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If more than this fraction of a gradient is float32 rounding error, the true gradient is assumed to be zero.
-_MOSTLY_ROUNDING = 2.0**-6
+_NOISE_THRESHOLD = 2.0**-6
 _MOST_ROWS = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRange:
     """The range and the error of the results of one operation.
 
@@ -84,7 +85,7 @@ class OperationRange:
     changes_result: bool = False
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class RangeReport(Report[OperationRange]):
     """A sequence of `OperationRange` objects, with the worst operation first.
 
@@ -100,6 +101,8 @@ class RangeReport(Report[OperationRange]):
 
     The printed report contains a summary of the matrix multiplications and convolutions (matmuls), and a table of the
     operations for which the report suggests a fix. Notebooks display the report as an HTML table.
+
+    Reports are created only by this library. Their attributes are guaranteed, but their text may change.
 
     Attributes:
       operations: the operations.
@@ -297,28 +300,37 @@ def ranges_at(
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     outputs = flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs])
-    of_value, of_leaves = gradients.call.value_and_leaves(program, outputs)
+    of_value, of_leaves = value_and_leaves(program, outputs)
     evaluator = ShadowEvaluator(dtype, iter(progress(range(len(flow.sites)))))
-    inputs = map(evaluator.value_of, [jnp.float32(loss_scale), *program.inputs[1:]], program.jaxpr.in_avals)
+    inputs = map(evaluator.value_of, gradients.inputs_at(loss_scale), program.jaxpr.in_avals)
     _, rows = evaluator.evaluate(program.jaxpr, list(inputs))
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
     results = {node for node in of_value.union(*of_leaves.values()) if not _is_noise(measured.get(node), dtype)}
     blamed = blame(flow, measured, results)
-    if not blamed.harmful:  # if there are no large errors, report smaller errors of the loss
+    # If there are no large errors, report smaller errors of the loss, which `compare_gradients` also reports.
+    if not blamed.harmful:
         blamed = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
     operations = []
     for node, statistics in measured.items():
-        site, changes_result = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
+        site, is_harmful = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
         suggestion = suggestion_for(node, site, statistics, blamed, gradients.is_autocast)
-        operation = _operation_range(site, statistics, dtype, changes_result, suggestion)
-        if is_half(site.aval) or operation.suggestion:
-            operations.append(operation)
+        if is_half(site.aval) or suggestion:
+            operations.append(_operation_range(site, statistics, dtype, is_harmful, suggestion))
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
+    # Infinities in the arguments, and lost constants that are not epsilons, are usually harmless. They are listed only
+    # if they may be the cause of a NaN.
     faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
     lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
-    opaque = tuple(evaluator.evaluator.opaque_operations)
-    return RangeReport(tuple(operations), dtype.name, loss_scale, opaque, lost, gradients.matmuls, tuple(faults))
+    return RangeReport(
+        operations=tuple(operations),
+        dtype=dtype.name,
+        loss_scale=loss_scale,
+        opaque_operations=tuple(evaluator.evaluator.opaque_operations),
+        lost_constants=lost,
+        summary=gradients.matmuls,
+        arguments=tuple(faults),
+    )
 
 
 def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
@@ -331,7 +343,7 @@ def _is_noise(measured: Statistics | None, dtype: jnp.dtype) -> bool:
     if measured is None or math.isinf(measured.error):
         return False
     multiplied = measured.error / max(measured.input_error, 1.0)
-    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _MOSTLY_ROUNDING
+    return multiplied * float(jnp.finfo(jnp.float32).eps / jnp.finfo(dtype).eps) > _NOISE_THRESHOLD
 
 
 def _severity(operation: OperationRange) -> Any:
@@ -361,10 +373,23 @@ def _operation_range(
         log2_overflow = math.ceil(math.log2(min(measured.largest / float(info.max), 2.0**128)))
     elif 0 < measured.largest < float(info.smallest_normal):
         log2_underflow = math.ceil(math.log2(float(info.smallest_normal) / measured.largest))
-    numbers = {name: number for name, number in measured._asdict().items() if name != "error_of_all"}
-    is_nan = numbers.pop("nan") > 0 and not measured.overflow
-    numbers |= {"largest": math.nan if is_nan else measured.largest, "overflow": measured.overflow + measured.nan}
-    numbers |= {"log2_overflow": log2_overflow, "log2_underflow": log2_underflow}
-    at, aval = site.location, site.aval
-    facts = site.operation, site.derivative_of, at.layer, at.source, at.is_backward, aval.shape, aval.dtype.name
-    return OperationRange(*facts, suggestion=suggestion, changes_result=is_harmful or measured.nan > 0, **numbers)
+    return OperationRange(
+        operation=site.operation,
+        derivative_of=site.derivative_of,
+        layer=site.location.layer,
+        source=site.location.source,
+        is_backward=site.location.is_backward,
+        shape=site.aval.shape,
+        dtype=site.aval.dtype.name,
+        largest=math.nan if measured.nan > 0 and not measured.overflow else measured.largest,
+        overflow=measured.overflow + measured.nan,
+        zero=measured.zero,
+        subnormal=measured.subnormal,
+        log2_overflow=log2_overflow,
+        log2_underflow=log2_underflow,
+        suggestion=suggestion,
+        error=measured.error,
+        input_error=measured.input_error,
+        amplification=measured.amplification,
+        changes_result=is_harmful or measured.nan > 0,
+    )

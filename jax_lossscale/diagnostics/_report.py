@@ -1,7 +1,4 @@
-"""Base class for reports, and functions that format the numbers and names in a report.
-
-A report is a sequence of entries, with the worst entry first. A printed report contains a table.
-"""
+"""Base classes for reports, and functions that format the numbers and names in a report."""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
 
 
-class Report(Sequence[Entry]):
-    """Base class for reports. A report is a sequence of entries, and is printed as a summary, a table and notes."""
+class Printed:
+    """Base class for results that are printed, as text or in a notebook, as a summary, a table and notes."""
 
-    _entries: ClassVar[str]  # the name of the attribute that contains the entries
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # indices of the left-aligned columns
 
     def _header(self) -> str:
@@ -38,16 +34,6 @@ class Report(Sequence[Entry]):
     def _notes(self) -> Sequence[str]:
         """Return the lines that are printed below the table."""
         return ()
-
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Entry, ...]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return getattr(self, self._entries)[index]
-
-    def __len__(self) -> int:
-        return len(getattr(self, self._entries))
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -71,6 +57,25 @@ class Report(Sequence[Entry]):
             for text in (self._header(), "\n".join(self._notes()))
         )
         return above + (f"<table>\n{table}</table>\n" if table else "") + below
+
+
+class Report(Printed, Sequence[Entry]):
+    """Base class for reports that are sequences of entries, with the worst entry first.
+
+    The fields of reports and entries are keyword-only, because later versions may add fields.
+    """
+
+    _entries: ClassVar[str]  # the name of the attribute that contains the entries
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Entry, ...]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return getattr(self, self._entries)[index]
+
+    def __len__(self) -> int:
+        return len(getattr(self, self._entries))
 
 
 def progress_bar(

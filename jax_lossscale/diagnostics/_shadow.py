@@ -40,8 +40,9 @@ _SMALLEST_SHARE = 1 / 256
 
 # The measurements of a program, in program order. Each row of measurements contains several numbers, and larger numbers
 # are worse.
-Rows: TypeAlias = list[jax.Array]
-Rule: TypeAlias = Callable[..., tuple[list[Any], Rows]]
+MeasuredRows: TypeAlias = list[jax.Array]
+# A function that evaluates the sub-jaxprs of an equation, and returns the outputs and the measurements.
+HigherOrderRule: TypeAlias = Callable[..., tuple[list[Any], MeasuredRows]]
 
 
 class MeasuringEvaluator(Interpreter[Any]):
@@ -50,14 +51,13 @@ class MeasuringEvaluator(Interpreter[Any]):
     Attributes:
       fields: the number of elements of a row.
       rows: the rows of measurements that have been recorded in the current jaxpr.
-      rules: a dictionary from each higher-order primitive to a function that evaluates the sub-jaxprs of an equation
-        and returns the outputs and the rows of measurements.
+      rules: the `HigherOrderRule` of each higher-order primitive whose sub-jaxprs are entered.
     """
 
     fields: int
 
     def __init__(self) -> None:
-        self.rows: Rows = []
+        self.rows: MeasuredRows = []
 
     def value_of(self, constant: Any, aval: Any) -> Any:
         return constant
@@ -82,7 +82,7 @@ class MeasuringEvaluator(Interpreter[Any]):
         """Convert pytrees returned by `to_scan` back to values. Each atom has the type of the corresponding value."""
         return values
 
-    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], Rows]:
+    def evaluate(self, program: ClosedJaxpr, inputs: Sequence[Any]) -> tuple[list[Any], MeasuredRows]:
         """Return the outputs of a jaxpr and the rows of measurements."""
         outside, self.rows = self.rows, []
         outputs = self.outputs(program, inputs)
@@ -111,12 +111,12 @@ class MeasuringEvaluator(Interpreter[Any]):
         """Return whether the interpreter enters the sub-jaxprs of an equation."""
         return eqn.primitive.name in self.rules
 
-    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], Rows]:
+    def gone_into(self, eqn: Any, inputs: list[Any]) -> tuple[list[Any], MeasuredRows]:
         """Return the outputs of an equation whose sub-jaxprs are entered, and the rows recorded in the sub-jaxprs."""
         with in_context(eqn):
             return self.rules[eqn.primitive.name](self, eqn, inputs)
 
-    def nothing(self, program: ClosedJaxpr) -> Rows:
+    def nothing(self, program: ClosedJaxpr) -> MeasuredRows:
         """Return rows of zeros for a jaxpr that is not evaluated."""
         return [jnp.zeros(self.fields)] * len(self.names(program))
 
@@ -135,6 +135,8 @@ class MeasuringEvaluator(Interpreter[Any]):
             outputs, rows = self.evaluate(body.closed, of_step)
             return (outputs[: len(carry)], _worst(worst, rows)), self.to_scan(outputs[len(carry) :])
 
+        # The measurements are carried through the loop instead of stacked, so that their size does not depend on the
+        # number of iterations.
         start = inputs[fixed : sliced.start], self.nothing(body.closed)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         (carry, worst), ys = lax.scan(step, start, self.to_scan(inputs[sliced.start :]), **options)
@@ -163,6 +165,7 @@ class MeasuringEvaluator(Interpreter[Any]):
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
         def taken(number: int, operands: list[Any]) -> Any:
+            # All branches must return the same number of rows, so each branch also returns zeros for the others.
             of_branches = list(map(self.nothing, branches))
             outputs, of_branches[number] = self.evaluate(branches[number], operands)
             return outputs, [row for rows in of_branches for row in rows]
@@ -171,10 +174,11 @@ class MeasuringEvaluator(Interpreter[Any]):
         functions = [partial(taken, number) for number in range(len(branches))]
         return lax.switch(jnp.int32(self.decided(index)), functions, operands)
 
-    rules: ClassVar[dict[str, Rule]] = {**dict.fromkeys(FOLLOWED, _call), "scan": _scan, "while": _while, "cond": _cond}
+    rules: ClassVar[dict[str, HigherOrderRule]] = dict.fromkeys(FOLLOWED, _call)
+    rules |= {"scan": _scan, "while": _while, "cond": _cond}
 
 
-def _worst(worst: Rows, rows: Rows) -> Rows:
+def _worst(worst: MeasuredRows, rows: MeasuredRows) -> MeasuredRows:
     return list(map(jnp.maximum, worst, rows))
 
 
@@ -182,29 +186,20 @@ class Statistics(NamedTuple):
     """The statistics of one result as scalars, or of several results as arrays.
 
     If the result is computed repeatedly in a loop, each statistic is the maximum over the iterations.
-
-    Attributes:
-      largest: the largest magnitude in float32, ignoring NaN.
-      overflow: the fraction of elements that are finite in float32 but would overflow in half precision.
-      nan: the fraction of elements that are NaN in float32, or 0 if an operand contains NaN.
-      zero: the fraction of the nonzero elements that would become zero.
-      subnormal: the fraction of the nonzero elements that would become subnormal.
-      error: the relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements
-        that are far larger than all other elements, this is the maximum of the errors with and without outliers.
-      input_error: the largest error of an operand.
-      amplification: ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
-      error_of_all: the relative error including outliers.
     """
 
-    largest: Any
-    overflow: Any
-    nan: Any
-    zero: Any
-    subnormal: Any
+    largest: Any  # the largest magnitude in float32, ignoring NaN
+    overflow: Any  # the fraction of elements that are finite in float32 but would overflow in half precision
+    nan: Any  # the fraction of elements that are NaN in float32, or 0 if an operand contains NaN
+    zero: Any  # the fraction of the nonzero elements that would become zero
+    subnormal: Any  # the fraction of the nonzero elements that would become subnormal
+    # The relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements that
+    # are far larger than all other elements, this is the maximum of the errors with and without outliers.
     error: Any
-    input_error: Any
+    input_error: Any  # the largest error of an operand
+    # ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
     amplification: Any
-    error_of_all: Any
+    error_of_all: Any  # the relative error including outliers
 
 
 class Pair(NamedTuple):
@@ -244,6 +239,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     def decided(self, value: Pair) -> Any:
         return value.float32
 
+    # The statistics of an array do not describe its slices, so the slices are measured again in each iteration.
     def to_scan(self, values: list[Pair]) -> list[Pair]:
         return [value._replace(statistics=None) for value in values]
 
@@ -253,10 +249,11 @@ class ShadowEvaluator(MeasuringEvaluator):
     def measured_of(self, eqn: Any) -> list[Any]:
         return [variable for variable in eqn.outvars if is_measured(eqn, variable)]
 
-    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], Rows]:
+    def gone_into(self, eqn: Any, inputs: list[Pair]) -> tuple[list[Pair], MeasuredRows]:
         if self._is_compiled or eqn.primitive.name in FOLLOWED:
             return super().gone_into(eqn, inputs)
-        # Loops and conditionals are compiled as a whole.
+        # Loops and conditionals are compiled as a whole. Their equations are then traced once and not executed one by
+        # one, so `operation` must not advance the progress bar.
         compiled = jax.jit(partial(super().gone_into, eqn))
         self._is_compiled = True
         outputs, rows = compiled(inputs)
@@ -266,6 +263,8 @@ class ShadowEvaluator(MeasuringEvaluator):
 
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         half = bind(eqn, [value.half for value in inputs], eqn.params)
+        # Before the first operation in half precision, both evaluations have the same values, which are computed and
+        # stored only once. However, references are changed in place, so each evaluation needs references of its own.
         is_shared = not half_dtypes(eqn) and all(value.half is value.float32 for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         float32 = half
@@ -303,6 +302,7 @@ def _measured(half: jax.Array, float32: jax.Array, limits: Limits, is_half: bool
     largest, unit = reduced(largest=[magnitude, jnp.where(is_finite, magnitude, 0)])
     is_inlier = magnitude < unit / _OUTLIER_FACTOR
     (largest_inlier,) = reduced(largest=[jnp.where(is_inlier, magnitude, 0)])
+    # Equal infinities and NaNs are not errors, although their difference is NaN.
     is_equal = (half == float32) | (jnp.isnan(half) & is_nan)
 
     def squares(where: jax.Array, unit: jax.Array) -> list[jax.Array]:
@@ -337,6 +337,7 @@ def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
+    # An operation is blamed for the errors and NaNs that it adds, not for those of its operands.
     amplification = jnp.where(jnp.isinf(input_error), 0, error / jnp.maximum(input_error, unit))
     nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
     return jnp.stack(result._replace(nan=nan, error=error, input_error=input_error, amplification=amplification))

@@ -26,23 +26,15 @@ _DERIVATIVE_PRIMITIVES = ("mul", "div", "neg", "integer_pow", "pow")
 
 
 class Site(NamedTuple):
-    """The static information about a measured result.
+    """The static information about a measured result."""
 
-    Attributes:
-      operation: the name of the primitive. If the result of a sum or matmul is cast, this is the name of the sum or
-        matmul. An ``integer_pow`` in the derivative of a division is named "div".
-      location: the location of the operation.
-      aval: the type of the result.
-      derivative_of: if ``operation`` is part of a derivative that is computed in the forward pass, the name of the
-        operation that is differentiated; otherwise "".
-      is_cast_for_matmul: whether ``operation`` is a cast of an operand of a matmul under `autocast`.
-    """
-
-    operation: str
+    operation: str  # the name of the operation in the report, usually the name of the primitive
     location: Location
-    aval: Any
+    aval: Any  # the type of the result
+    # If the operation is part of a derivative that is computed in the forward pass, the name of the operation that is
+    # differentiated; otherwise "".
     derivative_of: str
-    is_cast_for_matmul: bool = False
+    is_cast_for_matmul: bool = False  # whether the operation is a cast of an operand of a matmul under `autocast`
 
 
 class Dataflow(Propagation[frozenset[int]]):
@@ -80,25 +72,37 @@ class Dataflow(Propagation[frozenset[int]]):
         self.ends_of_carries[node] = at_end
 
     def operation(self, eqn: Any, location: Location, operands: Sequence[frozenset[int]]) -> Sequence[frozenset[int]]:
-        """Add a site to the graph for each measured result of an equation and return the nodes of all results."""
-        name, nodes = eqn.primitive.name, self.joined(operands)
-        self._locate_casts(nodes, location, is_matmul(eqn))
-        if name == "div":
+        """Add a node with a site for each measured result of an equation, and return the nodes of each result."""
+        sources = self.joined(operands)
+        self._locate_casts(sources, location, is_matmul(eqn))
+        if eqn.primitive.name == "div":
             self._divisions.add(location.column)
-        operand_sites = [self.sites[node] for node in sorted(nodes) if node in self.sites]
-        # Nodes are numbered in program order, so this is the operation of the most recently computed source.
-        latest = operand_sites[-1].operation if operand_sites else ""
-        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
-        if derivative_of == "div" and name == "integer_pow":
-            name = "div"  # an `integer_pow` in the derivative of a division is reported as a division
-        elif name == "convert_element_type" and latest in SUMS_OF_MANY | MATMULS:
-            name = latest  # the cast of a sum or matmul is reported as the sum or matmul
+        name, derivative_of = self._reported_names(eqn, location, sources)
         results = []
         for variable in eqn.outvars:
             site = Site(name, location, variable.aval, derivative_of)
-            # A result that is not measured has the nodes of the operands.
-            results.append(self._node(nodes, site) if is_measured(eqn, variable) else nodes)
+            # A result that is not measured has no node of its own. Its nodes are those of the operands, so that the
+            # operations that use this result are connected with the measured operations before it.
+            results.append(self._node(sources, site) if is_measured(eqn, variable) else sources)
         return results
+
+    def _reported_names(self, eqn: Any, location: Location, sources: frozenset[int]) -> tuple[str, str]:
+        """Return the attributes ``operation`` and ``derivative_of`` of the sites of an equation.
+
+        Some primitives do not occur in the code of the user. They are reported as the operation that the user wrote.
+        """
+        name = eqn.primitive.name
+        # The sites of the measured operands, in program order.
+        operand_sites = [self.sites[node] for node in sorted(sources) if node in self.sites]
+        derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
+        # JAX computes the derivative of a division with the power -2 of the divisor.
+        if name == "integer_pow" and derivative_of == "div":
+            return "div", derivative_of
+        # JAX computes a sum in half precision as a float32 sum that is then cast to half precision. The float32 sum
+        # rarely leaves its range, so the result of the cast is reported as the result of the sum.
+        if name == "convert_element_type" and operand_sites and operand_sites[-1].operation in SUMS_OF_MANY | MATMULS:
+            return operand_sites[-1].operation, derivative_of
+        return name, derivative_of
 
     def _locate_casts(self, operands: frozenset[int], location: Location, are_of_matmul: bool) -> None:
         """Assign the location of an operation to its operands that have no location of their own.

@@ -58,7 +58,7 @@ def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
     state = tx.init(PARAMS)._replace(applied_steps=jnp.int32(applied), skipped_steps=jnp.int32(skipped))
     _, state = tx.update_and_apply(jax.tree.map(lambda leaf: leaf * NAN, PARAMS), state, PARAMS)
     assert state.monitoring.last_bad_step.step == min(applied + skipped, 2**31 - 1)
-    assert "there was a NaN in the gradients" in jls.diagnostics.explain(state)
+    assert "there was a NaN in the gradients" in str(jls.diagnostics.explain(state))
 
 
 def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():

@@ -7,7 +7,8 @@ from flax import nnx
 import jax_lossscale as jls
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _lost_constants
-from jax_lossscale.diagnostics._loss_call import TracedGradients, check_call
+from jax_lossscale.diagnostics._loss_call import check_call
+from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 HALF = jnp.dtype(jnp.float16)
 W, X = jnp.ones((4, 4)), jnp.ones((8, 4))
@@ -17,12 +18,12 @@ def loss(weights, x):
     return jnp.mean(jnp.tanh(x @ weights) ** 2)
 
 
-def traced(fun, has_reference=False):
-    return TracedGradients(check_call("range_report", fun, (W, X), {}, 0, False), HALF, has_reference)
+def call_of(fun):
+    return check_call("range_report", fun, (W, X), {}, 0, False)
 
 
 def test_property_is_computed_when_it_is_first_used():
-    gradients = traced(jls.autocast(loss))
+    gradients = TracedGradients(call_of(jls.autocast(loss)), HALF)
     assert "matmuls" not in vars(gradients)
     summary = gradients.matmuls
     assert (summary.matmuls, summary.half_matmuls) == (2, 2)
@@ -67,8 +68,9 @@ def test_lost_constants_are_empty_with_a_separate_reference():
     def with_epsilon(weights, x):
         return jnp.sum(1 / (loss(weights, x).astype(jnp.float16) + jnp.float16(1e-9)))
 
-    assert [constant.value for constant in traced(with_epsilon).lost_constants] == [0.0]
-    assert traced(with_epsilon, has_reference=True).lost_constants == ()
+    call = call_of(with_epsilon)
+    assert [constant.value for constant in TracedGradients(call, HALF).lost_constants] == [0.0]
+    assert TracedGradients(call, HALF, reference=call_of(loss)).lost_constants == ()
 
 
 def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
@@ -79,5 +81,5 @@ def test_lost_epsilon_is_stored_once_if_terms_of_a_sum_share_it():
         return total, total + total
 
     jaxpr = Traced(repeated, (jnp.ones(4, jnp.float16),), {}).jaxpr
-    outputs = _lost_constants._Constants(False).outputs(jaxpr, [_lost_constants._Value()])
-    assert [len(output.sums) for output in outputs] == [1, 1]
+    outputs = _lost_constants._LostConstants(False).outputs(jaxpr, [_lost_constants._KnownValue()])
+    assert [len(output.epsilons) for output in outputs] == [1, 1]

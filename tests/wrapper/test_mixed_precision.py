@@ -172,7 +172,7 @@ def test_multi_steps_around_the_optimizer_does_not_recover_from_an_overflow():
     mp = jls.MixedPrecision(adam(), jls.DynamicLossScale(2.0**60))
     _, state, _ = train(mp.loss(loss_fn), optax.MultiSteps(mp.optimizer, 2), steps=2 * STEPS)
     assert state.inner_opt_state.applied_steps == 0
-    assert "If the optimizer is inside `optax.MultiSteps`" in jls.diagnostics.explain(state)
+    assert "If the optimizer is inside `optax.MultiSteps`" in str(jls.diagnostics.explain(state))
     with pytest.raises(RuntimeError, match=r"If the optimizer is inside `optax\.MultiSteps`"):
         jls.raise_if_stuck(state)
 

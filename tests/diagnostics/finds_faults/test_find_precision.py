@@ -138,13 +138,13 @@ def test_report_prints_the_policy_with_its_errors_and_loss_scale():
 
 def test_report_with_a_loss_scale_below_1_names_suitable_loss_scales():
     policy = jls.PrecisionPolicy()
-    assert str(jls.diagnostics.PrecisionReport(policy, loss_scale=2.0**-13)).splitlines() == [
+    assert str(jls.diagnostics.PrecisionReport(policy=policy, loss_scale=2.0**-13)).splitlines() == [
         "Matrix multiplications and convolutions (matmuls): none.",
         "This policy has no rules.",
         "Tested at a loss scale of 2^-13.",
         'This scale is below 1. Use the `"auto"` loss scale, or set `min_loss_scale` in `DynamicLossScale`.',
     ]
-    assert len(str(jls.diagnostics.PrecisionReport(policy, loss_scale=1.0)).splitlines()) == 3
+    assert len(str(jls.diagnostics.PrecisionReport(policy=policy, loss_scale=1.0)).splitlines()) == 3
 
 
 def test_policy_remains_valid_for_other_batches_and_under_jit():

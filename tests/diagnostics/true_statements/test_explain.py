@@ -11,7 +11,7 @@ from samples import GOOD, INF, NAN, PARAMS, recorded
 from sentences import statements_of
 
 import jax_lossscale as jls
-from jax_lossscale.diagnostics import explain, nonfinite_report
+from jax_lossscale.diagnostics import Explanation, explain, nonfinite_report
 
 pytestmark = pytest.mark.ci
 
@@ -134,7 +134,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
     state = state._replace(applied_steps=jnp.int32(steps - skipped), skipped_steps=jnp.int32(skipped))
     assert ("log the batches" in statements_of(explain(state))) == recommends
     if recommends:
-        assert f"{100 * skipped / steps:.2g}% of all steps were skipped." in explain(state)
+        assert f"{100 * skipped / steps:.2g}% of all steps were skipped." in str(explain(state))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_logging_batches_is_suggested_after_many_skipped_steps(loss_scale, last_
 )
 def test_numbers_in_the_lines(loss_scale, steps, sentence):
     state = recorded(jls.loss_scaled(optax.sgd(0.1), loss_scale, record_bad_steps=True), PARAMS, steps)
-    assert sentence in list(explain(state, PARAMS))
+    assert sentence in explain(state, PARAMS).sentences
 
 
 # All kinds of loss scales, with and without a record, after one step with each cause.
@@ -246,56 +246,57 @@ def test_every_cause_is_explained(kind, table, record):
         text = explain(state, params)
         assert (statements_of(text), text.cause) == (expected, name), cause
         of_step = f"The last step was skipped because {why}.", f"The last step was applied although {why}."
-        assert why is None or text[2] in of_step, cause
+        assert why is None or text.sentences[2] in of_step, cause
 
 
 def test_replaced_loss_scale_is_not_assumed_to_measure():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     state = recorded(tx, PARAMS, [GOOD])._replace(loss_scale=jls.DynamicLossScale())
     _, state = tx.update_and_apply(PARAMS, state, PARAMS)
-    assert not [word for word in ("largest", "zero") if word in explain(state)]
+    assert not [word for word in ("largest", "zero") if word in str(explain(state))]
 
 
 def test_wrong_grads_finite_is_reported_instead_of_zero_gradients():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     _, state = tx.update_and_apply({**PARAMS, "kernel": jnp.float32(NAN)}, tx.init(PARAMS), PARAMS, grads_finite=True)
     assert (statements_of(explain(state)), explain(state).cause) == ("not measured", "not_measured")
-    assert "`grads_finite=True` to `update`, that value was incorrect" in explain(state)
+    assert "`grads_finite=True` to `update`, that value was incorrect" in str(explain(state))
 
 
 def test_compare_gradients_is_not_suggested_for_non_finite_parameters():
     tx = jls.loss_scaled(optax.sgd(0.1), "auto")
     lost = {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}
-    assert "compare_gradients" not in explain(recorded(tx, PARAMS, [GOOD]), lost)
+    assert "compare_gradients" not in str(explain(recorded(tx, PARAMS, [GOOD]), lost))
 
 
 def test_parameters_are_assumed_lost_if_they_are_not_passed():
     for record in True, False:
         _, state = after(jls.loss_scaled(optax.sgd(0.1), 8.0, record_bad_steps=record), kernel=NAN)
-        assert "\nThe parameters are probably no longer finite." in explain(state)
-        assert "\nThe parameters are probably no longer finite." in explain(state, jax.eval_shape(lambda: PARAMS))
+        assert "\nThe parameters are probably no longer finite." in str(explain(state))
+        assert "\nThe parameters are probably no longer finite." in str(explain(state, jax.eval_shape(lambda: PARAMS)))
 
 
 def test_non_finite_parameters_are_the_only_explanation():
     """The parameters cause the non-finite loss, so the text does not blame the forward pass."""
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
-    text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)})
+    text = str(explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}))
     assert statements_of(text) == "skipped | parameters, skipping"
     assert "Some parameters in ['kernel'] are not finite, so the loss cannot be finite either." in text
-    assert "Some parameters in the only leaf are not finite" in explain(tx.init(PARAMS), jnp.array([NAN]))
+    assert "Some parameters in the only leaf are not finite" in str(explain(tx.init(PARAMS), jnp.array([NAN])))
     for other in 0.1, NAN, jax.ShapeDtypeStruct((), jnp.float32), jax.device_put(1.0, jax.devices()[1]):
         params = {"a": other, "b": jax.device_put(NAN, jax.devices()[0]), "c": jnp.float32(1)}
-        assert "Some parameters in ['b'] are not finite" in explain(state, params)
+        assert "Some parameters in ['b'] are not finite" in str(explain(state, params))
 
 
 def test_large_parameter_is_reported_if_steps_are_skipped():
     _, state = after(jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), kernel=INF)
-    text = explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)})
+    text = str(explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(300.0)}))
     assert statements_of(text).endswith(" | large")
     assert "\nThe largest parameter is 3e+02, in ['kernel'], and" in text
     with enable_x64(True):
-        assert "The largest parameter is 1e+200" in explain(state, {"bias": jnp.array(1e200), "kernel": jnp.ones(())})
+        params = {"bias": jnp.array(1e200), "kernel": jnp.ones(())}
+        assert "The largest parameter is 1e+200" in str(explain(state, params))
 
 
 def test_harmless_applied_step_is_reported():
@@ -322,12 +323,12 @@ def after_one_bad_step(grads):
 
 def test_frozen_parameter_does_not_change_the_path_of_a_leaf():
     state = after_one_bad_step({"a": None, "b": jnp.array([NAN])})
-    assert "first in ['b']" in explain(state, {"a": jnp.ones(3), "b": jnp.ones(1)})
+    assert "first in ['b']" in str(explain(state, {"a": jnp.ones(3), "b": jnp.ones(1)}))
 
 
 def test_only_leaf_is_reported_without_a_path():
     state = after_one_bad_step(jnp.array([NAN]))
-    assert "first in the only leaf." in explain(state, jnp.ones(1))
+    assert "first in the only leaf." in str(explain(state, jnp.ones(1)))
     assert str(nonfinite_report(jnp.ones(1))).endswith("is in the only leaf.")
 
 
@@ -353,7 +354,7 @@ def test_grads_finite_argument_is_reported_as_the_cause(loss_scale):
     params = jnp.ones(3)
     _, state = tx.update_and_apply(jnp.ones(3), tx.init(params), params, grads_finite=False)
     assert state.skipped_steps == 1
-    assert "`grads_finite` was false, although all gradients were finite" in explain(state, params)
+    assert "`grads_finite` was false, although all gradients were finite" in str(explain(state, params))
     assert (statements_of(explain(state)), explain(state).cause) == ("skipped | grads_finite", "grads_finite")
     _, state = tx.update_and_apply(jnp.ones(3), state, params)
     assert "bad step ago | grads_finite" in statements_of(explain(state))
@@ -428,17 +429,20 @@ def test_largest_gradient_is_not_compared_if_the_new_loss_scale_does_not_measure
     assert conclusion(with_grads(state, 1.0)) == "unknown"
 
 
-def test_report_is_a_sequence_of_the_printed_sentences():
+def test_text_consists_of_the_sentences():
     state = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])
-    report = explain(state)
-    assert str(report) == "\n".join(report) == "\n".join(report.sentences)
-    assert report[0] == "The loss scale is 2^15 = 32768 (AutoLossScale)."
-    assert report == explain(state)
-    assert report[0] in report
-    assert "32768" in report  # Before `explain` returned a report, it returned the text.
-    assert "32769" not in report
-    assert 3 not in report
-    assert "32768" in report._repr_html_()
+    explanation = explain(state)
+    assert isinstance(explanation, Explanation)
+    assert str(explanation) == repr(explanation) == "\n".join(explanation.sentences)
+    assert explanation.sentences[0] == "The loss scale is 2^15 = 32768 (AutoLossScale)."
+    assert explanation == explain(state)
+    assert "32768" in explanation._repr_html_()
+
+
+@pytest.mark.parametrize("operation", [iter, len, list, lambda e: "32768" in e, lambda e: e[0]])
+def test_explanation_is_not_a_sequence(operation):
+    with pytest.raises(TypeError, match="Explanation"):
+        operation(explain(recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])))
 
 
 @pytest.mark.parametrize(
@@ -466,4 +470,4 @@ def test_moments_of_the_optimizer_give_the_path_without_parameters(inner, params
     tx = jls.loss_scaled(inner, record_bad_steps=True)
     grads = jax.tree.map_with_path(lambda path, leaf: leaf * (NAN if "bias" not in str(path) else 1), params)
     _, state = tx.update(grads, tx.init(params), params)
-    assert f"there was a NaN in the gradients, first in {where}." in explain(state)
+    assert f"there was a NaN in the gradients, first in {where}." in str(explain(state))

@@ -143,7 +143,7 @@ def test_unscaled_gradients_are_reported_from_step_20_on(mistake):
         assert statements_of(explain(state)).endswith("largest | not scaled")
         with pytest.raises(RuntimeError, match="the gradients are not scaled") as caught:
             jls.raise_if_stuck([state])
-        for text in explain(state), str(caught.value):
+        for text in str(explain(state)), str(caught.value):
             assert "`jls.value_and_scaled_grad`" in text
             assert "docs/guide/libraries.md" in text
 
