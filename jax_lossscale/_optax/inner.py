@@ -28,12 +28,12 @@ def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtr
 def rounds_parameters(state: optax.OptState) -> bool:
     """Return whether an optimizer state contains the state of a wrapper that trains 16-bit parameters.
 
-    The class of such a state has the attribute ``rounds_parameters = True``. This module therefore needs no import of
-    the wrappers, which import it.
+    Such a state has the attribute ``rounds_parameters``, so that this module does not import the wrappers, which import
+    this module.
     """
 
     def is_of_wrapper(node: Any) -> bool:
-        return getattr(type(node), "rounds_parameters", False) is True
+        return getattr(node, "rounds_parameters", False) is True
 
     return any(map(is_of_wrapper, jax.tree.leaves(state, is_leaf=is_of_wrapper)))
 

@@ -37,7 +37,10 @@ class MasterWeightsState(NamedTuple):
     remainders: chex.ArrayTree
     inner_state: optax.OptState
 
-    rounds_parameters = True  # `loss_scaled` recognizes the wrapper by this attribute (not a field)
+    @property
+    def rounds_parameters(self) -> bool:
+        """Always true. `loss_scaled` recognizes the wrapper by this attribute."""
+        return True
 
 
 class StochasticRoundingState(NamedTuple):
@@ -51,7 +54,10 @@ class StochasticRoundingState(NamedTuple):
     counter: jax.Array  # shape=(), dtype=jnp.int32
     inner_state: optax.OptState
 
-    rounds_parameters = True
+    @property
+    def rounds_parameters(self) -> bool:
+        """Always true. `loss_scaled` recognizes the wrapper by this attribute."""
+        return True
 
 
 def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
