@@ -3,53 +3,51 @@
 import importlib as _importlib
 import typing as _typing
 
-from jax_lossscale._gradients import (
-    AccumulatedGradients,
-    accumulate_gradients,
-    scale_gradient,
-    scaled_grad,
-    unscale_gradient,
-    value_and_scaled_grad,
-)
-from jax_lossscale._loss_scale import (
-    AutoLossScale,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    LossScaleLike,
-    LossScaleOrState,
-    NoOpLossScale,
-    get,
-    get_loss_scale,
-    loss_scale_for,
-    serialize,
-)
-from jax_lossscale._measure import all_finite
-from jax_lossscale._optax import (
-    BadStep,
-    LossScaledState,
-    LossScaledTransformation,
-    loss_scaled,
-    metrics,
-    raise_if_stuck,
-)
-from jax_lossscale._sixteen_bit import (
-    HalfPrecisionState,
-    MasterWeightsState,
-    StochasticRoundingState,
-    float32_params,
-    half_precision_state,
-    master_weights,
-    stochastic_rounding,
-)
-from jax_lossscale._tree import cast_floating, select_tree
-from jax_lossscale._version import __version__
+from jax_lossscale._gradients import AccumulatedGradients as AccumulatedGradients
+from jax_lossscale._gradients import accumulate_gradients as accumulate_gradients
+from jax_lossscale._gradients import scale_gradient as scale_gradient
+from jax_lossscale._gradients import scaled_grad as scaled_grad
+from jax_lossscale._gradients import unscale_gradient as unscale_gradient
+from jax_lossscale._gradients import value_and_scaled_grad as value_and_scaled_grad
+from jax_lossscale._loss_scale import AutoLossScale as AutoLossScale
+from jax_lossscale._loss_scale import DynamicLossScale as DynamicLossScale
+from jax_lossscale._loss_scale import FixedLossScale as FixedLossScale
+from jax_lossscale._loss_scale import LossScale as LossScale
+from jax_lossscale._loss_scale import LossScaleLike as LossScaleLike
+from jax_lossscale._loss_scale import LossScaleOrState as LossScaleOrState
+from jax_lossscale._loss_scale import NoOpLossScale as NoOpLossScale
+from jax_lossscale._loss_scale import get as get
+from jax_lossscale._loss_scale import get_loss_scale as get_loss_scale
+from jax_lossscale._loss_scale import loss_scale_for as loss_scale_for
+from jax_lossscale._loss_scale import serialize as serialize
+from jax_lossscale._measure import all_finite as all_finite
+from jax_lossscale._optax import BadStep as BadStep
+from jax_lossscale._optax import LossScaledState as LossScaledState
+from jax_lossscale._optax import LossScaledTransformation as LossScaledTransformation
+from jax_lossscale._optax import loss_scaled as loss_scaled
+from jax_lossscale._optax import metrics as metrics
+from jax_lossscale._optax import raise_if_stuck as raise_if_stuck
+from jax_lossscale._sixteen_bit import HalfPrecisionState as HalfPrecisionState
+from jax_lossscale._sixteen_bit import MasterWeightsState as MasterWeightsState
+from jax_lossscale._sixteen_bit import StochasticRoundingState as StochasticRoundingState
+from jax_lossscale._sixteen_bit import float32_params as float32_params
+from jax_lossscale._sixteen_bit import half_precision_state as half_precision_state
+from jax_lossscale._sixteen_bit import master_weights as master_weights
+from jax_lossscale._sixteen_bit import stochastic_rounding as stochastic_rounding
+from jax_lossscale._tree import cast_floating as cast_floating
+from jax_lossscale._tree import select_tree as select_tree
+from jax_lossscale._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
-    from jax_lossscale import diagnostics, plotting
-    from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast, in_half, keep_float32
-    from jax_lossscale._trainers.mixed_precision import MixedPrecision
-    from jax_lossscale._trainers.scaled_backward import scaled_backward
+    from jax_lossscale import diagnostics as diagnostics
+    from jax_lossscale import plotting as plotting
+    from jax_lossscale._autocast import PrecisionPolicy as PrecisionPolicy
+    from jax_lossscale._autocast import PrecisionRule as PrecisionRule
+    from jax_lossscale._autocast import autocast as autocast
+    from jax_lossscale._autocast import in_half as in_half
+    from jax_lossscale._autocast import keep_float32 as keep_float32
+    from jax_lossscale._trainers.mixed_precision import MixedPrecision as MixedPrecision
+    from jax_lossscale._trainers.scaled_backward import scaled_backward as scaled_backward
 
 # The keys are the names that are imported when they are first used, and the values are their modules. These modules
 # rewrite or read jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported
@@ -62,51 +60,7 @@ _LAZY = {
     "scaled_backward": "_trainers.scaled_backward",
 }
 
-__all__ = [
-    "AccumulatedGradients",
-    "AutoLossScale",
-    "BadStep",
-    "DynamicLossScale",
-    "FixedLossScale",
-    "HalfPrecisionState",
-    "LossScale",
-    "LossScaleLike",
-    "LossScaleOrState",
-    "LossScaledState",
-    "LossScaledTransformation",
-    "MasterWeightsState",
-    "MixedPrecision",
-    "NoOpLossScale",
-    "PrecisionPolicy",
-    "PrecisionRule",
-    "StochasticRoundingState",
-    "__version__",
-    "accumulate_gradients",
-    "all_finite",
-    "autocast",
-    "cast_floating",
-    "diagnostics",
-    "float32_params",
-    "get",
-    "get_loss_scale",
-    "half_precision_state",
-    "in_half",
-    "keep_float32",
-    "loss_scale_for",
-    "loss_scaled",
-    "master_weights",
-    "metrics",
-    "plotting",
-    "raise_if_stuck",
-    "scale_gradient",
-    "scaled_backward",
-    "scaled_grad",
-    "select_tree",
-    "serialize",
-    "stochastic_rounding",
-    "unscale_gradient",
-    "value_and_scaled_grad",
-]
+__all__ = [*sorted({name for name in (*globals(), *_LAZY) if not name.startswith("_")}), "__version__"]
 
 
 # A type checker that sees this function would not report misspelled names.

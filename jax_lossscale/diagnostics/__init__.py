@@ -1,45 +1,27 @@
 """Diagnostics for half-precision training: reports on gradients, skipped steps, loss scales and dtypes."""
 
-from jax_lossscale.diagnostics._autocast_report import AutocastReport, autocast_report
-from jax_lossscale.diagnostics._compare_gradients import GradientComparison, compare_gradients
-from jax_lossscale.diagnostics._explain import Explanation, explain
-from jax_lossscale.diagnostics._exponents import (
-    ExponentHistogram,
-    LossScaleSuggestion,
-    Underflow,
-    exponent_histogram,
-    suggest_loss_scale,
-    underflow_fraction,
-)
-from jax_lossscale.diagnostics._find_precision import PrecisionReport, find_precision
-from jax_lossscale.diagnostics._in_precision import in_precision
-from jax_lossscale.diagnostics._lost_updates import LostUpdates, lost_updates
-from jax_lossscale.diagnostics._nonfinite import NonfiniteReport, nonfinite_report
-from jax_lossscale.diagnostics._range_report import RangeReport, range_report
-from jax_lossscale.diagnostics._simulate import Simulation, simulate
+from jax_lossscale.diagnostics._autocast_report import AutocastReport as AutocastReport
+from jax_lossscale.diagnostics._autocast_report import autocast_report as autocast_report
+from jax_lossscale.diagnostics._compare_gradients import GradientComparison as GradientComparison
+from jax_lossscale.diagnostics._compare_gradients import compare_gradients as compare_gradients
+from jax_lossscale.diagnostics._explain import Explanation as Explanation
+from jax_lossscale.diagnostics._explain import explain as explain
+from jax_lossscale.diagnostics._exponents import ExponentHistogram as ExponentHistogram
+from jax_lossscale.diagnostics._exponents import LossScaleSuggestion as LossScaleSuggestion
+from jax_lossscale.diagnostics._exponents import Underflow as Underflow
+from jax_lossscale.diagnostics._exponents import exponent_histogram as exponent_histogram
+from jax_lossscale.diagnostics._exponents import suggest_loss_scale as suggest_loss_scale
+from jax_lossscale.diagnostics._exponents import underflow_fraction as underflow_fraction
+from jax_lossscale.diagnostics._find_precision import PrecisionReport as PrecisionReport
+from jax_lossscale.diagnostics._find_precision import find_precision as find_precision
+from jax_lossscale.diagnostics._in_precision import in_precision as in_precision
+from jax_lossscale.diagnostics._lost_updates import LostUpdates as LostUpdates
+from jax_lossscale.diagnostics._lost_updates import lost_updates as lost_updates
+from jax_lossscale.diagnostics._nonfinite import NonfiniteReport as NonfiniteReport
+from jax_lossscale.diagnostics._nonfinite import nonfinite_report as nonfinite_report
+from jax_lossscale.diagnostics._range_report import RangeReport as RangeReport
+from jax_lossscale.diagnostics._range_report import range_report as range_report
+from jax_lossscale.diagnostics._simulate import Simulation as Simulation
+from jax_lossscale.diagnostics._simulate import simulate as simulate
 
-__all__ = [
-    "AutocastReport",
-    "Explanation",
-    "ExponentHistogram",
-    "GradientComparison",
-    "LossScaleSuggestion",
-    "LostUpdates",
-    "NonfiniteReport",
-    "PrecisionReport",
-    "RangeReport",
-    "Simulation",
-    "Underflow",
-    "autocast_report",
-    "compare_gradients",
-    "explain",
-    "exponent_histogram",
-    "find_precision",
-    "in_precision",
-    "lost_updates",
-    "nonfinite_report",
-    "range_report",
-    "simulate",
-    "suggest_loss_scale",
-    "underflow_fraction",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))
