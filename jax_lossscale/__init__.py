@@ -3,12 +3,12 @@
 import importlib as _importlib
 import typing as _typing
 
-from jax_lossscale._gradients import AccumulatedGradients as AccumulatedGradients
-from jax_lossscale._gradients import accumulate_gradients as accumulate_gradients
-from jax_lossscale._gradients import scale_gradient as scale_gradient
-from jax_lossscale._gradients import scaled_grad as scaled_grad
-from jax_lossscale._gradients import unscale_gradient as unscale_gradient
-from jax_lossscale._gradients import value_and_scaled_grad as value_and_scaled_grad
+from jax_lossscale._gradients.accumulation import AccumulatedGradients as AccumulatedGradients
+from jax_lossscale._gradients.accumulation import accumulate_gradients as accumulate_gradients
+from jax_lossscale._gradients.cotangent import scale_gradient as scale_gradient
+from jax_lossscale._gradients.cotangent import unscale_gradient as unscale_gradient
+from jax_lossscale._gradients.scaled import scaled_grad as scaled_grad
+from jax_lossscale._gradients.scaled import value_and_scaled_grad as value_and_scaled_grad
 from jax_lossscale._loss_scale import AutoLossScale as AutoLossScale
 from jax_lossscale._loss_scale import DynamicLossScale as DynamicLossScale
 from jax_lossscale._loss_scale import FixedLossScale as FixedLossScale
@@ -21,19 +21,19 @@ from jax_lossscale._loss_scale import get_loss_scale as get_loss_scale
 from jax_lossscale._loss_scale import loss_scale_for as loss_scale_for
 from jax_lossscale._loss_scale import serialize as serialize
 from jax_lossscale._measure import all_finite as all_finite
-from jax_lossscale._optax import BadStep as BadStep
-from jax_lossscale._optax import LossScaledState as LossScaledState
-from jax_lossscale._optax import LossScaledTransformation as LossScaledTransformation
-from jax_lossscale._optax import loss_scaled as loss_scaled
-from jax_lossscale._optax import metrics as metrics
-from jax_lossscale._optax import raise_if_stuck as raise_if_stuck
-from jax_lossscale._sixteen_bit import HalfPrecisionState as HalfPrecisionState
-from jax_lossscale._sixteen_bit import MasterWeightsState as MasterWeightsState
-from jax_lossscale._sixteen_bit import StochasticRoundingState as StochasticRoundingState
-from jax_lossscale._sixteen_bit import float32_params as float32_params
-from jax_lossscale._sixteen_bit import half_precision_state as half_precision_state
-from jax_lossscale._sixteen_bit import master_weights as master_weights
-from jax_lossscale._sixteen_bit import stochastic_rounding as stochastic_rounding
+from jax_lossscale._optax.monitoring import metrics as metrics
+from jax_lossscale._optax.monitoring import raise_if_stuck as raise_if_stuck
+from jax_lossscale._optax.state import BadStep as BadStep
+from jax_lossscale._optax.state import LossScaledState as LossScaledState
+from jax_lossscale._optax.transform import LossScaledTransformation as LossScaledTransformation
+from jax_lossscale._optax.transform import loss_scaled as loss_scaled
+from jax_lossscale._sixteen_bit.float32_weights import float32_params as float32_params
+from jax_lossscale._sixteen_bit.optimizer_state import HalfPrecisionState as HalfPrecisionState
+from jax_lossscale._sixteen_bit.optimizer_state import half_precision_state as half_precision_state
+from jax_lossscale._sixteen_bit.parameters import MasterWeightsState as MasterWeightsState
+from jax_lossscale._sixteen_bit.parameters import StochasticRoundingState as StochasticRoundingState
+from jax_lossscale._sixteen_bit.parameters import master_weights as master_weights
+from jax_lossscale._sixteen_bit.parameters import stochastic_rounding as stochastic_rounding
 from jax_lossscale._tree import cast_floating as cast_floating
 from jax_lossscale._tree import select_tree as select_tree
 from jax_lossscale._version import __version__ as __version__

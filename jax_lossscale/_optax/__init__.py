@@ -12,10 +12,3 @@ consists of the following operations:
 `inner` contains functions that check the inner optimizer and its state. The functions in `monitoring` read the
 optimizer state on the host.
 """
-
-from jax_lossscale._optax.monitoring import metrics as metrics
-from jax_lossscale._optax.monitoring import raise_if_stuck as raise_if_stuck
-from jax_lossscale._optax.state import BadStep as BadStep
-from jax_lossscale._optax.state import LossScaledState as LossScaledState
-from jax_lossscale._optax.transform import LossScaledTransformation as LossScaledTransformation
-from jax_lossscale._optax.transform import loss_scaled as loss_scaled

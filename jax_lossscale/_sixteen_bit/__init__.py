@@ -8,11 +8,3 @@
 
 The wrappers can be used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
 """
-
-from jax_lossscale._sixteen_bit.float32_weights import float32_params as float32_params
-from jax_lossscale._sixteen_bit.optimizer_state import HalfPrecisionState as HalfPrecisionState
-from jax_lossscale._sixteen_bit.optimizer_state import half_precision_state as half_precision_state
-from jax_lossscale._sixteen_bit.parameters import MasterWeightsState as MasterWeightsState
-from jax_lossscale._sixteen_bit.parameters import StochasticRoundingState as StochasticRoundingState
-from jax_lossscale._sixteen_bit.parameters import master_weights as master_weights
-from jax_lossscale._sixteen_bit.parameters import stochastic_rounding as stochastic_rounding

@@ -15,18 +15,7 @@ import numpy as np
 from jax_lossscale import _tree
 from jax_lossscale._limits import limits_of
 from jax_lossscale._loss_scale import AutoLossScale
-from jax_lossscale._optax import monitoring
-from jax_lossscale._optax.causes import (
-    HOW_TO_RECORD,
-    HOW_TO_SCALE,
-    INSIDE_THE_STEP,
-    SEEMS_UNSCALED,
-    advice,
-    cause_of_last_step,
-    clause_of,
-    is_at_its_floor,
-    log2_lowered,
-)
+from jax_lossscale._optax import causes, monitoring
 from jax_lossscale._optax.state import BadStep, LossScaledState
 from jax_lossscale._program import nnx_objects
 from jax_lossscale.diagnostics._nonfinite import LeafReport, reports_of_named
@@ -59,7 +48,9 @@ _BATCH_CHECKS = (
     "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
 _IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
-_IF_THE_LOSS_DOES_NOT_FALL = f"If the loss does not decrease, check whether the gradients are scaled. {HOW_TO_SCALE}"
+_IF_THE_LOSS_DOES_NOT_FALL = (
+    f"If the loss does not decrease, check whether the gradients are scaled. {causes.HOW_TO_SCALE}"
+)
 _LOG_BATCHES = (
     "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
     'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
@@ -193,7 +184,7 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     arrays = _reports_of_arrays(params)
     lost = [leaf.path or "the only leaf" for leaf in arrays if leaf.nonfinite]
     # If `params` contains no arrays, it is not known whether the parameters are finite, and `are_finite` is None.
-    cause, are_finite = cause_of_last_step(state), not lost if arrays else None
+    cause, are_finite = causes.cause_of_last_step(state), not lost if arrays else None
     if cause:
         _about_last_step(cause, state, params, are_finite, add)
     else:
@@ -211,12 +202,12 @@ def _about_last_step(
     cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, add: _Add
 ) -> None:
     """Add sentences that explain why the last step was skipped or not finite, and give advice."""
-    skips, why = int(state.consecutive_skips), clause_of(cause, state, params)
+    skips, why = int(state.consecutive_skips), causes.clause_of(cause, state, params)
     if skips:
         last = "step was skipped" if skips == 1 else f"{skips} steps were skipped, the last one"
         add(f"The last {last} because {why}.")
         if are_finite is not False:  # Non-finite parameters are the cause of all later skipped steps.
-            add(*advice(cause, state))
+            add(*causes.advice(cause, state))
         return
     add(f"The last step was applied although {why}.")
     if are_finite:
@@ -236,15 +227,15 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
     if loss_scale.checks_gradients and record is not None and record.step >= 0:
         cause = record.cause
         ago = _steps(_num_steps(state) - 1 - int(record.step))
-        add(f"The last non-finite or skipped step was {ago} ago: {clause_of(cause, state, params)}.")
+        add(f"The last non-finite or skipped step was {ago} ago: {causes.clause_of(cause, state, params)}.")
         _conclude(record, state, add)
     nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
-    was_lowered_to_its_floor = bool(skipped and log2_lowered(loss_scale) and is_at_its_floor(loss_scale))
+    was_lowered_to_its_floor = bool(skipped and causes.log2_lowered(loss_scale) and causes.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         add(f"The loss scale is at its lower bound, so gradients below {zero:.1g} become zero in float16.")
         if record is None:
-            add(HOW_TO_RECORD)
+            add(causes.HOW_TO_RECORD)
     are_many = _about_frequent_skips(cause, nan_is_from_batch, state, add)
     return cause or ("lower_bound" if was_lowered_to_its_floor else "many_skips" if are_many else None)
 
@@ -262,7 +253,7 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
     # The steps that lowered the loss scale from its initial value are not counted. Each of them is assumed to lower the
     # scale by 1 bit, as with a `DynamicLossScale`.
-    unexplained = skipped - log2_lowered(loss_scale)
+    unexplained = skipped - causes.log2_lowered(loss_scale)
     are_many = steps >= _FEW_STEPS and unexplained > _LARGE_FRACTION_OF_SKIPS * steps
     # Each increase in the loss scale may cause an overflow.
     share = _FRACTION_OF_A_KIND + 1 / getattr(loss_scale, "increment_period", math.inf)
@@ -284,7 +275,7 @@ def _conclude(record: BadStep, state: LossScaledState, add: _Add) -> None:
         add("No later loss that was passed to `update` was non-finite. The loss does not depend on the loss scale.")
         add(_IF_AGAIN)
     elif record.cause == "grads_finite":
-        add(*advice("grads_finite", state))
+        add(*causes.advice("grads_finite", state))
     elif record.cause == "infinity" and loss_scale() < record.loss_scale:
         add(
             "The loss scale is now lower than in this step, and all later steps were finite, as is usual after an "
@@ -308,16 +299,16 @@ def _advise_on_many_skips(cause: str | None, state: LossScaledState, add: _Add) 
     """Add advice about frequently skipped steps; ``cause`` is the last recorded cause, or ``None``."""
     loss_scale = state.loss_scale
     if cause and cause not in _GRADIENT_CAUSES:
-        add(*advice(cause, state))
+        add(*causes.advice(cause, state))
     elif not loss_scale.skip_nonfinite:
         add("If `skip_if` was false, the loss was not finite.")
-        add(*advice("loss", state))
+        add(*causes.advice("loss", state))
     elif isinstance(loss_scale, AutoLossScale) and loss_scale.log2_allowance < 0:
         add("Other steps at the same loss scales are finite, so the loss scale is not the cause.")
         add(f"Check the skipped batches {_BATCH_CHECKS}")
     else:
         if not cause:
-            add(HOW_TO_RECORD)
+            add(causes.HOW_TO_RECORD)
         if hasattr(loss_scale, "increment_period"):
             add("If overflows are the cause, increase `increment_period` to make them less frequent.")
 
@@ -341,15 +332,15 @@ def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
         return "not_measured"
     if largest == 0:
         add("All gradients of the last step were exactly zero.")
-        add(*advice("zero_gradients", state))
+        add(*causes.advice("zero_gradients", state))
         return "zero_gradients"
     add(f"The largest gradient of the last step was {largest:.3g}.")
     if monitoring.seem_unscaled(state):
         add(
             f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
-            f"number. {SEEMS_UNSCALED}"
+            f"number. {causes.SEEMS_UNSCALED}"
         )
-        add(*advice("unscaled", state))
+        add(*causes.advice("unscaled", state))
         return "unscaled"
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _REPORTED_HEADROOM:
@@ -364,7 +355,7 @@ def _about_lost_params(state: LossScaledState, where: str, add: _Add) -> str:
     lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
     if state.loss_scale.skip_nonfinite:
         add(f"{lost} Restart from a checkpoint.")
-        add(f"Check the initial parameters and the learning rate, and {INSIDE_THE_STEP}.")
+        add(f"Check the initial parameters and the learning rate, and {causes.INSIDE_THE_STEP}.")
     else:
         add(f"{lost} Most likely, a step with non-finite gradients was applied.")
         add(f"Restart from a checkpoint. {_HOW_TO_SKIP}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_lossscale import _tree
 from jax_lossscale._check import as_argnums, check_flag, check_function
-from jax_lossscale._gradients import value_and_scaled_grad
+from jax_lossscale._gradients.scaled import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 

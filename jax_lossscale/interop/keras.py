@@ -12,7 +12,8 @@ import optax
 
 from jax_lossscale._loss_scale import serialize
 from jax_lossscale._loss_scale.registry import LossScaleLike
-from jax_lossscale._optax import LossScaledState, loss_scaled
+from jax_lossscale._optax.state import LossScaledState
+from jax_lossscale._optax.transform import loss_scaled
 
 try:
     import keras

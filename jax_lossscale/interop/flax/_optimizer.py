@@ -13,7 +13,7 @@ from jax_lossscale._check import as_argnums, check_function, count
 from jax_lossscale._gradients.accumulation import AccumulatedGradients, as_tuple, check_argnums, sum_over_microbatches
 from jax_lossscale._gradients.scaled import with_scaled_gradient
 from jax_lossscale._loss_scale.lookup import as_loss_scale
-from jax_lossscale._optax import LossScaledTransformation
+from jax_lossscale._optax.transform import LossScaledTransformation
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._tree import select_tree
 
