@@ -40,7 +40,7 @@ _COST_PER_VALUE = 2.0**-24
 _COST_REWRITTEN, _COST_REREAD = 7 / 8, 1 / 12
 
 
-class CutGraph:
+class FlowNetwork:
     """The flow network of a segment.
 
     In the network, each value has a "needed" node and an "available" node. If the "available" node is on the sink side
@@ -91,7 +91,7 @@ class _Costs(NamedTuple):
 
     def saved(self, value: SegmentValue) -> float:
         """Return the cost of saving a value: reading it in the backward pass, and writing it in the forward pass."""
-        # An input of the segment is an array in memory, so saving it does not keep any additional byte.
+        # `jax.checkpoint` keeps the inputs of a segment anyway, so an input is only read.
         cost_per_byte = 1.0 if value in self.inputs else self.cost_saved + (value not in self.in_memory)
         return self.bytes_of(value) * cost_per_byte
 
@@ -101,6 +101,7 @@ class _Costs(NamedTuple):
         # recomputed value to memory. Recomputing any other value is free.
         if value not in self.in_memory:
             return 0
+        # The rounding of a value in memory is recomputed from this value alone.
         is_cast = value.is_rounding and SegmentValue(value.id) in self.in_memory
         read = map(SegmentValue, [value.id] if is_cast else self.read_from[value.id])
         return self.bytes_of(value) * _COST_REWRITTEN + max(map(self.bytes_of, read), default=0) * _COST_REREAD
@@ -167,6 +168,7 @@ class MinCut(NamedTuple):
         return None if found is None else frozenset(SegmentValue(ids[n], is_rounding) for n, is_rounding in found)
 
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
+        """Return the result of `saved` without the use of earlier results."""
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         dtypes = [getattr(self.graph.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
         if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -184,19 +186,19 @@ class MinCut(NamedTuple):
         # Matmuls read their operands from memory, because XLA does not fuse the operands into a matmul.
         in_memory = {*inputs, *of_matmuls, *map(SegmentValue, segment.outputs)}
         costs = _Costs(self._bytes, self.cost_saved, inputs, in_memory, _read_from(nodes, in_memory))
-        graph = CutGraph()
+        network = FlowNetwork()
         for value in inputs:  # An input cannot be recomputed.
-            graph.add_value(value, costs.saved(value), math.inf)
+            network.add_value(value, costs.saved(value), math.inf)
         for value in {value for *_, values in with_operands for value in values if value.is_rounding}:
-            graph.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
+            network.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
         for node, node_plan, operands in with_operands:
             # No other node of the segment uses the results of a matmul, so they are not part of the network.
             for value in map(SegmentValue, () if node_plan.kind is NodeKind.MATMUL else node.outputs):
                 cost_recomputed = costs.recomputed_by(node, node_plan, operands, value)
-                graph.add_value(value, costs.saved(value), cost_recomputed, operands)
+                network.add_value(value, costs.saved(value), cost_recomputed, operands)
         for value in of_matmuls | of_by_result | self._needed_by_arithmetic(segment, with_operands):
-            graph.require(value)
-        return frozenset(graph.saved() - inputs)
+            network.require(value)
+        return frozenset(network.saved() - inputs)
 
     def _bytes(self, value: SegmentValue) -> int:
         aval = self.graph.types[value.id]

@@ -27,7 +27,7 @@ def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -
     if nnx_objects.flattened((args, kwargs)).objects:
         return {}
     leaves = [
-        _Leaf(number, jax.tree_util.keystr(path) or "the only leaf")
+        _Parameter(number, jax.tree_util.keystr(path) or "the only leaf")
         for number, argument in enumerate([*args, *(kwargs[name] for name in sorted(kwargs))])
         for path, _ in jax.tree_util.tree_leaves_with_path(argument)
     ]
@@ -36,14 +36,14 @@ def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -
     return propagation.found
 
 
-class _Leaf(NamedTuple):
+class _Parameter(NamedTuple):
     """A leaf of an argument, described by the number of the argument and the path of the leaf in the argument."""
 
     argument: int
     path: str
 
 
-class _Taken(Propagation[_Leaf | None]):
+class _Taken(Propagation[_Parameter | None]):
     """Find the values that are leaves of the arguments.
 
     ``found`` maps each operation to the path of the leaf that it uses.
@@ -57,13 +57,13 @@ class _Taken(Propagation[_Leaf | None]):
     def value_of(self, constant: Any, aval: Any) -> None:
         return None
 
-    def joined(self, values: Sequence[_Leaf | None]) -> _Leaf | None:
+    def joined(self, values: Sequence[_Parameter | None]) -> _Parameter | None:
         return values[0] if len(set(values)) == 1 else None
 
-    def carried(self, start: _Leaf | None) -> None:
+    def carried(self, start: _Parameter | None) -> None:
         return None
 
-    def operation(self, eqn: Any, location: Location, operands: Sequence[_Leaf | None]) -> Sequence[_Leaf | None]:
+    def operation(self, eqn: Any, location: Location, operands: Sequence[_Parameter | None]) -> list[_Parameter | None]:
         moved = moved_operands(eqn)
         if moved is not None:
             return [self._first(operands[n] for n in of_result) for of_result in moved]
@@ -72,5 +72,5 @@ class _Taken(Propagation[_Leaf | None]):
             self.found[*self.within, eqn] = leaf.path
         return [None] * len(eqn.outvars)
 
-    def _first(self, leaves: Iterable[_Leaf | None]) -> _Leaf | None:
+    def _first(self, leaves: Iterable[_Parameter | None]) -> _Parameter | None:
         return min((leaf for leaf in leaves if leaf is not None), default=None)

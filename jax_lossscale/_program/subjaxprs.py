@@ -56,8 +56,8 @@ def subjaxprs(eqn: Any) -> SubJaxprs:
 
     An equation whose primitive is not a known higher-order primitive has no sub-jaxprs.
     """
-    rule = _RULES.get(eqn.primitive.name)
-    return rule(eqn) if rule else SubJaxprs(())
+    find = _SUBJAXPRS_OF.get(eqn.primitive.name)
+    return find(eqn) if find else SubJaxprs(())
 
 
 def with_jaxprs(eqn: Any, jaxprs: Sequence[ClosedJaxpr], inputs: Sequence[Any]) -> list[Any]:
@@ -150,11 +150,11 @@ def _cond(eqn: Any) -> SubJaxprs:
     return SubJaxprs(tuple(_subjaxpr(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
 
 
-_RULES: dict[str, Callable[[Any], SubJaxprs]] = {
+_SUBJAXPRS_OF: dict[str, Callable[[Any], SubJaxprs]] = {
     **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
     **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite", "program_order"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
 }
-HIGHER_ORDER = frozenset(_RULES)
+HIGHER_ORDER = frozenset(_SUBJAXPRS_OF)
