@@ -1,8 +1,7 @@
 """`all_finite` and `finite_and_largest`: checks that are computed in every training step.
 
 `all_finite` and `finite_and_largest` compute a single number, which is the largest magnitude of all elements, or
-infinity if an element is not finite. ``python -m benchmarks finite`` measures the run time of this library's finiteness
-check.
+infinity if an element is not finite.
 
 If a loss scale is given, the result is computed for the elements divided by the scale. Division by a positive number
 does not change the order of the elements, so only the largest magnitude is divided by the scale.
