@@ -33,6 +33,7 @@ from benchmarks.accuracy.trainings import (
     beside_noise,
     compared_arms,
     train_all,
+    under_autocast,
 )
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Cell, Table, columns
@@ -57,7 +58,7 @@ def workloads(quick: bool) -> dict[str, Workload]:
     found = {name: WORKLOADS[name](**options) for name in dict.fromkeys((*_FIRST, *WORKLOADS))}
     transformer, convnet = found["transformer"], found["convnet"]
     others = {
-        "transformer, bfloat16 autocast": dataclasses.replace(transformer, loss=_in_bfloat16(transformer)),
+        "transformer, bfloat16 autocast": under_autocast(transformer, half=jnp.bfloat16),
         "convnet, SGD with momentum": _with(convnet, optax.sgd(_schedule(0.1, convnet.steps), momentum=0.9)),
         "transformer, muon": _with(transformer, optax.contrib.muon(_schedule(0.01, transformer.steps))),
         "transformer, schedule-free AdamW": dataclasses.replace(
@@ -82,14 +83,6 @@ def _with(workload: Workload, optimizer: optax.GradientTransformation) -> Worklo
 
 def _schedule(learning_rate: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(1, steps // 20), max(steps, 2))
-
-
-def _in_bfloat16(workload: Workload) -> Any:
-    def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
-        in_float32 = partial(workload.loss, dtype=jnp.float32)
-        return jls.autocast(in_float32, jnp.bfloat16)(params, statistics, batch)
-
-    return loss
 
 
 def arms(dtype: DTypeLike) -> list[Arm]:

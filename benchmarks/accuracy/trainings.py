@@ -80,12 +80,17 @@ def found_policy(workload: Workload) -> jls.PrecisionPolicy:
     return jls.diagnostics.find_precision(loss, params, statistics, first, has_aux=True, batches=[second]).policy
 
 
-def under_autocast(workload: Workload, policy: jls.PrecisionPolicy | None = None) -> Workload:
-    """Return the workload with a loss function that evaluates the float32 loss under `autocast`."""
+def under_autocast(
+    workload: Workload, policy: jls.PrecisionPolicy | None = None, half: DTypeLike | None = None
+) -> Workload:
+    """Return the workload with a loss function that evaluates the float32 loss under `autocast`.
+
+    The dtype of `autocast` is ``half``, or by default the compute dtype of the arm.
+    """
 
     def loss(params: Any, statistics: Any, batch: Any, dtype: DTypeLike) -> tuple[jax.Array, Any]:
         in_float32 = partial(workload.loss, dtype=jnp.float32)
-        return jls.autocast(in_float32, dtype, policy=policy)(params, statistics, batch)
+        return jls.autocast(in_float32, half or dtype, policy=policy)(params, statistics, batch)
 
     return dataclasses.replace(workload, loss=loss)
 

@@ -8,7 +8,6 @@ The modules, in reading order:
 - `gpu`: training steps that are compiled for a GPU; `on_gpu` times them on a GPU;
 - `counting`: the dtypes of matmuls and the saved bytes in a program;
 - `gradients`: errors of gradients;
-- `hard`: losses that are difficult in float16;
 - `tracing`: trace and compile times;
 - `older_gpus`: the benchmark, ``python -m benchmarks older_gpus``;
 - `tables`: the benchmark, ``python -m benchmarks autocast``.

@@ -12,7 +12,7 @@ import optax
 from benchmarks.autocast.models import Model
 from benchmarks.optimizer.peers import Loss
 
-SCALES = tuple(2.0**exponent for exponent in (0, 6, 12, 18))
+_SCALES = tuple(2.0**exponent for exponent in (0, 6, 12, 18))
 _LEARNING_RATE = 1e-3
 
 
@@ -44,7 +44,7 @@ class Trained:
         self._exact = np.stack([_flat(exact(params, batch)) for batch in self.batches])
 
     def error(self, loss: Loss) -> float:
-        """Return the relative error of the gradients at the best loss scale in `SCALES`.
+        """Return the relative error of the gradients at the best loss scale in `_SCALES`.
 
         The error is the norm of the difference from the float32 gradients, divided by the norm of the float32
         gradients.
@@ -55,7 +55,7 @@ class Trained:
             return jax.grad(lambda params: loss(params, batch).astype(jnp.float32) * scale)(params)
 
         errors = []
-        for scale in SCALES:
+        for scale in _SCALES:
             found = np.stack([_flat(scaled_gradients(self.params, batch, scale)) for batch in self.batches]) / scale
             if np.isfinite(found).all():
                 errors.append(float(np.linalg.norm(found - self._exact) / np.linalg.norm(self._exact)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.autocast import costs, gpu, hard, tracing
+from benchmarks.autocast import costs, gpu, tracing
 from benchmarks.autocast.counting import bytes_saved, dtypes_of_matmuls
-from benchmarks.autocast.gradients import Trained
-from benchmarks.autocast.models import Transformer, model_of, small
-from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS, NO_RECOMPUTE, WAYS
+from benchmarks.autocast.models import Transformer, model_of
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program
 from benchmarks.harness.isolation import Progress, call_apart
@@ -32,8 +31,6 @@ _GOALS = {
 # The goals with a residual stream in half precision.
 _SKIP_GOALS = {"12 x 768, scan and remat": (1.05, 1.0), "ResNet-50": (1.05, 0.8), "convolution net": (1.1, 0.65)}
 _QUICK_MODELS = ("LSTM",)
-# The goals for the gradient error relative to manual casts, 5 % above the errors of version 0.3.0.
-_ERROR_GOALS = {"transformer": 0.80, "ResNet": 1.05, "Mamba": 0.83, "LSTM": 0.57}
 _SAVED_GOALS = {0.0: 0.4, 0.1: 0.5}  # The keys are dropout rates.
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program for an H100.
 _COMPARED = (FLOAT32, MANUAL_CASTS, AUTOCAST)
@@ -48,13 +45,11 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     """Return all tables."""
     models = _QUICK_MODELS if quick else tuple(_GOALS)
     return [
-        _steps(models, quick, progress.part(0, 6, "for an H100")),
-        _compile_time(quick, progress.part(1, 6, "compile time")),
-        tracing.table(quick, progress.part(2, 6, "trace time")),
+        _steps(models, quick, progress.part(0, 4, "for an H100")),
+        _compile_time(quick, progress.part(1, 4, "compile time")),
+        tracing.table(quick, progress.part(2, 4, "trace time")),
         _saved(quick),
-        _errors(quick, progress.part(3, 6, "gradients")),
-        _hard(quick, progress.part(4, 6, "hard cases")),
-        *costs.tables(quick, progress.part(5, 6, "other costs")),
+        *costs.tables(quick, progress.part(3, 4, "other costs")),
     ]
 
 
@@ -130,49 +125,3 @@ def _saved(quick: bool) -> Table:
     )
     heads = columns("dropout | loss | saved {:.1f} MiB | over manual casts {:.2f}")
     return Table("Saved for the backward pass: transformer 4 x 512", heads, rows, marks, notes, quick)
-
-
-def _errors(quick: bool, progress: Progress) -> Table:
-    rows, marks = [], []
-    for n, (name, network) in enumerate(small().items()):
-        progress(n / len(_ERROR_GOALS), name)
-        trained = Trained(network, *((2, 1) if quick else (100, 4)))
-        manual, ours, half = (
-            trained.error(WAYS[way](network)) for way in (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
-        )
-        rows.append((name, manual, ours, ours / manual, half, half / manual))
-        marks.append(Mark(f"autocast: gradient error over manual casts, {name}", ours / manual, _ERROR_GOALS[name]))
-    heads = columns(
-        "model | manual casts {:.1e} | autocast {:.1e} | over manual casts {:.2f} | half residual stream {:.1e} | "
-        "over manual casts {:.2f}"
-    )
-    notes = (
-        "The error is the norm of the difference from the float32 gradients, relative to the norm of the float32 "
-        "gradients, at the best of four loss scales from 1 to 2^18. It is measured after 100 steps of Adam in float32, "
-        "on four batches.",
-    )
-    return Table("Errors of gradients, small models", heads, rows, marks, notes, quick)
-
-
-def _hard(quick: bool, progress: Progress) -> Table:
-    rows, marks = [], []
-    cases = {name: case for name, case in hard.cases().items() if not (quick and name.startswith("attention"))}
-    ways = {way: WAYS[way] for way in (MANUAL_CASTS, AUTOCAST, NO_RECOMPUTE)}
-    for n, (name, case) in enumerate(cases.items()):
-        progress(n / len(cases), name)
-        parameter, errors = hard.errors(case, ways)
-        over = errors[AUTOCAST] / errors[MANUAL_CASTS]
-        rows.append((name, parameter, *errors.values(), over))
-        if not hard.is_said(name):
-            marks.append(Mark(f"autocast: gradient error over manual casts, {name}", over, 2.0))
-    heads = columns(
-        "loss | gradient of | manual casts {:.1e} | autocast {:.1e} | nothing recomputed {:.1e} | "
-        "over manual casts {:.2f}"
-    )
-    notes = (
-        "Errors relative to float64 for the parameter where `autocast` is worst relative to manual casts, at the best "
-        "of four loss scales. The manual casts convert the operands of matmuls to float16; everything else is float32.",
-        "The page `docs/guide/autocast.md` describes the case whose error is more than 2 times the error of manual "
-        "casts: values below 2^-25 become zero in the rounded result of a softmax.",
-    )
-    return Table("Errors of gradients, hard cases", heads, rows, marks, notes, quick)

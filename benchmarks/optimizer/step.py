@@ -1,4 +1,4 @@
-"""Time of the optimizer step alone: Adam and other optimizers over 33 M float32 parameters, with a donated state.
+"""Time of the optimizer step alone: Adam over 33 M float32 parameters, with a donated state.
 
 The measured step includes everything between the gradients and the new parameters. On a CPU, the goals limit the number
 of bytes that the compiled step accesses, because this number is exact: repeated runs differ by more than 10 % in their
@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
 
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark, Table, columns
 from benchmarks.harness.timing import Repeated, Timings, interleave
 from benchmarks.optimizer import trees
-from benchmarks.optimizer.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Bare, Contender, Ours
+from benchmarks.optimizer.peers import BARE, OTHER_KINDS, OURS, OURS_IN_TWO_CALLS, PEERS, Contender, Ours
 
 _SKIPS: tuple[Contender, ...] = (Ours(skip="cond"), Ours(skip="select"))
 # The largest ratio to the bare optimizer for each dtype of the gradients: a ratio of bytes accessed on a CPU, and of
@@ -32,13 +30,6 @@ _GOALS = {"cpu": {"float32": 1.15, "float16": 1.08}, "gpu": {"float32": 1.18, "f
 _SIZES = {"cpu": [33_000_000], "gpu": [100_000_000, 1_000_000_000]}
 _QUICK_SIZES = {"cpu": [4_000_000], "gpu": [33_000_000]}
 _LARGEST_SHARE = 1 / 3  # The largest size of temporaries relative to the size of the parameters.
-_OTHERS = {
-    "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    "muon": optax.contrib.muon(1e-3),
-    "adafactor": optax.adafactor(1e-3),
-    "lion": optax.lion(1e-3),
-    "schedule-free adamw": optax.contrib.schedule_free_adamw(1e-3),
-}
 _COLUMNS = columns(
     "step | median {:.2f} ms | minimum {:.2f} ms | over bare {:.2f} | spread | temporaries {:.0f} MB | "
     "of parameters {:.0%} | bytes accessed over bare {:.3f}"
@@ -71,11 +62,10 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 
 def tables(platform: str, quick: bool, progress: Progress) -> list[Table]:
-    """Return a table for each size and each dtype of the gradients, and a table of other optimizers."""
+    """Return a table for each size and each dtype of the gradients."""
     sizes = (_QUICK_SIZES if quick else _SIZES)[platform]
     cases = [_Case(platform, size, dtype) for size in sizes for dtype in ("float32", "float16")]
-    of_adam = [_measure(case, quick, progress.part(n, len(cases) + 1, case.what)) for n, case in enumerate(cases)]
-    return [*of_adam, _others(quick, progress.part(len(cases), len(cases) + 1, "others"), sizes[0])]
+    return [_measure(case, quick, progress.part(n, len(cases), case.what)) for n, case in enumerate(cases)]
 
 
 def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
@@ -88,17 +78,6 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
     title = f"Adam, {case.size / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
     notes = [_against_fastest_peer(timings)] if not case.is_large else []
     return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
-
-
-def _others(quick: bool, progress: Progress, size: int) -> Table:
-    """Return a table that compares other optimizers with and without loss scaling."""
-    rows = []
-    for n, (name, optimizer) in enumerate(_OTHERS.items()):
-        pair = (Bare("bare", optimizer), Ours(optimizer=optimizer))
-        _, _, of_pair = _timed(pair, size, "float32", 3 if quick else 9, progress.part(n, len(_OTHERS), name))
-        rows += [(f"{name}: {step}", *cells) for step, *cells in of_pair]
-    title = f"Other optimizers, {size / 1e6:.1f} M float32 parameters in 57 leaves, float32 gradients"
-    return Table(title, _COLUMNS, rows, quick=quick)
 
 
 def _timed(

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 import jax_lossscale as jls
 from benchmarks.policies import traces
-from benchmarks.policies.judge import forget_programs, unused_bits
+from benchmarks.policies.judge import unused_bits
 from benchmarks.policies.traces import Trace
 from jax_lossscale._loss_scale import auto
 
@@ -72,12 +73,12 @@ def _changed(constant: str, instead: float) -> Iterator[None]:
     """Temporarily replace the value of a constant."""
     own = getattr(auto, constant)
     setattr(auto, constant, instead)
-    forget_programs()
+    jax.clear_caches()  # Compiled programs contain the old value.
     try:
         yield
     finally:
         setattr(auto, constant, own)
-        forget_programs()
+        jax.clear_caches()
 
 
 def _kind(name: str, make: Callable[[int], list[Trace]] = traces.synthetic) -> Callable[[], list[Trace]]:

@@ -14,7 +14,6 @@ from benchmarks.policies.judge import best_fixed
 from benchmarks.policies.traces import Trace
 
 AUTO = "auto"
-DYNAMIC = "dynamic 2^15, 2000"
 BEST_FIXED = "fixed, best in hindsight"
 
 

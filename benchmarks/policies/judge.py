@@ -125,11 +125,6 @@ def _steps_to_arrive(arrived: np.ndarray, counted: np.ndarray) -> np.ndarray:
     return np.sum(before & counted, axis=0)
 
 
-def forget_programs() -> None:
-    """Clear the compilation caches, so that changed constants of a rule take effect."""
-    jax.clear_caches()
-
-
 @jax.jit
 def _replay(loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the loss scale at each step, and whether the step was finite.

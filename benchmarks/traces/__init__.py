@@ -33,16 +33,6 @@ class Trace(NamedTuple):
     log2_largest: np.ndarray
     log2_inside: np.ndarray
 
-    @property
-    def largest(self) -> np.ndarray:
-        """The largest magnitude among the gradients of the parameters: ``float64[steps]``."""
-        return np.exp2(self.log2_largest)
-
-    @property
-    def inside(self) -> np.ndarray:
-        """The magnitude of the value that overflows first: ``float64[steps]``."""
-        return np.exp2(self.log2_inside)
-
 
 def recorded() -> dict[str, Trace]:
     """Return all recorded traces by the name of their workload."""

@@ -34,16 +34,12 @@ _NOTES = (
 )
 
 
-def models(quick: bool) -> tuple[str, ...]:
-    """Return the names of the models in the table."""
-    return _QUICK_MODELS if quick else tuple(untuned.networks())
-
-
 def run(quick: bool, progress: Progress) -> list[Table]:
     """Return the table of all models."""
     rows: list[tuple[Cell, ...]] = []
     ratios: dict[str, tuple[float, float]] = {}
-    names = () if cuda.missing() else models(quick)
+    chosen = _QUICK_MODELS if quick else tuple(untuned.networks())
+    names = () if cuda.missing() else chosen
     for n, name in enumerate(names):
         progress(n / len(names), name)
         programs = [call_apart(gpu.compiled, name, way, timeout=_PATIENCE) for way in (MANUAL_CASTS, AUTOCAST)]
