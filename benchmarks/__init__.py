@@ -28,6 +28,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = {
     "optimizer": Benchmark("optimizer.step", "time of an optimizer step: Adam over 33 M parameters"),
+    "finite": Benchmark("optimizer.finite", "time of `all_finite`, compared with a plain sum and jmp"),
     "compile_time": Benchmark(
         "optimizer.compile_time", "time to trace, lower and compile an optimizer step and a whole training step"
     ),
