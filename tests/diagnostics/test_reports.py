@@ -5,35 +5,17 @@ import dataclasses
 import pytest
 
 from jax_lossscale import diagnostics
-from jax_lossscale.diagnostics._gradient_errors import LeafGradientError
-from jax_lossscale.diagnostics._lost_updates import LeafLostUpdates
-from jax_lossscale.diagnostics._nonfinite import LeafReport
-from jax_lossscale.diagnostics._operations import OperationPrecision
-from jax_lossscale.diagnostics._range_report import OperationRange
+from jax_lossscale.diagnostics import _gradient_errors, _lost_updates, _nonfinite, _operations, _range_report
 
-EXPORTED = [getattr(diagnostics, name) for name in diagnostics.__all__]
-REPORTS = [thing for thing in EXPORTED if dataclasses.is_dataclass(thing)]
-ENTRIES = [LeafGradientError, LeafLostUpdates, LeafReport, OperationPrecision, OperationRange]
+REPORTS = [thing for name in diagnostics.__all__ if dataclasses.is_dataclass(thing := getattr(diagnostics, name))]
+MODULES = _gradient_errors, _lost_updates, _nonfinite, _operations, _range_report
+ENTRIES = [thing for module in MODULES for thing in vars(module).values() if dataclasses.is_dataclass(thing)]
 
 
-def test_every_report_is_exported():
-    assert {report.__name__ for report in REPORTS} == {
-        "AutocastReport",
-        "Explanation",
-        "ExponentHistogram",
-        "GradientComparison",
-        "LostUpdates",
-        "NonfiniteReport",
-        "PrecisionReport",
-        "RangeReport",
-    }
-
-
-@pytest.mark.parametrize("kind", [*REPORTS, *ENTRIES])
+@pytest.mark.parametrize("kind", dict.fromkeys([*REPORTS, *ENTRIES]))
 def test_fields_are_keyword_only(kind):
     """A later version can then add a field at any position."""
-    assert all(field.kw_only for field in dataclasses.fields(kind))
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         kind(None)
 
 
