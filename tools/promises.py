@@ -28,8 +28,8 @@ BREAKS = {
     "Gradients are divided by the scale with which they were computed": [
         (
             STEP,
-            "return loss_scale.unscale(scaled_grads) if",
-            "return loss_scale.adjust(True).unscale(scaled_grads) if",
+            "else loss_scale.unscale(scaled_grads)",
+            "else loss_scale.adjust(True).unscale(scaled_grads)",
         )
     ],
     "The returned loss is the true loss": [

@@ -17,7 +17,7 @@ from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.decision import Skip, StepInputs
 from jax_lossscale._optax.inner import checked_optimizer
 from jax_lossscale._optax.state import LossScaledState
-from jax_lossscale._optax.wrapper import Wrapper, apply_updates
+from jax_lossscale._optax.wrapper import StepArguments, Wrapper, apply_updates
 
 
 class LossScaledTransformation(optax.GradientTransformationExtraArgs):
@@ -60,7 +60,7 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
         inputs = StepInputs(value, skip_if, grads_finite)
         wrapper = getattr(self.update, "__self__", None)
         if isinstance(wrapper, Wrapper):
-            return wrapper.update_and_apply(scaled_grads, state, params, inputs, extra_args)
+            return wrapper.update_and_apply(StepArguments(extra_args, scaled_grads, state, params, inputs))
         # A user can replace `update`, for example with `_replace`, so `update` is not always a method of a `Wrapper`.
         given = {name: argument for name, argument in inputs._asdict().items() if argument is not None}
         updates, state = self.update(scaled_grads, state, params, **given, **extra_args)

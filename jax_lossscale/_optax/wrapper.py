@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import chex
 import jax
@@ -30,6 +30,16 @@ from jax_lossscale._optax.state import LossScaledState, check_state, initial_sta
 from jax_lossscale._warn import warn_user
 
 _Stepped = tuple[chex.ArrayTree, LossScaledState]
+
+
+class StepArguments(NamedTuple):
+    """The arguments of ``update`` or ``update_and_apply``."""
+
+    extra_args: dict[str, Any]  # the arguments for the inner optimizer
+    grads: optax.Updates
+    state: LossScaledState
+    params: optax.Params | None
+    inputs: StepInputs  # the optional arguments on which the decision about the step depends
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,28 +134,20 @@ class Wrapper:
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         """Return the updates of the inner optimizer (zeros in a skipped step) and the new state; see `loss_scaled`."""
-        inputs = StepInputs(value, skip_if, grads_finite)
-        new_updates, state = self._checked_step("update", "updates", updates, state, params, inputs, extra_args)
+        arguments = StepArguments(extra_args, updates, state, params, StepInputs(value, skip_if, grads_finite))
+        new_updates, state = self._checked_step("update", "updates", arguments)
         return combine(new_updates, lambda: updates_of_untrained(updates, params)), state
 
-    def update_and_apply(
-        self,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params,
-        inputs: StepInputs,
-        extra_args: dict[str, Any],
-    ) -> tuple[optax.Params, LossScaledState]:
+    def update_and_apply(self, arguments: StepArguments) -> tuple[optax.Params, LossScaledState]:
         """Return the updated parameters and the new state; see `LossScaledTransformation.update_and_apply`."""
-        if params is None:
+        if arguments.params is None:
             raise ValueError(
                 "`update_and_apply(params=...)` must be the parameters, got None. To compute updates without "
                 "parameters, use `update`."
             )
-        _tree.check_tree(params, "update_and_apply(params=...)")
-        step = self._checked_step
-        new_params, state = step("update_and_apply", "scaled_grads", scaled_grads, state, params, inputs, extra_args)
-        return combine(new_params, lambda: params), state
+        _tree.check_tree(arguments.params, "update_and_apply(params=...)")
+        new_params, state = self._checked_step("update_and_apply", "scaled_grads", arguments)
+        return combine(new_params, lambda: arguments.params), state
 
     def _check_gradients(
         self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
@@ -194,16 +196,7 @@ class Wrapper:
                 f"`{self.function}(optax.partition(...))`."
             )
 
-    def _checked_step(
-        self,
-        method: str,
-        argument: str,
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        inputs: StepInputs,
-        extra_args: dict[str, Any],
-    ) -> _Stepped:
+    def _checked_step(self, method: str, argument: str, arguments: StepArguments) -> _Stepped:
         """Check the arguments and compute a step on the leaves that are trained.
 
         Outside `jax.jit`, the compiled step is used if possible. If ``extra_args`` contains anything but arrays, the
@@ -213,20 +206,16 @@ class Wrapper:
         Args:
           method: the name of the method that the user called.
           argument: the name of its argument that contains the gradients.
-          scaled_grads: the gradients.
-          state: the state.
-          params: the parameters.
-          inputs: the optional arguments on which the decision about the step depends.
-          extra_args: the arguments for the inner optimizer.
+          arguments: the arguments of this method.
         """
+        extra_args, grads, state, params, inputs = arguments
         check_state(state, method, f"{argument}, state, params")
         self._check_keyword_arguments(method, inputs, extra_args)
-        self._check_gradients(f"{method}({argument}=...)", scaled_grads, params, state.loss_scale)
-        operands = _tree.inexact_only(scaled_grads), state, only_trained(params, scaled_grads), inputs
-        are_operands = all(map(_is_array_or_number, jax.tree.leaves(operands)))
+        self._check_gradients(f"{method}({argument}=...)", grads, params, state.loss_scale)
+        arguments = arguments._replace(grads=_tree.inexact_only(grads), params=only_trained(params, grads))
+        are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments._replace(extra_args={}))))
         is_compiled = are_operands and all(map(is_concrete_array, jax.tree.leaves(extra_args)))
-        step = self._compiled_step if is_compiled else self._step
-        return step(method == "update_and_apply", extra_args, *operands)
+        return (self._compiled_step if is_compiled else self._step)(method == "update_and_apply", arguments)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., _Stepped]:
@@ -236,16 +225,9 @@ class Wrapper:
         """
         return jax.jit(self._step, static_argnums=0)
 
-    def _step(
-        self,
-        applies: bool,
-        extra_args: dict[str, Any],
-        scaled_grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        inputs: StepInputs,
-    ) -> _Stepped:
+    def _step(self, applies: bool, arguments: StepArguments) -> _Stepped:
         """Return the new parameters (if ``applies`` is true) or the updates (if it is false), and the new state."""
+        extra_args, scaled_grads, state, params, inputs = arguments
         loss_scale = state.loss_scale
         divisor, gradient_scale = self._divisor(loss_scale), self._gradient_scale(scaled_grads, loss_scale)
         decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, divisor, gradient_scale)

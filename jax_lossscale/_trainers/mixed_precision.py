@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.decision import Skip
 from jax_lossscale._optax.state import LossScaledState
 from jax_lossscale._optax.transform import LossScaledTransformation, checked_options
-from jax_lossscale._optax.wrapper import Wrapper
+from jax_lossscale._optax.wrapper import StepArguments, Wrapper
 from jax_lossscale._trainers.scaled_backward import scaled_backward
 from jax_lossscale._trainers.shared_loss_scale import SharedLossScale
 from jax_lossscale._warn import warn_user
@@ -278,17 +279,15 @@ class _UnscaledWrapper(Wrapper):
                 "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)` instead."
             )
 
-    def _step(
-        self, applies: bool, extra_args: Any, grads: Any, state: LossScaledState, params: Any, inputs: Any
-    ) -> Any:
+    def _step(self, applies: bool, arguments: StepArguments) -> tuple[chex.ArrayTree, LossScaledState]:
         if not self.shared.is_read:
             warn_user(
                 "`MixedPrecision.optimizer` is used, but no function returned by `MixedPrecision.loss` has been called "
                 "so far. Pass `mp.loss(loss_fn)` from the same `MixedPrecision` object to the trainer. Otherwise, the "
                 "gradients are computed without a loss scale."
             )
-        result, state = super()._step(applies, extra_args, grads, state, params, inputs)
-        self.shared.source("optimizer.update", grads).write(state.loss_scale)
+        result, state = super()._step(applies, arguments)
+        self.shared.source("optimizer.update", arguments.grads).write(state.loss_scale)
         return result, state
 
     def _divisor(self, loss_scale: LossScale) -> None:

@@ -296,7 +296,7 @@ def test_initial_state_has_no_weakly_typed_leaves():
     # A user-defined loss scale may have weakly typed leaves.
     weak = jax.tree.map(lambda leaf: jnp.asarray(leaf.item()), SCALE)
     state = jls.loss_scaled(optax.sgd(0.1), weak).init(PARAMS)
-    assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 6
+    assert [leaf.weak_type for leaf in jax.tree.leaves(state)] == [False] * 7
 
 
 def test_parameters_are_optional_if_the_inner_optimizer_does_not_need_them():
