@@ -137,15 +137,11 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 
 # --- Size ---
 
-# Maximum number of lines of code of the package. If a change removes lines, lower the limit. If a new capability needs
-# more lines, increase the limit and name the capability here.
-# Last increase: `master_weights`, `stochastic_rounding`, `half_precision_state`, `float32_params`, `lost_updates`, and
-# gradients of max pools under `autocast`. Version 0.6.0 had 10,142 lines.
-MOST_LINES = 10_142
+# Maximum number of lines of code. If a change removes lines, lower the limit. If a new capability needs more lines in the
+# package, increase the limit and name the capability here.
 ROOT = TESTS.parent
-# The folders whose lines of code are counted together, and their limits.
 LIMITS = {
-    (PACKAGE,): MOST_LINES,
+    (PACKAGE,): 10_056,
     # Benchmarks and tools that no page cites any more should be removed before new ones are added.
     (ROOT / "benchmarks", ROOT / "tools"): 7_800,
     (TESTS,): 20_276,  # the number of lines of version 0.7.0

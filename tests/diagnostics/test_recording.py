@@ -63,15 +63,13 @@ def test_recorded_step_number_saturates_at_the_largest_int32(applied, skipped):
 
 def test_record_is_empty_before_the_first_bad_step_and_absent_by_default():
     for steps in ([], [GOOD]):
-        record = recorded(
-            jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True), PARAMS, steps
-        ).monitoring.last_bad_step
+        tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
+        record = recorded(tx, PARAMS, steps).monitoring.last_bad_step
         numbers = {"step": -1, "leaf": -1, "kind": 0, "loss_scale": 0, "largest": 0, "structure": -1}
         assert record._asdict() == {**numbers, "was_exceeded": False}
         assert record.cause == "none"
     silent = recorded(jls.loss_scaled(optax.sgd(0.1)), PARAMS, [GOOD])
-    assert silent.monitoring.last_bad_step is None
-    assert jls.metrics(silent)["last_bad_leaf"] == -1
+    assert (silent.monitoring.last_bad_step, jls.metrics(silent)["last_bad_leaf"]) == (None, -1)
 
 
 @pytest.mark.parametrize(("loss_scale", "bad_leaf"), [(8.0, 1), (None, -1)], ids=["fixed", "no loss scale"])

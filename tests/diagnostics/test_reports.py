@@ -17,8 +17,3 @@ def test_fields_are_keyword_only(kind):
     """A later version can then add a field at any position."""
     with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         kind(None)
-
-
-@pytest.mark.parametrize("kind", REPORTS)
-def test_docstring_states_that_only_the_library_creates_reports(kind):
-    assert "are created only by this library. Their attributes are guaranteed" in " ".join(kind.__doc__.split())

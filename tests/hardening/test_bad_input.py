@@ -70,9 +70,6 @@ jls.DynamicLossScale(max_loss_scale=4)
 jls.DynamicLossScale.from_config({"_rule_state": 1})
     `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'_rule_state': 1}:
     the state is not part of a configuration.
-jls.DynamicLossScale.from_config({"num_good_steps": 1})
-    `DynamicLossScale.from_config(config=...)` must contain the arguments of the constructor, got {'num_good_steps': 1}:
-    DynamicLossScale.__init__() got an unexpected keyword argument 'num_good_steps'.
 jls.DynamicLossScale().adjust(1)
     `DynamicLossScale.adjust(grads_finite=...)` must be a boolean scalar, got 1. REDUCE_IT
 jls.DynamicLossScale().adjust({"kernel": PARAMS})

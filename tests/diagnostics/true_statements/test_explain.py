@@ -34,6 +34,7 @@ def every_fifth(step):
     return [step, *[GOOD] * 4] * 20
 
 
+AT_FLOOR = "skipped in a row | not recorded | no lower | other | a lower floor | shared"
 NANS, HIGH, TWO = every_fifth(NAN_GRADS), jls.DynamicLossScale(2.0**30), jls.DynamicLossScale(2.0)
 EXPLAINED = {
     # Each entry contains the loss scale, whether bad steps are recorded, the steps, the names of the printed lines, and
@@ -60,21 +61,9 @@ EXPLAINED = {
     "a NaN that no lower scale can fix": (SKIPPING, True, [NAN_GRADS, GOOD], "bad step ago | perhaps the batch", "nan"),
     "unscaling overflows": (BELOW_ONE, True, [HUGE_GRADS, GOOD], "bad step ago | scale is lower", "infinity"),
     "an infinity in one leaf, a NaN in the next": ("dynamic", True, [BOTH], "skipped | an overflow", "infinity"),
-    "a NaN at every scale": (
-        HIGH,
-        True,
-        [NAN_GRADS] * 17,
-        "skipped in a row | not an overflow | shared or wrapped",
-        "nan",
-    ),
-    "a NaN at every scale, not recorded": (
-        TWO,
-        False,
-        [NAN_GRADS] * 16,
-        "skipped in a row | not recorded | no lower | not an overflow | a lower floor | shared or wrapped",
-        "gradients",
-    ),
-    "started too high": (HIGH, True, [INF_GRADS] * 16, "skipped in a row | shared or wrapped", "infinity"),
+    "a NaN at every scale": (HIGH, True, [NAN_GRADS] * 17, "skipped in a row | other | shared", "nan"),
+    "a NaN at every scale, not recorded": (TWO, False, [NAN_GRADS] * 16, AT_FLOOR, "gradients"),
+    "started too high": (HIGH, True, [INF_GRADS] * 16, "skipped in a row | shared", "infinity"),
     "at the floor": ("dynamic", True, [INF_GRADS] * 15, "skipped in a row | no lower | a lower floor", "infinity"),
     "one step above the floor": ("dynamic", True, [INF_GRADS] * 14, "skipped in a row | an overflow", "infinity"),
     "not yet too high": (HIGH, True, [INF_GRADS] * 15, "skipped in a row | an overflow", "infinity"),
@@ -182,20 +171,16 @@ UNKNOWN = "there was a NaN or an infinity in its gradients, or `grads_finite` wa
 EXPECTED = {
     # Each entry contains the printed lines, the reason for the non-finite or skipped step, and the attribute `cause`.
     "a NaN": ("skipped | perhaps an overflow", NAN_AT, "nan"),
-    "a NaN, at the floor": ("skipped | no lower | not an overflow", NAN_AT, "nan"),
-    "a NaN, fixed": ("skipped | not an overflow", NAN_AT, "nan"),
+    "a NaN, at the floor": ("skipped | no lower | other", NAN_AT, "nan"),
+    "a NaN, fixed": ("skipped | other", NAN_AT, "nan"),
     "an infinity": ("skipped | an overflow", INF_AT, "infinity"),
     "an infinity, at the floor": ("skipped | no lower | a lower floor", INF_AT, "infinity"),
     "an infinity, fixed": ("skipped | a fixed scale", INF_AT, "infinity"),
     "the loss": ("skipped | loss", "its loss was not finite", "loss"),
     "the condition": ("skipped | skip_if", "`skip_if` was true", "skip_if"),
     "perhaps": ("skipped | not recorded | perhaps an overflow", UNKNOWN, "gradients"),
-    "perhaps, at the floor": (
-        "skipped | not recorded | no lower | not an overflow | a lower floor",
-        UNKNOWN,
-        "gradients",
-    ),
-    "perhaps, fixed": ("skipped | not recorded | not an overflow", UNKNOWN, "gradients"),
+    "perhaps, at the floor": ("skipped | not recorded | no lower | other | a lower floor", UNKNOWN, "gradients"),
+    "perhaps, fixed": ("skipped | not recorded | other", UNKNOWN, "gradients"),
     "applied": ("applied | parameters", NAN_AT, "params"),
     "applied, an infinity": ("applied | parameters", INF_AT, "params"),
     "perhaps applied": ("applied | parameters", UNKNOWN, "params"),
