@@ -137,8 +137,8 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 
 # --- Size ---
 
-# Maximum number of lines of code. If a change removes lines, lower the limit. If a new capability needs more lines in the
-# package, increase the limit and name the capability here.
+# Maximum number of lines of code. If a change removes lines, lower the limit. If a new capability needs more lines in
+# the package, increase the limit and name the capability here.
 ROOT = TESTS.parent
 LIMITS = {
     (PACKAGE,): 10_056,

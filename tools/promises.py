@@ -26,11 +26,7 @@ BREAKS = {
         )
     ],
     "Gradients are divided by the scale with which they were computed": [
-        (
-            STEP,
-            "else loss_scale.unscale(scaled_grads)",
-            "else loss_scale.adjust(True).unscale(scaled_grads)",
-        )
+        (STEP, "else loss_scale.unscale(scaled_grads)", "else loss_scale.adjust(True).unscale(scaled_grads)")
     ],
     "The returned loss is the true loss": [
         (

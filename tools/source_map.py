@@ -31,11 +31,7 @@ CORE = {
         "wrapper/test_monitoring.py",
     ],
     "_trainers": ["gradients/test_scaled_backward.py", "wrapper/test_mixed_precision.py"],
-    "_sixteen_bit": [
-        "wrapper/test_rounding.py",
-        "wrapper/test_half_parameters.py",
-        "wrapper/test_half_parameters_composition.py",
-    ],
+    "_sixteen_bit": ["wrapper/test_rounding.py", "wrapper/test_half_parameters.py", "wrapper"],
     "_gradients": [
         "gradients/test_gradients.py",
         "gradients",
