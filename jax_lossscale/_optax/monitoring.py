@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_lossscale._check import count
@@ -62,16 +61,15 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     """
     state = _own_numbers(opt_state, "metrics(opt_state=...)")
     record, largest = state.monitoring.last_bad_step, state.monitoring.largest
-    # In a batch of runs, the values that stand for missing measurements have the shape of the batch.
-    shape = jnp.shape(state.skipped_steps)
+    no_largest, no_leaf = not_measured(state.skipped_steps)
     return {
         "loss_scale": state.loss_scale(),
         "grads_finite": state.grads_finite,
         "applied_steps": state.applied_steps,
         "skipped_steps": state.skipped_steps,
         "consecutive_skips": state.consecutive_skips,
-        "largest": not_measured(shape) if largest is None else largest,
-        "last_bad_leaf": jnp.full(shape, -1, jnp.int32) if record is None else record.leaf,
+        "largest": no_largest if largest is None else largest,
+        "last_bad_leaf": no_leaf if record is None else record.leaf,
     }
 
 

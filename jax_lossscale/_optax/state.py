@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
@@ -150,6 +151,7 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
     Each leaf of the optimizer state has its own buffer, because JAX cannot donate the same buffer twice.
     """
     inner_state = with_own_buffers(inner_state)
+    losses = jnp.zeros([], jnp.int32)
     return LossScaledState(
         # The leaves of the loss scale are copied because the caller can donate the state and then use `loss_scale`
         # again. The explicit dtype prevents weakly typed arrays.
@@ -161,9 +163,9 @@ def initial_state(loss_scale: LossScale, inner_state: optax.OptState, record_bad
         consecutive_skips=jnp.zeros([], jnp.int32),
         monitoring=Monitoring(
             last_bad_step=_no_bad_step() if record_bad_steps else None,
-            largest=not_measured() if loss_scale.needs_largest else None,
+            largest=not_measured(losses)[0] if loss_scale.needs_largest else None,
             scaling_evidence=no_evidence() if loss_scale.needs_largest else None,
-            consecutive_nonfinite_losses=jnp.zeros([], jnp.int32),
+            consecutive_nonfinite_losses=losses,
         ),
     )
 
@@ -197,7 +199,7 @@ def next_state(
             last_bad_step=_last_bad_step(state, decision, unscaled, axis_name),
             largest=_largest(state.monitoring, decision.checks),
             scaling_evidence=_scaling_evidence(state.monitoring, decision),
-            consecutive_nonfinite_losses=_nonfinite_losses(state.monitoring, decision.checks),
+            consecutive_nonfinite_losses=_nonfinite_losses(state.monitoring, decision.checks, skipped),
         ),
     )
 
@@ -225,7 +227,7 @@ def _largest(before: Monitoring, checks: StepChecks) -> jax.Array | None:
     """
     if before.largest is None:
         return None
-    return not_measured() if checks.largest is None else checks.largest
+    return not_measured(before.consecutive_nonfinite_losses)[0] if checks.largest is None else checks.largest
 
 
 def _scaling_evidence(before: Monitoring, decision: StepDecision) -> ScalingEvidence | None:
@@ -235,18 +237,24 @@ def _scaling_evidence(before: Monitoring, decision: StepDecision) -> ScalingEvid
     return with_step(before.scaling_evidence, decision.gradient_scale, decision.checks.largest)
 
 
-def _nonfinite_losses(before: Monitoring, checks: StepChecks) -> jax.Array:
+def _nonfinite_losses(before: Monitoring, checks: StepChecks, skipped: jax.Array) -> jax.Array:
     """Return the number of consecutive steps, including this one, whose loss was passed and was not finite."""
     if checks.value_finite is None:
-        return jnp.zeros([], jnp.int32)
+        return skipped * 0  # Unlike a new zero, this product varies over the mesh axes of the other counters.
     return jnp.where(checks.value_finite, 0, _saturating_add(before.consecutive_nonfinite_losses, 1))
 
 
-def not_measured(shape: tuple[int, ...] = ()) -> jax.Array:
-    """Return the NaN that stands for a gradient that was not measured, or an array of NaNs for a batch of runs."""
+def not_measured(like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the values that stand for missing measurements, NaN and -1, in arrays with the shape of ``like``."""
     # The NaN is intentional, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
-        return jnp.asarray(np.full(shape, np.nan, np.float32))
+        return _not_measured(like)
+
+
+@partial(jax.jit, inline=True)
+def _not_measured(like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The results are constants of the compiled program, so they are not transferred from the host.
+    return jnp.full_like(like, np.nan, jnp.float32), jnp.full_like(like, -1, jnp.int32)
 
 
 def _last_bad_step(

@@ -757,7 +757,7 @@ def test_one_object_for_losses_of_very_different_size_is_reported_as_stuck():
         )
 
     models = train(((PARAMS, mp.optimizer.init(PARAMS)), (PARAMS, mp.optimizer.init(PARAMS))))
-    assert models[0][1].largest == 0
+    assert models[0][1].monitoring.largest == 0
     with pytest.raises(RuntimeError, match="The last 1000 steps were skipped"):
         jls.raise_if_stuck(models[1][1])
 

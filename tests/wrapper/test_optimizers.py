@@ -128,9 +128,7 @@ def test_wrapped_loss_scaled_optimizer_takes_the_steps_of_the_inner_optimizer(ho
     (expected, _), results = steps_of(bare, tx, [by_update(tx)], PARAMS)
     ((params, state),) = results.values()
     chex.assert_trees_all_close(params, expected, rtol=2e-5, atol=1e-6)
-    metrics = jls.metrics(state)
-    assert metrics.pop("skipped_steps") == 1
-    assert set(metrics) == {"loss_scale", "grads_finite", "applied_steps", "consecutive_skips"}
+    assert jls.metrics(state)["skipped_steps"] == 1
     assert isinstance(optax.tree_utils.tree_get(state, "loss_scale"), jls.DynamicLossScale)
 
 
