@@ -175,7 +175,7 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     # If `params` contains no arrays, it is not known whether the parameters are finite, and `are_finite` is None.
     cause, are_finite = causes.cause_of_last_step(state), not lost if arrays else None
     if cause:
-        _about_last_step(cause, state, params, are_finite, add)
+        _about_last_step(cause, causes.clause_of(cause, state, params), state, are_finite, add)
     else:
         cause = _about_earlier_steps(state, params, add)
         if are_finite is not False:
@@ -187,11 +187,9 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     return cause
 
 
-def _about_last_step(
-    cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, add: _Add
-) -> None:
+def _about_last_step(cause: str, why: str, state: LossScaledState, are_finite: bool | None, add: _Add) -> None:
     """Add sentences that explain why the last step was skipped or not finite, and give advice."""
-    skips, why = int(state.consecutive_skips), causes.clause_of(cause, state, params)
+    skips = int(state.consecutive_skips)
     if skips:
         last = "step was skipped" if skips == 1 else f"{skips} steps were skipped, the last one"
         add(f"The last {last} because {why}.")
