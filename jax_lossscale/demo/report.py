@@ -40,14 +40,10 @@ def print_table(results: dict[str, TrainingRun]) -> None:
     for heading in ("final\nloss", "PSNR", "zero\ngradients", "skipped\nsteps", "final\nscale"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
-        table.add_row(
-            name,
-            f"{result.final_loss:.2e}",
-            f"{psnr(result.final_loss):.1f} dB",
-            _percent(result.zero_gradient_fraction),
-            str(result.skipped_steps),
-            f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1",
-        )
+        losses = f"{result.final_loss:.2e}", f"{psnr(result.final_loss):.1f} dB"
+        gradients = _percent(result.zero_gradient_fraction), str(result.skipped_steps)
+        scale = f"2^{math.log2(result.final_loss_scale):g}" if result.final_loss_scale > 1 else "1"
+        table.add_row(name, *losses, *gradients, scale)
     console = Console(highlight=False)
     console.print(table)
     console.print("float16_dynamic starts at a loss scale that is far too high. Each skipped step halves this scale.")

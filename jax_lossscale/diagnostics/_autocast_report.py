@@ -124,14 +124,13 @@ class AutocastReport(Report[OperationPrecision]):
             notes.append(f"Computed as written, without conversion: {', '.join(self.opaque_operations)}.")
         if self.not_in_half:
             notes.append(f"`in_half` functions that use their `fallback`: {'; '.join(self.not_in_half)}.")
-        if self.bytes_accessed_with_half_residual_stream is not None and self.bytes_accessed:
-            saving = 1 - self.bytes_accessed_with_half_residual_stream / self.bytes_accessed
-            if saving > _WORTH_SUGGESTING:
-                notes.append(
-                    "`PrecisionPolicy(half_residual_stream=True)` stores skip connections in half precision, as manual "
-                    "casts do. In the forward pass, this option would reduce the number of bytes read and written by "
-                    f"an estimated {percent(saving)}."
-                )
+        before, after = self.bytes_accessed, self.bytes_accessed_with_half_residual_stream
+        if after is not None and before - after > _WORTH_SUGGESTING * before:
+            notes.append(
+                "`PrecisionPolicy(half_residual_stream=True)` stores skip connections in half precision, as manual "
+                "casts do. In the forward pass, this option would reduce the number of bytes read and written by an "
+                f"estimated {percent(1 - after / before)}."
+            )
         return notes
 
 

@@ -15,9 +15,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-LARGEST_LOG2_SCALE = 127
-
-
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -56,7 +53,7 @@ def bits_of(number: float, floating: np.dtype[Any]) -> Any:
 
 def bits_at_scales(number: float, floating: np.dtype[Any]) -> np.ndarray:
     """Divide a number by each power of two from ``2**0`` to ``2**127`` and return the bits of each quotient."""
-    return np.array([bits_of(number * 2.0**-k, floating) for k in range(LARGEST_LOG2_SCALE + 1)])
+    return np.array([bits_of(number * 2.0**-k, floating) for k in range(128)])
 
 
 def number_of(magnitude: int, floating: np.dtype[Any]) -> float:

@@ -39,22 +39,13 @@ _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
 # The causes of skipped steps whose gradients are not finite.
 _GRADIENT_CAUSES = ("nan", "infinity", "gradients")
 
-_HOW_TO_SKIP = (
-    "To skip steps with non-finite gradients, use `FixedLossScale(..., skip_nonfinite=True)` or the "
-    '"dynamic" loss scale.'
-)
+_HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the "dynamic" loss scale.'
 _BATCH_CHECKS = (
     "for NaN (with `nonfinite_report(batch)`), for zero vectors whose norm is computed, and for masks that exclude "
     "every element. `range_report(loss_fn, params, batch)` shows which line of code causes the problem."
 )
 _IF_AGAIN = f"If this happens again, check the batch {_BATCH_CHECKS}"
-_IF_THE_LOSS_DOES_NOT_FALL = (
-    f"If the loss does not decrease, check whether the gradients are scaled. {causes.HOW_TO_SCALE}"
-)
-_LOG_BATCHES = (
-    "If the skipped batches are always of the same kind, the model does not learn from them. To log the skipped "
-    'batches, see the section "Which batches are skipped?" in the guide "Skipped steps".'
-)
+_ARE_THEY_SCALED = f"If the loss does not decrease, check whether the gradients are scaled. {causes.HOW_TO_SCALE}"
 
 _Add: TypeAlias = Callable[..., None]  # appends one or more sentences to the report
 
@@ -156,10 +147,8 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
     cause = _write_sentences(state, params, lambda *sentences: text.extend(sentences))
     lost = [leaf.path for leaf in _reports_of_arrays(others) if leaf.nonfinite]
     if lost and cause != "params":
-        text.append(
-            f"{lost[0]}, which is not trained, is not finite. Reset it. If a skipped step changed it, pass "
-            "`restore_from=nnx.clone(model)` to `update` in each step."
-        )
+        text.append(f"{lost[0]}, which is not trained, is not finite. Reset it.")
+        text.append("If a skipped step changed it, pass `restore_from=nnx.clone(model)` to `update` in each step.")
     # Several findings can lead to the same advice, which is printed only once.
     return Explanation(sentences=tuple(dict.fromkeys("\n".join(text).splitlines())), cause=cause)
 
@@ -186,7 +175,7 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     # If `params` contains no arrays, it is not known whether the parameters are finite, and `are_finite` is None.
     cause, are_finite = causes.cause_of_last_step(state), not lost if arrays else None
     if cause:
-        _about_last_step(cause, state, params, are_finite, add)
+        _about_last_step(cause, causes.clause_of(cause, state, params), state, are_finite, add)
     else:
         cause = _about_earlier_steps(state, params, add)
         if are_finite is not False:
@@ -198,11 +187,9 @@ def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add:
     return cause
 
 
-def _about_last_step(
-    cause: str, state: LossScaledState, params: chex.ArrayTree | None, are_finite: bool | None, add: _Add
-) -> None:
+def _about_last_step(cause: str, why: str, state: LossScaledState, are_finite: bool | None, add: _Add) -> None:
     """Add sentences that explain why the last step was skipped or not finite, and give advice."""
-    skips, why = int(state.consecutive_skips), causes.clause_of(cause, state, params)
+    skips = int(state.consecutive_skips)
     if skips:
         last = "step was skipped" if skips == 1 else f"{skips} steps were skipped, the last one"
         add(f"The last {last} because {why}.")
@@ -229,28 +216,25 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
         ago = _steps(_num_steps(state) - 1 - int(record.step))
         add(f"The last non-finite or skipped step was {ago} ago: {causes.clause_of(cause, state, params)}.")
         _conclude(record, state, add)
-    nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
     was_lowered_to_its_floor = bool(skipped and causes.log2_lowered(loss_scale) and causes.is_at_its_floor(loss_scale))
     if was_lowered_to_its_floor:
         zero = limits_of(jnp.float16).zero / float(loss_scale())
         add(f"The loss scale is at its lower bound, so gradients below {zero:.1g} become zero in float16.")
         if record is None:
             add(causes.HOW_TO_RECORD)
-    are_many = _about_frequent_skips(cause, nan_is_from_batch, state, add)
+    are_many = _about_frequent_skips(cause, state, add)
     return cause or ("lower_bound" if was_lowered_to_its_floor else "many_skips" if are_many else None)
 
 
-def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: LossScaledState, add: _Add) -> bool:
+def _about_frequent_skips(cause: str | None, state: LossScaledState, add: _Add) -> bool:
     """If too many steps were skipped, add their fraction, and add advice. Return whether anything was added.
 
-    Args:
-      cause: the last recorded cause, or ``None``.
-      nan_is_from_batch: whether the last recorded NaN was probably caused by the batch, because a later step at the
-        same or a higher loss scale was finite.
-      state: the state of the run.
-      add: the function that appends sentences.
+    ``cause`` is the last recorded cause, or ``None``.
     """
     loss_scale, skipped, steps = state.loss_scale, int(state.skipped_steps), _num_steps(state)
+    record = state.monitoring.last_bad_step
+    # If a later step at the same or a higher loss scale was finite, the batch is probably the cause of a NaN.
+    nan_is_from_batch = cause == "nan" and loss_scale.skip_nonfinite and bool(record and record.was_exceeded)
     # The steps that lowered the loss scale from its initial value are not counted. Each of them is assumed to lower the
     # scale by 1 bit, as with a `DynamicLossScale`.
     unexplained = skipped - causes.log2_lowered(loss_scale)
@@ -264,7 +248,8 @@ def _about_frequent_skips(cause: str | None, nan_is_from_batch: bool, state: Los
     if are_many and not nan_is_from_batch:
         _advise_on_many_skips(cause, state, add)
     if may_be_of_one_kind:
-        add(_LOG_BATCHES)
+        add("If the skipped batches are always of the same kind, the model does not learn from them.")
+        add('To log them, see the section "Which batches are skipped?" in the guide "Skipped steps".')
     return are_many or may_be_of_one_kind
 
 
@@ -277,16 +262,11 @@ def _conclude(record: BadStep, state: LossScaledState, add: _Add) -> None:
     elif record.cause == "grads_finite":
         add(*causes.advice("grads_finite", state))
     elif record.cause == "infinity" and loss_scale() < record.loss_scale:
-        add(
-            "The loss scale is now lower than in this step, and all later steps were finite, as is usual after an "
-            "overflow."
-        )
+        add("As is usual after an overflow, the loss scale is now lower, and all later steps were finite.")
     elif record.cause == "nan" and loss_scale.skip_nonfinite:
         if not record.was_exceeded:
-            add(
-                "All later steps were finite, but the loss scale or the gradients were smaller, so the cause may have "
-                "been an overflow or the batch."
-            )
+            add("All later steps were finite, but the loss scale or the gradients were smaller.")
+            add("Therefore, the cause may have been an overflow or the batch.")
         elif record.largest > 0:
             add("A later step at the same or a higher loss scale, with gradients at least as large, was finite.")
             add("Therefore, the cause was the batch, not the loss scale.")
@@ -321,14 +301,12 @@ def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
     measured = state.monitoring.largest
     if measured is None or not state.loss_scale.needs_largest:
         if not skipped and scale != 1:
-            add(_IF_THE_LOSS_DOES_NOT_FALL)
+            add(_ARE_THEY_SCALED)
         return None
     largest = float(measured)
     if math.isnan(largest):
-        add(
-            "The largest gradient of the last step could not be measured. If you passed `grads_finite=True` to "
-            "`update`, that value was incorrect, because the gradients were not finite. The step was applied."
-        )
+        add("The last step was applied, although its gradients were not finite.")
+        add("If you passed `grads_finite=True` to `update`, that value was incorrect.")
         return "not_measured"
     if largest == 0:
         add("All gradients of the last step were exactly zero.")
@@ -336,29 +314,24 @@ def _about_gradients(state: LossScaledState, add: _Add) -> str | None:
         return "zero_gradients"
     add(f"The largest gradient of the last step was {largest:.3g}.")
     if monitoring.seem_unscaled(state):
-        add(
-            f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the largest float16 "
-            f"number. {causes.SEEMS_UNSCALED}"
-        )
-        add(*causes.advice("unscaled", state))
+        add(f"The loss scale times the largest gradient is {largest * scale:.2g}, far below the float16 maximum.")
+        add(causes.SEEMS_UNSCALED, *causes.advice("unscaled", state))
         return "unscaled"
     room = math.floor(math.log2(limits_of(jnp.float16).largest / largest) - math.log2(scale))
     if room >= _REPORTED_HEADROOM:
         add(f"The largest gradient would not overflow in float16 even if the loss scale were 2^{room} times larger.")
         if room >= _HEADROOM_OF_UNSCALED and skipped <= _OVERFLOWS_OF_CLIPPED_GRADIENTS:
-            add(_IF_THE_LOSS_DOES_NOT_FALL)
+            add(_ARE_THEY_SCALED)
     return None
 
 
 def _about_lost_params(state: LossScaledState, where: str, add: _Add) -> str:
     """Add sentences about parameters that are not finite."""
-    lost = f"Some parameters in {where} are not finite, so the loss cannot be finite either."
+    add(f"Some parameters in {where} are not finite, so the loss cannot be finite either. Restart from a checkpoint.")
     if state.loss_scale.skip_nonfinite:
-        add(f"{lost} Restart from a checkpoint.")
         add(f"Check the initial parameters and the learning rate, and {causes.INSIDE_THE_STEP}.")
     else:
-        add(f"{lost} Most likely, a step with non-finite gradients was applied.")
-        add(f"Restart from a checkpoint. {_HOW_TO_SKIP}")
+        add(f"Most likely, a step with non-finite gradients was applied. {_HOW_TO_SKIP}")
     return "params"
 
 
@@ -366,12 +339,8 @@ def _about_large_params(arrays: list[LeafReport], add: _Add) -> None:
     """Add sentences about the largest parameter if its square is not a finite float16 number."""
     largest, where = max((leaf.largest_finite or 0.0, leaf.path or "the only leaf") for leaf in arrays)
     if largest > math.sqrt(limits_of(jnp.float16).largest):
-        add(
-            f"The largest parameter is {largest:.2g}, in {where}, and may exceed the range of float16 if it is cast or "
-            "multiplied.\n"
-            "If this parameter became this large during training, restart from a checkpoint with a smaller learning "
-            "rate."
-        )
+        add(f"The largest parameter is {largest:.2g}, in {where}, and may overflow in float16 if it is multiplied.")
+        add("If it became this large during training, restart from a checkpoint with a smaller learning rate.")
 
 
 def _steps(number: int) -> str:

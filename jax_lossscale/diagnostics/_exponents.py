@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -20,6 +20,7 @@ from jax_lossscale._limits import limits_of
 from jax_lossscale.diagnostics import _bits as bits
 
 _LARGEST_COUNT = int(np.iinfo(np.uint32).max)
+_Counts: TypeAlias = list[list[jax.Array]]  # the results of `_counted` for several leaves
 _ALL_ZERO = (
     "All gradients are exactly zero. Gradients that were computed in float16 may have underflowed. Compute the "
     "gradients once in float32 or with a larger loss scale."
@@ -304,7 +305,7 @@ def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> li
     return [bits.as_float32_bits(largest), *counts]
 
 
-def _total(counted: list[list[jax.Array]]) -> list[jax.Array]:
+def _total(counted: _Counts) -> list[jax.Array]:
     """Return the largest magnitude in all leaves, and the four counts summed over all leaves, as ``float32[]``.
 
     The sums are floats because they may exceed the range of ``uint32``.
@@ -316,14 +317,14 @@ def _total(counted: list[list[jax.Array]]) -> list[jax.Array]:
 
 
 @jax.jit
-def _underflow(counted: list[list[jax.Array]]) -> Underflow:
+def _underflow(counted: _Counts) -> Underflow:
     _, zeros, to_zero, to_subnormal, others = _total(counted)
     numbers = to_zero + to_subnormal + others
     return Underflow(_share(to_zero, numbers), _share(to_subnormal, numbers), _share(zeros, zeros + numbers))
 
 
 @partial(jax.jit, static_argnums=1)
-def _log2_suggested(counted: list[list[jax.Array]], top: float) -> jax.Array:
+def _log2_suggested(counted: _Counts, top: float) -> jax.Array:
     """Return log2 of the largest loss scale at which no scaled gradient exceeds ``top``: ``int32[]``, from 0 to 127."""
     largest, _, *numbers = _total(counted)
     room = (largest <= bits.bits_at_scales(top, bits.FLOAT32)).sum(dtype=jnp.int32) - 1
@@ -331,9 +332,7 @@ def _log2_suggested(counted: list[list[jax.Array]], top: float) -> jax.Array:
 
 
 @jax.jit
-def _suggestion(
-    counted: list[list[jax.Array]], log2_scale: jax.Array, at_scale: list[list[jax.Array]]
-) -> LossScaleSuggestion:
+def _suggestion(counted: _Counts, log2_scale: jax.Array, at_scale: _Counts) -> LossScaleSuggestion:
     largest, zeros, to_zero, to_subnormal, others = _total(counted)
     numbers, to_zero_at_scale = to_zero + to_subnormal + others, _total(at_scale)[2]
     loss_scale, largest = jnp.ldexp(jnp.float32(1), log2_scale), jax.lax.bitcast_convert_type(largest, jnp.float32)

@@ -22,7 +22,7 @@ from jax_lossscale.diagnostics._argument_faults import argument_faults
 from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
-from jax_lossscale.diagnostics._precision_search import Search, Trial
+from jax_lossscale.diagnostics._precision_search import Search
 from jax_lossscale.diagnostics._precision_trials import Gradients
 from jax_lossscale.diagnostics._report import Report, off, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
@@ -198,7 +198,7 @@ def find_precision(
 
 def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     """Return the policy that a search finds and warn if it is not useful."""
-    gradients, dtype = search.gradients, search.gradients.dtype
+    dtype, sites, numbers = search.gradients.dtype, search.gradients.sites, search.gradients.numbers
     if not all(target.is_finite() for target in search.targets):
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
@@ -210,19 +210,15 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     leaves, _ = search.targets[0].float32.reports_of([])
     if sum(math.prod(leaf.shape) * (2 * leaf.is_zero - 1) for leaf in leaves) > 0:
         warn_user(f"`find_precision`: {errors.of_zeros(leaves)}")
-
-    def policy(trial: Trial, reasons: Sequence[str] | None = None) -> PrecisionPolicy:
-        return PrecisionPolicy(tuple(_rules_for(gradients.sites, trial.levels, reasons)))
-
     first, best = search.run()
-    while (verified := search.verify(best, policy(best))).ratio > 1 and (best.levels < FLOAT32).any():
+    while (verified := search.verify(best, _policy(sites, best.levels))).ratio > 1 and (best.levels < FLOAT32).any():
         best = search.raise_levels(best, max(1, int((best.levels > 0).sum())))
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
             f"exceeds the tolerance of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
         )
-    count, in_half = gradients.numbers.sum(), int(gradients.numbers[best.levels < FLOAT32].sum())
+    count, in_half = numbers.sum(), int(numbers[best.levels < FLOAT32].sum())
     if 2 * in_half < count:
         warn_user(
             f"`find_precision`: Only {in_half} of {count} matmuls stay in half precision, so `autocast` saves little "
@@ -230,7 +226,7 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
             f"function is not accurate in {dtype.name}."
         )
     before_and_after = min(first.error, 1.0), min(verified.error, 1.0)
-    with_reasons = policy(best, search.reasons(best))
+    with_reasons = _policy(sites, best.levels, search.reasons(best))
     return PrecisionReport(policy=with_reasons, loss_scale=best.scale, errors=before_and_after)
 
 
@@ -256,8 +252,8 @@ def _all_batches(args: tuple[Any, ...], batches: Any) -> list[tuple[Any, ...]]:
     return [args, *((*args[:-1], batch) for batch in batches)]
 
 
-def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] | None) -> list[PrecisionRule]:
-    """Return a rule for each matmul, or group of similar matmuls, that is not in half precision.
+def _policy(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[str] = ()) -> PrecisionPolicy:
+    """Return a policy with a rule for each matmul, or group of similar matmuls, that is not in half precision.
 
     Each rule contains only as many patterns as necessary to distinguish its matmuls from all other matmuls, so that the
     rules are easy to review.
@@ -268,7 +264,7 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
     Args:
       sites: the sites of the matmuls.
       levels: the precision of each site, ``int[sites]``.
-      reasons: for each site, the reason for its precision. If ``reasons`` is ``None``, the rules state no reason.
+      reasons: for each site, the reason for its precision. If ``reasons`` is empty, the rules state no reason.
     """
     rules, covered = list[PrecisionRule](), set[int]()
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
@@ -285,7 +281,7 @@ def _rules_for(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequenc
         rules.append(rule)
         covered.update(matched)
     # A rule with few patterns may also match the matmuls of rules that were added before it.
-    return [rule for rule in rules if not any(_contains(other, rule) for other in rules)]
+    return PrecisionPolicy(tuple(rule for rule in rules if not any(_contains(other, rule) for other in rules)))
 
 
 def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:

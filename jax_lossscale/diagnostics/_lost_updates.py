@@ -113,24 +113,21 @@ def lost_updates(params: chex.ArrayTree, updates: chex.ArrayTree) -> LostUpdates
                 f"`lost_updates({argument}=...)` must be concrete arrays, got traced or abstract arrays. Return the "
                 "parameters and the updates from the jitted function, and call `lost_updates` outside of it."
             )
-    structure: Any
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_tree.is_none)
+    structure: Any = jax.tree.structure(params, is_leaf=_tree.is_none)
     try:
         others = structure.flatten_up_to(updates)
     except ValueError as error:
         raise ValueError(f"`{name}` must be pytrees with the same structure. {error}") from error
     leaves = []
-    for (path, param), update in zip(with_paths, others, strict=True):
+    for path, param, update in zip(_tree.paths_of(params), _tree.leaves_and_nones(params), others, strict=True):
         if not (_tree.is_floating(param) and _tree.is_floating(update)):
             continue
         if jnp.shape(param) != jnp.shape(update):
-            raise ValueError(
-                f"`{name}` must have the same shapes, got {jnp.shape(param)} and {jnp.shape(update)} at "
-                f"{jax.tree_util.keystr(path)!r}."
-            )
+            shapes = f"{jnp.shape(param)} and {jnp.shape(update)}"
+            raise ValueError(f"`{name}` must have the same shapes, got {shapes} at {path!r}.")
         nonzero, lost = map(int, _counts(param, update))
         dtype = jnp.result_type(param).name
-        leaves.append(LeafLostUpdates(path=jax.tree_util.keystr(path), dtype=dtype, nonzero=nonzero, lost=lost))
+        leaves.append(LeafLostUpdates(path=path, dtype=dtype, nonzero=nonzero, lost=lost))
     return LostUpdates(leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.fraction)))
 
 

@@ -217,24 +217,23 @@ class Search:
           scale: the best loss scale for these levels.
         """
         dtype, too_small = self.gradients.dtype.name, self._too_small(measured)
+        largest = measured.largest[site]
         of_values = ((probes.LEFT, "an operand"), (probes.RIGHT, "an operand"), (probes.RESULT, "its result"))
         for role, value in of_values:
-            if measured.largest[site, role] >= self._overflow:
-                return f"{value} reaches {measured.largest[site, role]:.2g}"
+            if largest[role] >= self._overflow:
+                return f"{value} reaches {largest[role]:.2g}"
         for role, value in of_values:
             if too_small[site, role]:
-                largest = measured.largest[site, role]
-                return f"{value} is at most {largest:.2g}, and many of its elements are too small for {dtype}"
+                return f"{value} is at most {largest[role]:.2g}, and many of its elements are too small for {dtype}"
         gradients, is_half = measured.largest[:, probes.COTANGENTS], levels < probes.FLOAT32
         is_lost, top = too_small[:, probes.COTANGENTS].max(axis=1), gradients[site].max()
         log2 = math.floor(math.log2(self._overflow / max(top, 1e-30))) - 1
         if is_lost[site] and log2 >= 1:
-            largest = gradients[site, measured.error[site, probes.COTANGENTS].argmax()]
+            small = gradients[site, measured.error[site, probes.COTANGENTS].argmax()]
             return (
-                f"its gradients are at most {largest:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
-                f"for {dtype}, and other gradients overflow at larger scales; to compute it in half "
-                "precision, give this part of the model a separate loss scale: "
-                f"`jls.scale_gradient(result, 2.0**{log2})`, "
+                f"its gradients are at most {small:.2g} at a loss scale of {power_of_two(scale)}, which is too small "
+                f"for {dtype}, and other gradients overflow at larger scales; to compute it in half precision, give "
+                f"this part of the model a separate loss scale: `jls.scale_gradient(result, 2.0**{log2})`, "
                 f"`jls.unscale_gradient(parameters_and_inputs, 2.0**{log2})`"
             )
         # Gradients can also underflow for two other reasons: the matmuls at this site have both large and small
@@ -255,5 +254,4 @@ def _levels_without(is_out: np.ndarray) -> np.ndarray:
       is_out: whether a value is out of range in half precision, ``bool[sites, roles]``.
     """
     needs_float32 = np.delete(is_out, probes.RESULT, axis=1).any(axis=1)
-    of_others = np.where(is_out[:, probes.RESULT], probes.FLOAT32_RESULT, probes.HALF)
-    return np.where(needs_float32, probes.FLOAT32, of_others)
+    return np.select([needs_float32, is_out[:, probes.RESULT]], [probes.FLOAT32, probes.FLOAT32_RESULT], probes.HALF)

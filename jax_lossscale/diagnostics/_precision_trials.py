@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics import _precision_probes as probes
 from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
+from jax_lossscale.diagnostics._report import Progress
 
 # The maximum number of times that a search evaluates the gradients of each batch.
 MOST_GRADIENTS = 30
@@ -62,13 +63,7 @@ class Gradients:
       spent: the number of evaluations per batch so far.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[LossCall],
-        dtype: jnp.dtype,
-        names_parameters: bool,
-        progress: Callable[[Sequence[int]], Iterable[int]],
-    ) -> None:
+    def __init__(self, batches: list[LossCall], dtype: jnp.dtype, names_parameters: bool, progress: Progress) -> None:
         self.batches, self.dtype, self.spent = batches, dtype, 0
         self._steps = iter(progress(range(MOST_GRADIENTS)))
         found: probes.MatmulsBySite = {}
@@ -114,18 +109,18 @@ class Gradients:
 
     def _result(self, batch: LossCall, levels: np.ndarray, scale: float, by: float) -> Evaluation:
         args = errors.perturbed(batch, keep_dtypes=False, by=by) if by else batch.args
-        inputs = self._traced.inputs_from((np.float32(1), *args), batch.kwargs)[1:]
+        inputs = self._traced.inputs_from((np.float32(scale), *args), batch.kwargs)
         are_rounded = jnp.asarray([levels < probes.FLOAT32_RESULT, levels < probes.FLOAT32])
-        outputs, rows = self._compiled(are_rounded, jnp.float32(scale), inputs)
+        outputs, rows = self._compiled(are_rounded, inputs)
         measured = np.zeros((len(self.sites), probes.COTANGENTS.stop, len(probes.ProbeMeasurements._fields)))
         for site_and_role, row in zip(self._sites_and_roles, np.asarray(rows), strict=True):
             measured[site_and_role] = np.maximum(measured[site_and_role], row)
         return Evaluation(*value_and_leaves(self._traced, outputs), measured)
 
 
-def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, scale: Any, inputs: Any) -> Any:
+def _evaluated(program: ClosedJaxpr, dtype: jnp.dtype, are_rounded: Any, inputs: Sequence[Any]) -> Any:
     """Evaluate a program with probes and return its outputs and the measurements of the probes."""
-    outputs, rows = probes.RoundingEvaluator(dtype, are_rounded).evaluate(program, [scale, *inputs])
+    outputs, rows = probes.RoundingEvaluator(dtype, are_rounded).evaluate(program, inputs)
     return outputs, jnp.asarray(rows)
 
 

@@ -19,7 +19,7 @@ from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_erro
 from jax_lossscale.diagnostics._in_precision import checked_precision
 from jax_lossscale.diagnostics._loss_call import check_call, value_and_leaves
 from jax_lossscale.diagnostics._operations import MatmulSummary
-from jax_lossscale.diagnostics._report import Report, percent, power_of_two, progress_bar
+from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
 from jax_lossscale.diagnostics._sites import Dataflow, Site
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
@@ -144,17 +144,16 @@ class RangeReport(Report[OperationRange]):
 
     def forward_overflows(self) -> tuple[OperationRange, ...]:
         """Return the operations that overflow in the forward pass, which does not depend on the loss scale."""
-        forward = (operation for operation in self.bad if not (operation.is_backward or operation.derivative_of))
-        return tuple(operation for operation in forward if operation.overflow)
+        return tuple(each for each in self.bad if each.overflow and not (each.is_backward or each.derivative_of))
 
     def forward_error_sources(self) -> tuple[OperationRange, ...]:
         """Return the operations in the forward pass at which errors originate, with the worst operation first."""
-        return tuple(operation for operation in self.bad if operation.changes_result and not operation.is_backward)
+        return tuple(each for each in self.bad if each.changes_result and not each.is_backward)
 
     def underflows(self) -> tuple[OperationRange, ...]:
         """Return the operations in the backward pass whose results underflow at the loss scale of the report."""
-        finite = (operation for operation in self.bad if operation.is_backward and not operation.overflow)
-        return tuple(operation for operation in finite if operation.zero + operation.subnormal > 0)
+        finite = (each for each in self.bad if each.is_backward and not each.overflow)
+        return tuple(each for each in finite if each.zero + each.subnormal > 0)
 
     def _header(self) -> str:
         return "\n".join([str(self.summary), *self.arguments, self._in_range()])
@@ -294,9 +293,7 @@ def range_report(
     return ranges_at(gradients, scale or initial_scale(gradients), shown)
 
 
-def ranges_at(
-    gradients: TracedGradients, loss_scale: float, progress: Callable[[Sequence[Any]], Iterable[Any]] = iter
-) -> RangeReport:
+def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress = iter) -> RangeReport:
     """Return the range report for the traced gradients at a given loss scale."""
     program, dtype, flow = gradients.program, gradients.dtype, Dataflow(gradients.is_autocast)
     outputs = flow.outputs(program.jaxpr, [frozenset() for _ in program.inputs])
@@ -315,7 +312,7 @@ def ranges_at(
         site, is_harmful = flow.sites[node], node in blamed.harmful or node in blamed.amplifiers
         suggestion = suggestion_for(node, site, statistics, blamed, gradients.is_autocast)
         if is_half(site.aval) or suggestion:
-            operations.append(_operation_range(site, statistics, dtype, is_harmful, suggestion))
+            operations.append(_entry(site, statistics, dtype, is_harmful, suggestion))
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
     # Infinities in the arguments, and lost constants that are not epsilons, are usually harmless. They are listed only
@@ -363,9 +360,7 @@ def _scale_of(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-def _operation_range(
-    site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str
-) -> OperationRange:
+def _entry(site: Site, measured: Statistics, dtype: jnp.dtype, is_harmful: bool, suggestion: str) -> OperationRange:
     """Return the entry of the report for one site, with the statistics that were measured there."""
     info = jnp.finfo(dtype)
     log2_overflow = log2_underflow = 0

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jax_lossscale._limits import limits_of
 
 Entry = TypeVar("Entry")
 Rows = Sequence[Sequence[str]]
+Progress: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a sequence, such as `tqdm`
 
 
 class Printed:
@@ -78,9 +79,7 @@ class Report(Printed, Sequence[Entry]):
         return len(getattr(self, self._entries))
 
 
-def progress_bar(
-    caller: str, progress: bool | Callable[[Sequence[Any]], Iterable[Any]] | None
-) -> Callable[[Sequence[Any]], Iterable[Any]]:
+def progress_bar(caller: str, progress: bool | Progress | None) -> Progress:
     """Return a function that wraps a sequence and shows the progress of an iteration over it.
 
     Args:

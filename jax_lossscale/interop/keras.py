@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def state(self) -> LossScaledState:
         """The loss scale and the counters. `metrics`, `raise_if_stuck` and `get_loss_scale` accept this object."""
         leaves = [leaf.value for leaf in self._leaves] or [jnp.array(leaf) for leaf in self._initial]
-        state: LossScaledState = jax.tree.unflatten(self._structure, leaves)
-        return state
+        return cast(LossScaledState, jax.tree.unflatten(self._structure, leaves))
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
         """Return the loss times the loss scale."""
-        scaled: jax.Array = self.state.loss_scale.scale(loss)
-        return scaled
+        return cast(jax.Array, self.state.loss_scale.scale(loss))
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]

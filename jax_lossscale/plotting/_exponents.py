@@ -98,13 +98,12 @@ def plot_exponents(
     (ax,) = given_or_new_axes(ax, "plot_exponents")
     bottom, _, top = _range_of(dtype)
     faint = 0 if isinstance(tree_or_histogram, ExponentHistogram) else subnormals
-    lost_unscaled = None
+    lost_before = 0.0
     for moved, name, style in outlines:
         lost, over = (number / numbers for number in _lost_and_over(counts, edges + moved, faint, dtype))
-        rescued = 0.0 if lost_unscaled is None else lost_unscaled - lost
-        lost_unscaled = lost
         words = f"{_percent(lost)} become zero" + (f", {_percent(over)} overflow" if over else "")
-        words += f" ({_percent(rescued)} rescued)" if rescued > 0 else ""
+        words += f" ({_percent(lost_before - lost)} rescued)" if lost < lost_before else ""
+        lost_before = lost
         ax.stairs(heights, bars + moved, label=f"{name}: {words}", **style)
         # Hatch the parts of the bars below the range of the dtype, and then the parts above the range. Clipping the
         # edges of the bars at the limit of the range reduces the width of all other parts to zero.

@@ -54,7 +54,7 @@ def plot_loss_scale(
     history = {"loss_scale": loss_scale} | ({} if skipped is None else {"skipped": skipped})
     steps, columns = _checked(history, "plot_loss_scale")
     (ax,) = given_or_new_axes(ax, "plot_loss_scale")
-    _draw_loss_scale(ax, steps, columns["loss_scale"], _was_skipped(columns))
+    _draw_loss_scale(ax, steps, columns["loss_scale"], columns.get("skipped"))
     _finish(ax, steps)
     ax.set(xlabel="step", ylabel="loss scale (power of two)")
     return ax
@@ -107,7 +107,9 @@ def plot_run(
     """
     history = _by_name(history)
     steps, columns = _checked(history, "plot_run")
-    skipped = _was_skipped(columns)
+    skipped = columns.get("skipped")
+    if skipped is None and "consecutive_skips" in columns:
+        skipped = columns["consecutive_skips"] > 0
     total = columns.get("skipped_steps", None if skipped is None else skipped.cumsum())
     all_panels: list[tuple[str, Any, Any]] = [
         ("loss", columns.get("loss"), _draw_loss),
@@ -169,13 +171,6 @@ def _checked(history: Mapping[str, Any], caller: str) -> tuple[np.ndarray, dict[
             "step number."
         )
     return steps, columns
-
-
-def _was_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Return whether each step was skipped, or None if the history does not contain this information."""
-    if "skipped" in columns:
-        return columns["skipped"]
-    return columns["consecutive_skips"] > 0 if "consecutive_skips" in columns else None
 
 
 def _draw_loss(ax: Axes, steps: np.ndarray, loss: np.ndarray) -> None:

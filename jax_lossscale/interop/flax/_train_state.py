@@ -100,5 +100,4 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: if ``tx`` was not created with `loss_scaled`.
         """
-        tx = checked(tx, "TrainState(tx=...)")
-        return super().create(apply_fn=apply_fn, params=params, tx=tx, **fields)
+        return super().create(apply_fn=apply_fn, params=params, tx=checked(tx, "TrainState(tx=...)"), **fields)

@@ -154,7 +154,7 @@ def test_rule_that_is_contained_in_another_is_detected():
 
 def test_work_is_not_repeated_for_each_pair_of_a_rule_and_a_matmul(monkeypatch):
     from jax_lossscale._program.location import Location
-    from jax_lossscale.diagnostics._find_precision import _rules_for
+    from jax_lossscale.diagnostics._find_precision import _policy
     from jax_lossscale.diagnostics._precision_probes import MatmulSite
 
     def location(n):
@@ -163,6 +163,6 @@ def test_work_is_not_repeated_for_each_pair_of_a_rule_and_a_matmul(monkeypatch):
     calls = []
     monkeypatch.setattr(os, "getcwd", lambda: calls.append("getcwd") or "/")
     monkeypatch.setattr(jls.PrecisionRule, "get_config", lambda rule: calls.append("get_config") or {})
-    rules = _rules_for([MatmulSite("dot_general", location(n)) for n in range(20)], np.full(20, 2), None)
-    assert [rule.layer for rule in rules] == [f"block{n}" for n in range(20)]
+    policy = _policy([MatmulSite("dot_general", location(n)) for n in range(20)], np.full(20, 2))
+    assert [rule.layer for rule in policy.rules] == [f"block{n}" for n in range(20)]
     assert len(calls) <= 20

@@ -181,10 +181,10 @@ EXPECTED = {
     "perhaps": ("skipped | not recorded | perhaps an overflow", UNKNOWN, "gradients"),
     "perhaps, at the floor": ("skipped | not recorded | no lower | other | a lower floor", UNKNOWN, "gradients"),
     "perhaps, fixed": ("skipped | not recorded | other", UNKNOWN, "gradients"),
-    "applied": ("applied | parameters", NAN_AT, "params"),
-    "applied, an infinity": ("applied | parameters", INF_AT, "params"),
-    "perhaps applied": ("applied | parameters", UNKNOWN, "params"),
-    "the parameters": ("parameters", None, "params"),
+    "applied": ("applied | parameters | not skipped", NAN_AT, "params"),
+    "applied, an infinity": ("applied | parameters | not skipped", INF_AT, "params"),
+    "perhaps applied": ("applied | parameters | not skipped", UNKNOWN, "params"),
+    "the parameters": ("parameters | not skipped", None, "params"),
     "nothing": ("", None, None),
 }
 RECORDED = """
@@ -266,7 +266,7 @@ def test_non_finite_parameters_are_the_only_explanation():
     tx = jls.loss_scaled(optax.sgd(0.1), record_bad_steps=True)
     _, state = after(tx, kernel=NAN, value=NAN)
     text = str(explain(state, {"bias": jnp.float32(1.0), "kernel": jnp.float32(NAN)}))
-    assert statements_of(text) == "skipped | parameters, skipping"
+    assert statements_of(text) == "skipped | parameters | initial"
     assert "Some parameters in ['kernel'] are not finite, so the loss cannot be finite either." in text
     assert "Some parameters in the only leaf are not finite" in str(explain(tx.init(PARAMS), jnp.array([NAN])))
     for other in 0.1, NAN, jax.ShapeDtypeStruct((), jnp.float32), jax.device_put(1.0, jax.devices()[1]):
