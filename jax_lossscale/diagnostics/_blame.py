@@ -49,7 +49,8 @@ def blame(flow: Dataflow, measured: Mapping[int, Statistics], results: Collectio
     harmful = wrong & measured.keys()
     # An overflow can have no effect on the result, for example if a `tanh` maps infinity to 1. Such an overflow also
     # counts as harmful, because the derivative of this operation may be wrong.
-    harmful |= {node for node in _followed(flow, harmful) & measured.keys() if measured[node].overflow}
+    before = _followed(flow, harmful, lambda node: True) & measured.keys()
+    harmful |= {node for node in before if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
     # If an error accumulates over the iterations of a loop, no single operation amplifies it, so the operation that
     # computes the loop carry is reported.
@@ -58,9 +59,7 @@ def blame(flow: Dataflow, measured: Mapping[int, Statistics], results: Collectio
     return Blame(harmful, origins, _amplifiers(flow, measured, origins))
 
 
-def _followed(
-    flow: Dataflow, results: Collection[int], is_followed: Callable[[int], bool] = lambda node: True
-) -> set[int]:
+def _followed(flow: Dataflow, results: Collection[int], is_followed: Callable[[int], bool]) -> set[int]:
     """Search backward from the results through the nodes that satisfy a condition and return the visited nodes."""
     reached: set[int] = set()
     ahead = list(results)

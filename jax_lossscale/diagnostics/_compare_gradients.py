@@ -121,9 +121,8 @@ class GradientComparison(Report[LeafGradientError]):
         shown = self._shown(leaves)
 
         def row(name: str, shape: str, leaf: LeafGradientError) -> list[str]:
-            numbers = [f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}"]
             errors = ("overflow" if leaf.nonfinite[n] else percent_of_error(leaf.relative_error[n], "-") for n in shown)
-            return [name, shape, *numbers, *errors]
+            return [name, shape, f"{leaf.largest:.1e}", f"{leaf.smallest:.1e}", *errors]
 
         rows = [["leaf", "shape", "largest", "smallest", *(power_of_two(self.loss_scales[n]) for n in shown)]]
         rows.append(row("all leaves", "", self.total))
@@ -239,11 +238,11 @@ def compare_gradients(
     at = finding.at
     leaves = sorted(errors.leaves, key=lambda leaf: (leaf.is_rounding, -min(leaf.relative_error[at], 1e30), -leaf.norm))
     return GradientComparison(
-        verdict=finding.verdict,
+        verdict=" ".join(filter(None, finding.sentences)),
         cause=finding.cause,
         will_train=finding.will_train,
         loss_scale=finding.loss_scale,
-        inaccurate_leaves=() if finding.will_train else tuple(leaf.path for leaf in finding.leaves),
+        inaccurate_leaves=tuple(leaf.path for leaf in finding.leaves),
         dtype=dtype.name,
         loss_scales=tuple(errors.scales),
         working_scales=tuple(errors.scales[n] for n in errors.working()),

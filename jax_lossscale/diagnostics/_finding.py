@@ -32,15 +32,9 @@ class Finding(NamedTuple):
     cause: str  # one of the names that `GradientComparison` documents
     sentences: Sequence[str]  # the sentences of the verdict; empty strings are ignored
     at: int = 0  # the index of the loss scale that best shows the cause
-    # The leaves whose gradients are inaccurate at this loss scale or, if `will_train` is true, without a loss scale.
-    leaves: Sequence[LeafGradientError] = ()
+    leaves: Sequence[LeafGradientError] = ()  # the leaves whose gradients are inaccurate at this loss scale
     will_train: bool = False  # whether there is a loss scale at which all gradients are accurate
     loss_scale: float | None = None  # the loss scale with which training should start
-
-    @property
-    def verdict(self) -> str:
-        """All sentences of the verdict, joined by spaces."""
-        return " ".join(filter(None, self.sentences))
 
 
 class Finder:
@@ -114,13 +108,12 @@ class Finder:
         if is_half and (counted.half_matmuls or not counted.matmuls):
             return self._trains()
         if not counted.is_autocast:  # manual casts suggest that the user wants matmuls in half precision
-            none = (
+            sentence = (
                 f"None of the {counted.matmuls} matrix multiplications and convolutions (matmuls) is computed in "
-                f"{dtype}, so half precision has no benefit."
+                f"{dtype}, so half precision has no benefit. The first one is at {counted.first_float32}. "
+                f"`jls.autocast(fun)` computes them in {dtype}."
             )
-            first = f"The first one is at {counted.first_float32}."
-            suggestion = f"`jls.autocast(fun)` computes them in {dtype}."
-            return Finding("no half precision", [none, first, suggestion])
+            return Finding("no half precision", [sentence])
         gained = "Therefore, the gradients are the same as in float32, and half precision has no benefit."
         return Finding("no half precision", [why, gained], will_train=True, loss_scale=1.0)
 
@@ -149,14 +142,13 @@ class Finder:
             f"The forward pass exceeds the range of {self._dtype}, perhaps because it divides by a constant that is "
             f"zero in {self._dtype}."
         )
-        begins = self._begins(locations) or division
         casts = [each for each in report.forward_overflows() if each.operation == "convert_element_type"]
         too_large = [
             f"`{path}` reaches {largest:.2g}, but {end_of(self._dtype)}."
             for path, largest in self._gradients.argument_faults.largest.items()
             if any(math.isclose(largest, cast.largest, rel_tol=1e-6) for cast in casts)  # the operand is in float32
         ]
-        sentences = [f"{wrong} No loss scale fixes this.", begins, *too_large]
+        sentences = [f"{wrong} No loss scale fixes this.", self._begins(locations) or division, *too_large]
         return Finding("forward overflow", sentences, at, inaccurate)
 
     def _overflow_at_every_scale(self) -> Finding:
@@ -182,7 +174,7 @@ class Finder:
         if does_harm and (errors.is_loss_wrong or error > LARGE_ERROR):
             return self._forward_overflow(at, inaccurate)
         underflowing = [leaf for leaf in inaccurate if leaf.lost[at] >= _MANY_LOST]
-        vanishes = underflowing and errors.is_loss_too_small
+        vanishes = underflowing and self._too_small()
         if not vanishes and (report.forward_error_sources() or not report.underflows()):
             most = f" The largest errors are in {_paths(inaccurate)}." if inaccurate else ""
             sentences = [
@@ -230,34 +222,32 @@ class Finder:
     def _trains(self) -> Finding:
         """Return the finding for gradients that are accurate at some loss scale."""
         errors, counted, dtype = self._errors, self._gradients.matmuls, self._gradients.dtype
-        start, cause = errors.start(), "none"
-        bare = errors.scales.index(1.0) if 1.0 in errors.scales else None
-        underflowing = [] if bare is None or start < 1 else errors.inaccurate_leaves(bare)
+        start, cause, why, without = errors.start(), "none", "", ""
         if start < 1:
             cause = "backward overflow"
-        elif bare is not None and (errors.total.relative_error[bare] > LARGE_ERROR or underflowing):
-            cause = "underflow"
-        elif bare is not None and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
-            start = 1.0
+            made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
+            why = (
+                f", because the gradients overflow at larger loss scales. For a loss scale below 1, use {made}. "
+                "Alternatively, make the loss smaller by using means instead of sums"
+            )
+        elif 1.0 in errors.scales:
+            bare = errors.scales.index(1.0)
+            inaccurate, error = errors.inaccurate_leaves(bare), errors.total.relative_error[bare]
+            if error > LARGE_ERROR or inaccurate:
+                share = errors.total.lost[bare]
+                lost = f"{percent(share)} of the gradients would be zero"
+                if share < _REPORTED_ERROR:  # most gradients become subnormal instead of zero
+                    lost = f"the gradients would be {off(error)}"
+                most = f" The largest errors are in {_paths(inaccurate)}." if inaccurate else ""
+                cause, without = "underflow", f"Without a loss scale, {lost}.{most}"
+            elif jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp:
+                start = 1.0
         at = errors.scales.index(start)
         matmuls = f"with {counted.half_matmuls} of {counted.matmuls} matmuls "
         training = "With float32 parameters, training" if self._gradients.half_parameters else "Training"
         sentence = f"{training} {matmuls * (counted.half_matmuls < counted.matmuls)}in {self._dtype} will work"
-        starts = f"Start with a loss scale of {power_of_two(start)}"
-        sentences = [f"{sentence}. No loss scale is needed." if start == 1 else f"{sentence}. {starts}."]
-        if cause == "backward overflow":
-            made = f"`jls.DynamicLossScale({start!r}, min_loss_scale=2.0**{math.log2(start) - 8:.0f})`"
-            sentences = [
-                f"{sentence}. {starts}, because the gradients overflow at larger loss scales. For a loss scale below "
-                f"1, use {made}. Alternatively, make the loss smaller by using means instead of sums."
-            ]
-        elif cause == "underflow" and bare is not None:
-            share = errors.total.lost[bare]
-            lost = f"{percent(share)} of the gradients would be zero"
-            if share < _REPORTED_ERROR:  # most gradients become subnormal instead of zero
-                lost = f"the gradients would be {off(errors.total.relative_error[bare])}"
-            whose = f" The largest errors are in {_paths(underflowing)}." if underflowing else ""
-            sentences.append(f"Without a loss scale, {lost}.{whose}")
+        first = "No loss scale is needed" if start == 1 else f"Start with a loss scale of {power_of_two(start)}{why}"
+        sentences = [f"{sentence}. {first}.", without]
         if too_small := errors.is_loss_noted and self._too_small():
             sentences.append(f"{too_small} Return it in float32.")
         elif errors.is_loss_noted:
@@ -272,13 +262,13 @@ class Finder:
         if worse:
             most = max(leaf.relative_error[at] for leaf in worse)
             sentences.append(f"The gradients of {_paths(worse)} are still {off(most)}.")
-        return Finding(cause, sentences, at, underflowing, will_train=True, loss_scale=start)
+        return Finding(cause, sentences, at, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:
         """Return a sentence that reports a loss below the range of its dtype, or "" if the loss is in range."""
-        errors = self._errors
-        too_small = f"The loss is {errors.reference_value:.2g}, which is too small for {errors.loss_dtype.name}."
-        return too_small if errors.is_loss_too_small else ""
+        value, dtype = self._errors.reference_value, self._errors.loss_dtype
+        is_too_small = jnp.finfo(dtype).bits < 32 and 0 < abs(value) < float(jnp.finfo(dtype).smallest_normal)
+        return f"The loss is {value:.2g}, which is too small for {dtype.name}." if is_too_small else ""
 
     def _begins(self, locations: Sequence[OperationRange]) -> str:
         """Describe the error of the first operation and suggest a fix. Return "" if there are no operations."""

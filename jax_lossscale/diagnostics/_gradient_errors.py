@@ -173,19 +173,6 @@ class Float32Gradients(NamedTuple):
     # the float32 gradients.
     rounding: list[Measurement]
 
-    def reports_of(
-        self, measured: Sequence[Sequence[Measurement]]
-    ) -> tuple[list[LeafGradientError], LeafGradientError]:
-        """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
-
-        Args:
-          measured: the measurements for each loss scale and each leaf.
-        """
-        of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
-        reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
-        size = sum(map(np.size, self.leaves.values()))
-        return reports, _report_of("all leaves", (size,), *map(whole_gradient, [self.rounding, *measured]))
-
 
 def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measured: Measurement) -> LeafGradientError:
     """Return the errors of one gradient, given its measurements at changed parameters and at each loss scale."""
@@ -272,12 +259,6 @@ class GradientErrors(NamedTuple):
         return relative_error(self.value, self.reference_value) > noted_error_of_loss(self.gradients.dtype)
 
     @property
-    def is_loss_too_small(self) -> bool:
-        """Whether the loss has a half-precision dtype and is below the normal range of this dtype."""
-        info = jnp.finfo(self.loss_dtype)
-        return info.bits < 32 and 0 < abs(self.reference_value) < float(info.smallest_normal)
-
-    @property
     def true_leaves(self) -> list[LeafGradientError]:
         """The leaves whose float32 gradient is not zero and does not consist of rounding errors."""
         return [leaf for leaf in self.leaves if leaf.norm > 0 and not leaf.is_rounding]
@@ -314,8 +295,7 @@ class GradientErrors(NamedTuple):
         ``2**_LOG2_HEADROOM`` below the largest scale with finite gradients. If no accurate scale leaves this much
         headroom, the smallest accurate scale is returned.
         """
-        finite, errors, scales = self.finite(), self.total.relative_error, self.scales
-        best = self.best()
+        best, finite, errors, scales = self.best(), self.finite(), self.total.relative_error, self.scales
         fewest = len(self.inaccurate_leaves(best))
         good = [n for n in finite if len(self.inaccurate_leaves(n)) <= fewest]
         as_good = [scales[n] for n in good if errors[n] <= _AS_GOOD * errors[best] + 1e-6]
@@ -331,9 +311,7 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
 
 
 def errors_by_scale(
-    gradients: TracedGradients,
-    scales: Sequence[float] | None,
-    progress: Callable[[Sequence[float]], Iterable[float]],
+    gradients: TracedGradients, scales: Sequence[float] | None, progress: Callable[[Sequence[float]], Iterable[float]]
 ) -> GradientErrors:
     """Compute the errors of the gradients at several loss scales.
 
@@ -346,7 +324,7 @@ def errors_by_scale(
       progress: a function that wraps the sequence of loss scales, for example in a progress bar.
     """
     program = gradients.program
-    reference, opaque_operations = _float32_gradients(gradients)
+    reference, opaque = _float32_gradients(gradients)
     scales = scales or _default_scales([leaf.largest for leaf in reference.rounding], gradients.dtype)
     compiled = jax.jit(jaxpr_as_fun(program.jaxpr))
 
@@ -375,9 +353,11 @@ def errors_by_scale(
                 for each, leaf in zip(reference.rounding, reference.leaves.values(), strict=True)
             ]
         measured.append(measurements)
-    leaves, total = reference.reports_of(measured)
-    reference_value = float(reference.value)
-    return GradientErrors(gradients, leaves, total, scales, value, reference_value, opaque_operations, run_time_errors)
+    of_leaves = zip(reference.leaves.items(), reference.rounding, *measured, strict=True)
+    leaves = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
+    size = sum(map(np.size, reference.leaves.values()))
+    total = _report_of("all leaves", (size,), *map(whole_gradient, [reference.rounding, *measured]))
+    return GradientErrors(gradients, leaves, total, scales, value, float(reference.value), opaque, run_time_errors)
 
 
 def initial_scale(gradients: TracedGradients) -> float:

@@ -91,8 +91,7 @@ class _LostConstants(Propagation[_KnownValue]):
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
-                    may_be_epsilon = name in _KEEPS_AWAY and operand.number == 0
-                    group = epsilons if may_be_epsilon else self.lost
+                    group = epsilons if name in _KEEPS_AWAY and operand.number == 0 else self.lost
                     group.append(LostConstant(name, location, operand.number))
                 elif name in _KEEPS_AWAY:
                     epsilons += operand.epsilons

@@ -155,9 +155,7 @@ class MatmulSummary(NamedTuple):
     is_autocast: bool = False
 
     def __str__(self) -> str:
-        if not self.matmuls:
-            return "Matrix multiplications and convolutions (matmuls): none."
-        fraction = f"{self.half_matmuls} of {self.matmuls} in {self.dtype}"
+        fraction = f"{self.half_matmuls} of {self.matmuls} in {self.dtype}" if self.matmuls else "none"
         counts = f"Matrix multiplications and convolutions (matmuls): {fraction}"
         if not self.first_float32:
             return f"{counts}."
@@ -167,19 +165,17 @@ class MatmulSummary(NamedTuple):
     @property
     def no_half_precision(self) -> str:
         """The explanation that a report shows if nothing is computed in half precision."""
-        if self.is_autocast and not self.matmuls:
+        if not self.is_autocast:
             return (
-                f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
+                f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "
+                "inside `fun` with `jls.cast_floating`."
             )
-        if self.is_autocast:
+        if self.matmuls:
             return (
                 f"`autocast` computes no matrix multiplications or convolutions in {self.dtype}. The first of "
                 f"{self.matmuls}: {self.first_float32}."
             )
-        return (
-            f"`fun` computes nothing in {self.dtype}. Use `jls.autocast(fun)`, or cast the parameters and inputs "
-            "inside `fun` with `jls.cast_floating`."
-        )
+        return f"`fun` has no matrix multiplications or convolutions, so `autocast` computes nothing in {self.dtype}."
 
 
 def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: bool) -> MatmulSummary:
@@ -192,8 +188,7 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
     """
     matmuls = [operation for operation in entries if operation.is_matmul]
     in_half = [matmul for matmul in matmuls if matmul.dtype == dtype]
-    others = [matmul for matmul in matmuls if matmul.dtype != dtype]
-    others.sort(key=lambda matmul: (matmul.is_backward, matmul.index))
+    others = sorted((each for each in matmuls if each.dtype != dtype), key=lambda each: (each.is_backward, each.index))
     flops = sum(matmul.flops for matmul in matmuls)
     half_share = sum(matmul.flops for matmul in in_half) / flops if flops else 1.0
     first = f"{_named(others[0]) or 'no line of your code'}; {others[0].reason}" if others else ""

@@ -22,7 +22,7 @@ from jax_lossscale._limits import Limits, limits_of
 from jax_lossscale._program.interpreters import FOLLOWED, Interpreter
 from jax_lossscale._program.jaxpr import bind, half_dtypes, has_dtype, in_context, is_half, is_reference
 from jax_lossscale._program.primitives import SUMS
-from jax_lossscale._program.subjaxprs import subjaxprs
+from jax_lossscale._program.subjaxprs import SubJaxpr, subjaxprs
 from jax_lossscale.diagnostics._bits import reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._sites import is_measured
@@ -131,9 +131,8 @@ class MeasuringEvaluator(Interpreter[Any]):
 
         def step(state: Any, elements: Any) -> Any:
             carry, worst = state
-            of_step = [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)]
-            outputs, rows = self.evaluate(body.closed, of_step)
-            return (outputs[: len(carry)], _worst(worst, rows)), self.to_scan(outputs[len(carry) :])
+            outputs, rows = self.evaluate(body.closed, [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)])
+            return (outputs[: len(carry)], list(map(jnp.maximum, worst, rows))), self.to_scan(outputs[len(carry) :])
 
         # The measurements are carried through the loop instead of stacked, so that their size does not depend on the
         # number of iterations.
@@ -144,22 +143,22 @@ class MeasuringEvaluator(Interpreter[Any]):
 
     def _while(self, eqn: Any, inputs: list[Any]) -> Any:
         (condition, body), carried, *_ = subjaxprs(eqn)
-        positions = [operand for _, operand in carried]
+        fixed = len(inputs) - len(carried)  # the initial carries are the last operands
 
-        def of(carry: Sequence[Any], operands: Sequence[int]) -> list[Any]:
-            now = dict(zip(positions, carry, strict=True))
-            return [now.get(position, inputs[position]) for position in operands]
+        def evaluated(part: SubJaxpr, carry: Sequence[Any]) -> tuple[list[Any], MeasuredRows]:
+            operands = [*inputs[:fixed], *carry]
+            return self.evaluate(part.closed, [operands[position] for position in part.operands])
 
         def goes_on(state: Any) -> Any:
-            (output,), _ = self.evaluate(condition.closed, of(state[0], condition.operands))
+            (output,), _ = evaluated(condition, state[0])
             return self.decided(output)
 
         def step(state: Any) -> Any:
-            outputs, rows = self.evaluate(body.closed, of(state[0], body.operands))
-            return outputs, _worst(state[1], rows)
+            carry, worst = state
+            outputs, rows = evaluated(body, carry)
+            return outputs, list(map(jnp.maximum, worst, rows))
 
-        start = [inputs[position] for position in positions]
-        return lax.while_loop(goes_on, step, (start, self.nothing(body.closed)))
+        return lax.while_loop(goes_on, step, (inputs[fixed:], self.nothing(body.closed)))
 
     def _cond(self, eqn: Any, inputs: list[Any]) -> Any:
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
@@ -176,10 +175,6 @@ class MeasuringEvaluator(Interpreter[Any]):
 
     rules: ClassVar[dict[str, HigherOrderRule]] = dict.fromkeys(FOLLOWED, _call)
     rules |= {"scan": _scan, "while": _while, "cond": _cond}
-
-
-def _worst(worst: MeasuredRows, rows: MeasuredRows) -> MeasuredRows:
-    return list(map(jnp.maximum, worst, rows))
 
 
 class Statistics(NamedTuple):
@@ -270,10 +265,7 @@ class ShadowEvaluator(MeasuringEvaluator):
         float32 = half
         if has_references or (not is_shared and eqn.outvars):
             float32 = self.evaluator.equation(eqn, [value.float32 for value in inputs])
-        outputs = [
-            Pair(one, other, None) if is_reference(variable) else self._pair(one, other, variable.aval)
-            for one, other, variable in zip(half, float32, eqn.outvars, strict=True)
-        ]
+        outputs = list(map(self._pair, half, float32, [variable.aval for variable in eqn.outvars]))
         known = [value.statistics for value in inputs if value.statistics is not None]
         of_operands = jnp.stack(known or [jnp.zeros(self.fields)])
         measured = [value for value, variable in zip(outputs, eqn.outvars, strict=True) if is_measured(eqn, variable)]
@@ -288,7 +280,8 @@ class ShadowEvaluator(MeasuringEvaluator):
             next(self._progress, None)
 
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
-        if not has_dtype(aval, jnp.floating):
+        # A mutable reference has no value of its own, and reading from it is an operation whose result is measured.
+        if hasattr(aval, "inner_aval") or not has_dtype(aval, jnp.floating):
             return Pair(half, float32, None)
         return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))
 

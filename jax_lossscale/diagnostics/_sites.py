@@ -93,7 +93,7 @@ class Dataflow(Propagation[frozenset[int]]):
         """
         name = eqn.primitive.name
         # The sites of the measured operands, in program order.
-        operand_sites = [self.sites[node] for node in sorted(sources) if node in self.sites]
+        operand_sites = [self.sites[node] for node in sorted(sources & self.sites.keys())]
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
         # JAX computes the derivative of a division with the power -2 of the divisor.
         if name == "integer_pow" and derivative_of == "div":
@@ -110,10 +110,8 @@ class Dataflow(Propagation[frozenset[int]]):
         An operand that `autocast` casts for a matmul has the location of the operation that computes the uncast value.
         Such a cast is reported at the location of the matmul instead.
         """
-        for node in operands:
-            site = self.sites.get(node)
-            if site is None or not location.source:
-                continue
+        for node in operands & self.sites.keys() if location.source else ():
+            site = self.sites[node]
             is_cast = self._is_autocast and are_of_matmul and site.operation == "convert_element_type"
             if is_cast or not site.location.source:
                 location_of_cast = location._replace(is_backward=site.location.is_backward)
@@ -142,10 +140,9 @@ class Dataflow(Propagation[frozenset[int]]):
             return ""
         if name == "integer_pow" and eqn.params["y"] == -2 and location.column in self._divisions:
             return "div"
-        for site in operand_sites:
-            if site.location.column == location.column and (site.derivative_of or site.operation in _STEEP):
-                return site.derivative_of or site.operation
-        return ""
+        at_column = (site for site in operand_sites if site.location.column == location.column)
+        names = (site.derivative_of or site.operation for site in at_column)
+        return next((name for name in names if name in _STEEP), "")
 
 
 def is_measured(eqn: Any, variable: Any) -> bool:
@@ -153,7 +150,7 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     aval, name = variable.aval, eqn.primitive.name
     is_float = has_dtype(aval, jnp.floating) and not is_reference(variable)
     if name == "convert_element_type":
-        return is_float and is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
+        return is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     if name == "reduce_precision" and eqn.params["mantissa_bits"] == jnp.finfo(aval.dtype).nmant:
         return False  # JAX adds this operation after a saved value, and it does not change the value.
     return is_float and name not in _UNMEASURED
