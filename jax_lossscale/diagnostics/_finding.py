@@ -260,8 +260,8 @@ class Finder:
             ]
         worse = [leaf for leaf in errors.true_leaves if leaf.relative_error[at] > _REPORTED_ERROR]
         if worse:
-            most = max(leaf.relative_error[at] for leaf in worse)
-            sentences.append(f"The gradients of {_paths(worse)} are still {off(most)}.")
+            largest = max(leaf.relative_error[at] for leaf in worse)
+            sentences.append(f"The gradients of {_paths(worse)} are still {off(largest)}.")
         return Finding(cause, sentences, at, will_train=True, loss_scale=start)
 
     def _too_small(self) -> str:

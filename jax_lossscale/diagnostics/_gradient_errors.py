@@ -173,6 +173,19 @@ class Float32Gradients(NamedTuple):
     # the float32 gradients.
     rounding: list[Measurement]
 
+    def reports_of(
+        self, measured: Sequence[Sequence[Measurement]]
+    ) -> tuple[list[LeafGradientError], LeafGradientError]:
+        """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
+
+        Args:
+          measured: the measurements for each loss scale and each leaf.
+        """
+        of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
+        reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
+        size = sum(map(np.size, self.leaves.values()))
+        return reports, _report_of("all leaves", (size,), *map(whole_gradient, [self.rounding, *measured]))
+
 
 def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measured: Measurement) -> LeafGradientError:
     """Return the errors of one gradient, given its measurements at changed parameters and at each loss scale."""
@@ -353,10 +366,7 @@ def errors_by_scale(
                 for each, leaf in zip(reference.rounding, reference.leaves.values(), strict=True)
             ]
         measured.append(measurements)
-    of_leaves = zip(reference.leaves.items(), reference.rounding, *measured, strict=True)
-    leaves = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
-    size = sum(map(np.size, reference.leaves.values()))
-    total = _report_of("all leaves", (size,), *map(whole_gradient, [reference.rounding, *measured]))
+    leaves, total = reference.reports_of(measured)
     return GradientErrors(gradients, leaves, total, scales, value, float(reference.value), opaque, run_time_errors)
 
 
