@@ -97,28 +97,32 @@ class Wrapper:
         Such parameters may be unintentional, because some layers create their parameters in the dtype of their first
         input. Parameters for which the inner state contains no array, such as frozen ones, are ignored.
         """
-        half = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params) if _tree.is_half(leaf)]
-        trained = [(path, leaf.dtype.name) for path, leaf in half if has_state(path, inner_state)]
-        if rounds_parameters(inner_state):
-            # The wrapper keeps all updates, but gradients that were unscaled in float16 have already been rounded.
-            are_unscaled = self._divisor(self.initial_loss_scale) is None and self.initial_loss_scale.checks_gradients
-            trained = [(path, leaf.dtype.name) for path, leaf in half if are_unscaled and leaf.dtype == jnp.float16]
-            problem, fix = "unscaled gradients below 3e-8 are rounded to zero", "Use bfloat16 or float32 parameters"
-        elif trained:
-            share = {"bfloat16": 512, "float16": 4096}[trained[0][1]]
-            problem = f"updates that are smaller than 1/{share} of a parameter are lost"
+        with_paths = jax.tree_util.tree_leaves_with_path(params)
+        half = {
+            path: leaf.dtype.name for path, leaf in with_paths if _tree.is_half(leaf) and has_state(path, inner_state)
+        }
+        rounds_params = rounds_parameters(inner_state)
+        # The gradients of float16 parameters are float16 arrays. If they are unscaled, they may have underflowed.
+        are_unscaled = self._divisor(self.initial_loss_scale) is None and self.initial_loss_scale.checks_gradients
+        underflow = "float16" in half.values() and are_unscaled
+        if not half or (rounds_params and not underflow):
+            return
+        path, dtype = next(iter(half.items()))
+        share = {"bfloat16": 512, "float16": 4096}[dtype]
+        problems = [] if rounds_params else [f"updates that are smaller than 1/{share} of a parameter are lost"]
+        problems += ["unscaled gradients below 3e-8 are rounded to zero"] if underflow else []
+        fix = "Use bfloat16 or float32 parameters"
+        if not rounds_params:
             fix = (
-                "To train 16-bit parameters without losing updates, wrap the optimizer in `jls.master_weights` or "
-                "`jls.stochastic_rounding`. Otherwise, cast the parameters to float32 with `params = "
-                "jls.cast_floating(params, jnp.float32)`"
+                f"To train {'bfloat16' if underflow else '16-bit'} parameters without losing updates, wrap the "
+                "optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the parameters to "
+                "float32 with `params = jls.cast_floating(params, jnp.float32)`"
             )
-        if trained:
-            path, dtype = trained[0]
-            warn_user(
-                f"`init(params)` got {len(trained)} {dtype} parameters, the first at {jax.tree_util.keystr(path)!r}, "
-                f"so {problem}. {fix}. If the parameters are in {dtype} by mistake, initialize the layers with a "
-                "float32 input, because some layers create parameters in the dtype of their input."
-            )
+        warn_user(
+            f"`init(params)` got {len(half)} {dtype} parameters, the first at {jax.tree_util.keystr(path)!r}, "
+            f"so {', and '.join(problems)}. {fix}. If the parameters are in {dtype} by mistake, initialize the layers "
+            "with a float32 input, because some layers create parameters in the dtype of their input."
+        )
 
     def update(
         self,

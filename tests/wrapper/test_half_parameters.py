@@ -356,6 +356,7 @@ def a_function():
     """Be a static leaf."""
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @all_wrappers
 def test_leaves_that_are_not_trained_pass_through(wrapper):
     key = jax.random.key(0)
@@ -422,6 +423,7 @@ def test_init_accepts_abstract_parameters(wrapper):
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), tx.init(params))
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_init_of_the_optimizer_can_use_numpy():
     def init(params):
         return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), params)
