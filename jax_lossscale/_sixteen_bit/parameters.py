@@ -24,7 +24,6 @@ from jax_lossscale._sixteen_bit.arguments import (
 )
 from jax_lossscale._sixteen_bit.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
-
 # The dtypes of the remainders. They differ, so that a state of bfloat16 parameters is refused for float16 parameters.
 _REMAINDERS = {"bfloat16": "uint16", "float16": "int16"}
 
@@ -333,8 +332,8 @@ def check_dtype(name: str, path: Any, dtype: Any, of_remainder: Any) -> None:
         of_dtype = {remainder: half for half, remainder in _REMAINDERS.items()}.get(str(of_remainder), "float32")
         raise ValueError(
             f"`{name}` got a {dtype} array at {jax.tree_util.keystr(path)!r}, but the state belongs to a {of_dtype} "
-            "parameter. Add updates with `optax.apply_updates`, which keeps the dtypes of the parameters, and restore a "
-            "checkpoint into arrays of the same dtypes. (Version 0.7 stored the remainders of float16 parameters as "
+            "parameter. Add updates with `optax.apply_updates`, which keeps the dtypes of the parameters, and restore "
+            "a checkpoint into arrays of the same dtypes. (Version 0.7 stored the remainders of float16 parameters as "
             "uint16. This version cannot use them.)"
         )
 
