@@ -622,5 +622,5 @@ def test_state_must_belong_to_the_optimizer_and_the_parameters(wrapper):
         with pytest.raises(ValueError, match=message):
             tx.update(grads, tx.init(other), params)
     if wrapper is jls.master_weights:
-        with pytest.raises(ValueError, match="got a bfloat16 array .* belongs to a float16 parameter"):
+        with pytest.raises(ValueError, match=r"got a bfloat16 array .* belongs to a float16 parameter"):
             jls.float32_params(params, tx.init(jls.cast_floating(params, F16)))
