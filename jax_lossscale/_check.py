@@ -20,6 +20,12 @@ _FLOAT32 = np.finfo(np.float32)
 _LONGEST = 200
 
 
+def is_dtype(value: Any) -> bool:
+    """Return whether a value is a dtype or a scalar type, such as ``jnp.float16``."""
+    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
+    return is_scalar_type or isinstance(value, (np.dtype, type(jnp.float16)))
+
+
 def check_flag(value: Any, name: str) -> None:
     """Raise a `ValueError` that names the argument if ``value`` is not True or False."""
     if not isinstance(value, (bool, np.bool_)):

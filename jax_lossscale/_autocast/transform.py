@@ -16,7 +16,7 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import are_added, autocast_scope, with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
-from jax_lossscale._check import check_function, checked_dtype, shown
+from jax_lossscale._check import check_function, checked_dtype, is_dtype, shown
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
@@ -121,7 +121,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
       selects the dtype of each operation separately. Both also use half precision for operations between matmuls.
     """
     # Some dtypes, such as `jnp.float16`, are callable.
-    if isinstance(fun, (str, np.dtype, type(jnp.float16))) or (isinstance(fun, type) and issubclass(fun, np.generic)):
+    if isinstance(fun, str) or is_dtype(fun):
         if dtype is not jnp.float16:
             raise ValueError(
                 f"`autocast(fun=...)` must be a function, got the dtype {shown(fun)}. Call `autocast(fun, dtype)`, or "

@@ -38,6 +38,38 @@ def rounds_parameters(state: optax.OptState) -> bool:
     return any(map(is_of_wrapper, jax.tree.leaves(state, is_leaf=is_of_wrapper)))
 
 
+def check_rounding_is_last(state: optax.OptState, name: str) -> None:
+    """Raise a `ValueError` if a wrapper for 16-bit parameters is followed by another transformation in `optax.chain`.
+
+    The wrapper returns the difference of two 16-bit numbers. If another transformation changes this difference,
+    `optax.apply_updates` rounds the sum again, so that small updates are lost. The state of `optax.chain` is a tuple,
+    and that of `optax.named_chain` is a dictionary.
+    """
+    if isinstance(state, optax.transforms.PartitionState):
+        # The inner states belong to different parameters, so their order is irrelevant.
+        children = list(state.inner_states.values())
+    elif isinstance(state, (tuple, list, dict)):
+        children = list(state.values() if isinstance(state, dict) else state)
+        do_round = list(map(rounds_parameters, children))
+        is_chain = not hasattr(state, "_fields")
+        if is_chain and any(do_round[:-1]) and not do_round[-1]:
+            raise ValueError(
+                f"`{name}` contains `optax.chain(...)`, in which `master_weights` or `stochastic_rounding` is not the "
+                "last transformation, so small updates would be lost. Wrap the complete chain: "
+                "`master_weights(optax.chain(...))`."
+            )
+    else:
+        return
+    for child in children:
+        check_rounding_is_last(child, name)
+
+
+def has_state(path: tuple[Any, ...], state: optax.OptState) -> bool:
+    """Return whether an optimizer state contains a floating-point array for the parameter at a path."""
+    with_paths = jax.tree_util.tree_leaves_with_path(state)
+    return any(below[len(below) - len(path) :] == path for below, leaf in with_paths if _tree.is_inexact(leaf))
+
+
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:
     """Return the optimizer state ``new`` with its numbers cast to the dtypes of ``old``, without weak types.
 

@@ -24,7 +24,7 @@ from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, sho
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.decision import Skip, StepInputs, decide, run_or_skip
-from jax_lossscale._optax.inner import rounds_parameters, with_dtypes_of
+from jax_lossscale._optax.inner import check_rounding_is_last, has_state, rounds_parameters, with_dtypes_of
 from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
 from jax_lossscale._warn import warn_user
@@ -79,7 +79,8 @@ class Wrapper:
                 f"`{self.function}({self.argument}=...)` already contains a `loss_scaled`, so the gradients would be "
                 "unscaled twice. Wrap the complete optimizer once."
             )
-        self._warn(params, rounds_parameters(inner_state))
+        check_rounding_is_last(inner_state, f"{self.function}({self.argument}=...)")
+        self._warn(params, inner_state)
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
     def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
@@ -90,36 +91,37 @@ class Wrapper:
         """
         return params if rounds_parameters(inner_state) else _widened(params, loss_scale)
 
-    def _warn(self, params: optax.Params, rounds_params: bool) -> None:
-        """Warn about float16 parameters whose updates or gradients would be lost.
+    def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
+        """Warn about 16-bit parameters whose updates or gradients would be lost.
 
-        Float16 parameters may be unintentional, because some layers create their parameters in the dtype of their first
-        input.
-
-        Args:
-          params: the parameters.
-          rounds_params: whether the inner optimizer contains a wrapper that trains 16-bit parameters.
+        Such parameters may be unintentional, because some layers create their parameters in the dtype of their first
+        input. Parameters for which the inner state contains no array, such as frozen ones, are ignored.
         """
         with_paths = jax.tree_util.tree_leaves_with_path(params)
-        paths = [path for path, leaf in with_paths if _tree.is_array(leaf) and leaf.dtype == jnp.float16]
-        if not paths or not self.initial_loss_scale.checks_gradients:
+        half = {
+            path: leaf.dtype.name for path, leaf in with_paths if _tree.is_half(leaf) and has_state(path, inner_state)
+        }
+        rounds_params = rounds_parameters(inner_state)
+        # The gradients of float16 parameters are float16 arrays. If they are unscaled, they may have underflowed.
+        are_unscaled = self._divisor(self.initial_loss_scale) is None and self.initial_loss_scale.checks_gradients
+        underflow = "float16" in half.values() and are_unscaled
+        if not half or (rounds_params and not underflow):
             return
-        are_scaled = self._divisor(self.initial_loss_scale) is not None
-        if rounds_params and are_scaled:
-            return
-        problem, fix = "unscaled gradients below 3e-8 are rounded to zero", "Use bfloat16 or float32 parameters"
+        path, dtype = next(iter(half.items()))
+        share = {"bfloat16": 512, "float16": 4096}[dtype]
+        problems = [] if rounds_params else [f"updates that are smaller than 1/{share} of a parameter are lost"]
+        problems += ["unscaled gradients below 3e-8 are rounded to zero"] if underflow else []
+        fix = "Use bfloat16 or float32 parameters"
         if not rounds_params:
-            lost = "updates that are smaller than 1/4096 of a float16 parameter are lost"
-            problem = lost if are_scaled else f"{lost}, and {problem}"
             fix = (
-                f"To train {'float16' if are_scaled else 'bfloat16'} parameters without losing "
-                "updates, wrap the optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the "
-                "parameters to float32 with `params = jls.cast_floating(params, jnp.float32)`"
+                f"To train {'bfloat16' if underflow else '16-bit'} parameters without losing updates, wrap the "
+                "optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the parameters to "
+                "float32 with `params = jls.cast_floating(params, jnp.float32)`"
             )
         warn_user(
-            f"`init(params)` got {len(paths)} float16 parameters, the first at {jax.tree_util.keystr(paths[0])!r}, so "
-            f"{problem}. {fix}. If the parameters are in float16 by mistake, initialize the layers with a float32 "
-            "input, because some layers create parameters in the dtype of their input."
+            f"`init(params)` got {len(half)} {dtype} parameters, the first at {jax.tree_util.keystr(path)!r}, "
+            f"so {', and '.join(problems)}. {fix}. If the parameters are in {dtype} by mistake, initialize the layers "
+            "with a float32 input, because some layers create parameters in the dtype of their input."
         )
 
     def update(

@@ -11,7 +11,7 @@ import optax
 
 from jax_lossscale import _tree
 from jax_lossscale._check import shown
-from jax_lossscale._sixteen_bit.parameters import MasterWeightsState, weights_of
+from jax_lossscale._sixteen_bit.parameters import MasterWeightsState, check_dtype, weights_of
 
 
 def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
@@ -69,6 +69,8 @@ def float32_params(params: optax.Params, state: chex.ArrayTree) -> optax.Params:
                 f"{jax.tree_util.keystr(path)!r}, but its shape in `state` is {np.shape(remainder)}. Pass the state "
                 "that belongs to `params`."
             )
+        if remainder is not None:
+            check_dtype("float32_params(params=...)", path, leaf.dtype, remainder.dtype)
         return weights_of(leaf, remainder)
 
     num_remainders = len(remainders)

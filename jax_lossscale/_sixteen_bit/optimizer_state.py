@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,30 @@ from jax_lossscale._optax.inner import checked_optimizer, with_dtypes_of
 from jax_lossscale._optax.partition import combine, updates_of_untrained
 from jax_lossscale._sixteen_bit.arguments import check_no_loss_scale, check_state, is_empty, trained_leaves
 from jax_lossscale._sixteen_bit.rounding import key_of, round_stochastically
+
+# The arrays of optax states that remain float32: the name of the state class, and those of its fields.
+_KEPT_IN_FLOAT32: dict[str, tuple[str, ...]] = {
+    # Copies of parameters. Their rounding error can be larger than their distance from the current parameters, which
+    # the optimizer computes, or the optimizer replaces the parameters with them.
+    "COCOBState": ("init_particles",),
+    "DoGState": ("init_params",),
+    "DoWGState": ("init_params",),
+    "MadgradState": ("x0",),
+    "MechanicState": ("x0",),
+    "ProdigyState": ("params0",),
+    "SAMState": ("cache",),
+    "ScaleByDistanceOverGradientsState": ("init_params",),
+    # Copies of parameters and gradients, whose differences estimate the curvature.
+    "ScaleByLBFGSState": ("params", "updates"),
+    # Copies of gradients, which are subtracted from the next gradients or reused as gradients.
+    "ScaleByAdanState": ("g",),
+    "ScaleByBacktrackingLinesearchState": ("grad",),
+    "ScaleByOptimisticGradientState": ("previous_gradient",),
+    "ScaleByZoomLinesearchState": ("grad",),
+    # The variance is computed as nu - mu**2. With rounded moments, it can be negative, and its root NaN.
+    "ScaleByRStdDevState": ("mu", "nu"),
+    "ScaleByRStdDevWithCountState": ("mu", "nu"),
+}
 
 
 class HalfPrecisionState(NamedTuple):
@@ -51,7 +75,8 @@ def half_precision_state(
       exclude: a function ``exclude(path, leaf) -> bool`` that is called for each float32 or bfloat16 array in the state
         of the inner optimizer, in ``init`` and ``update``, and returns whether the dtype of the array does not change.
         As in `cast_floating`, ``path`` is the key path of the array in this state, a tuple, which
-        `jax.tree_util.keystr` converts to a string such as ``"[0].nu['kernel']"``.
+        `jax.tree_util.keystr` converts to a string such as ``"[0].nu['kernel']"``. The optimizers of optax need no
+        ``exclude``.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
@@ -64,7 +89,8 @@ def half_precision_state(
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
-        int32, or if ``exclude`` is not a function of the kind described above. ``init`` raises a `ValueError` if
+        int32, or if ``exclude`` is not a function of the kind described above. ``init`` and ``update`` raise a
+        `ValueError` if ``exclude`` selects no array, for example because a name is misspelled. ``init`` raises one if
         ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradients do not have the
         structure of the parameters, if the gradient of a floating-point parameter is neither ``None`` nor
         floating-point, or if ``state`` is not the state of this wrapper.
@@ -82,9 +108,9 @@ def half_precision_state(
       (dtype(bfloat16), dtype('float32'), dtype('int32'))
 
     **Details.** Some optimizers store a copy of the parameters or gradients, and subtract it from later parameters or
-    gradients. Exclude this copy, because its rounding error can be larger than the difference. For example, L-BFGS can
-    diverge unless its fields ``params`` and ``updates`` are excluded. The page about 16-bit parameters lists these
-    optimizers.
+    gradients. The rounding error of such a copy can be larger than the difference. Others compute the root of the
+    difference of two moments, which can be negative if the moments are rounded. The wrapper keeps these arrays of the
+    optimizers of optax in float32, so ``exclude`` is needed only for other optimizers with such arrays.
 
     ``init`` also rounds the initial state stochastically. In most optimizers, the initial arrays are
     zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in
@@ -108,19 +134,28 @@ def half_precision_state(
         check_function(exclude, f"{name}(exclude=...)")
 
     def are_in_half(inner_state: optax.OptState) -> list[bool]:
+        """Return, for each leaf of the state of the inner optimizer, whether it is stored in bfloat16."""
         with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=is_empty)
-        return [is_in_half(path, leaf) for path, leaf in with_paths]
+        kept, num_excluded, result = [*_kept_paths(inner_state)], 0, []
+        for path, leaf in with_paths:
+            is_float = _tree.is_array(leaf) and leaf.dtype in (jnp.float32, jnp.bfloat16)
+            is_large = is_float and len(leaf.shape) > 0
+            is_excluded = is_large and exclude is not None and exclude(path, leaf)
+            check_flag(is_excluded, f"{name}(exclude=...)(path, leaf)")
+            num_excluded += bool(is_excluded)
+            is_kept = any(path[: len(prefix)] == prefix for prefix in kept)
+            result.append(is_large and not is_excluded and not is_kept)
+        if exclude is not None and not num_excluded:
+            paths = [jax.tree_util.keystr(path) for path, leaf in with_paths if _tree.is_array(leaf)]
+            raise ValueError(
+                f"`{name}(exclude=...)` returned False for every float32 array of the optimizer state, whose arrays "
+                f"are {', '.join(paths)}. Compare a part of `jax.tree_util.keystr(path)`, or omit `exclude`."
+            )
+        return result
 
-    def is_in_half(path: tuple[Any, ...], leaf: Any) -> bool:
-        if not _tree.is_array(leaf) or leaf.dtype not in (jnp.float32, jnp.bfloat16) or len(leaf.shape) == 0:
-            return False
-        is_excluded = exclude is not None and exclude(path, leaf)
-        check_flag(is_excluded, f"{name}(exclude=...)(path, leaf)")
-        return not is_excluded
-
-    def rounded(inner_state: optax.OptState, counter: jax.Array) -> optax.OptState:
+    def rounded(inner_state: optax.OptState, counter: jax.Array, are_rounded: list[bool]) -> optax.OptState:
         leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_empty)
-        for index, is_rounded in enumerate(are_in_half(inner_state)):
+        for index, is_rounded in enumerate(are_rounded):
             leaf = leaves[index]
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
@@ -132,20 +167,37 @@ def half_precision_state(
         inner_state = inner.init(_tree.inexact_only(params))
         check_no_loss_scale(name, inner_state)
         counter = jnp.zeros([], jnp.int32)
-        return HalfPrecisionState(counter, rounded(inner_state, counter))
+        return HalfPrecisionState(counter, rounded(inner_state, counter, are_in_half(inner_state)))
 
     def update(
         updates: optax.Updates, state: HalfPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HalfPrecisionState]:
         check_state(name, state, HalfPrecisionState)
         grads, trained = trained_leaves(name, updates, params)
+        are_rounded = are_in_half(state.inner_state)
         leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_empty)
-        for index, is_rounded in enumerate(are_in_half(state.inner_state)):
+        for index, is_rounded in enumerate(are_rounded):
             leaves[index] = jnp.asarray(leaves[index]).astype(jnp.float32) if is_rounded else leaves[index]
         old_inner = jax.tree.unflatten(structure, leaves)
         new_updates, inner_state = inner.update(grads, old_inner, trained, **extra_args)
         new_updates = combine(new_updates, lambda: updates_of_untrained(updates, params))
         counter = jnp.asarray(state.counter) + 1
-        return new_updates, HalfPrecisionState(counter, rounded(with_dtypes_of(old_inner, inner_state), counter))
+        inner_state = rounded(with_dtypes_of(old_inner, inner_state), counter, are_rounded)
+        return new_updates, HalfPrecisionState(counter, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_known(node: Any) -> bool:
+    """Return whether a node is the state of an optax transformation in `_KEPT_IN_FLOAT32`."""
+    return type(node).__name__ in _KEPT_IN_FLOAT32 and type(node).__module__.startswith("optax.")
+
+
+def _kept_paths(state: optax.OptState, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each field in `_KEPT_IN_FLOAT32`, also of states inside other states of the table."""
+    if _is_known(state):
+        yield from ((*path, jax.tree_util.GetAttrKey(field)) for field in _KEPT_IN_FLOAT32[type(state).__name__])
+    with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: node is not state and _is_known(node))
+    for below, node in with_paths:
+        if _is_known(node):
+            yield from _kept_paths(node, (*path, *below))

@@ -24,13 +24,16 @@ from jax_lossscale._sixteen_bit.arguments import (
 )
 from jax_lossscale._sixteen_bit.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
+# The dtypes of the remainders. They differ, so that a state of bfloat16 parameters is refused for float16 parameters.
+_REMAINDERS = {"bfloat16": "uint16", "float16": "int16"}
+
 
 class MasterWeightsState(NamedTuple):
     """The state of a `master_weights` optimizer.
 
     Attributes:
-      remainders: a pytree with the structure of the parameters. It contains a uint16 array for each 16-bit parameter,
-        and ``None`` for every other parameter.
+      remainders: a pytree with the structure of the parameters. It contains a uint16 array for each bfloat16 parameter,
+        an int16 array for each float16 parameter, and ``None`` for every other parameter.
       inner_state: the state of the inner optimizer.
     """
 
@@ -85,8 +88,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
       scale, use ``loss_scaled(master_weights(inner))``.
 
       - ``init(params)`` returns a state with the fields ``remainders`` and ``inner_state``. ``remainders`` has the
-        structure of the parameters, and contains a ``uint16`` array for each 16-bit parameter and ``None`` for each
-        other leaf.
+        structure of the parameters, and contains a ``uint16`` array for each bfloat16 parameter, an ``int16`` array for
+        each float16 parameter, and ``None`` for each other leaf.
       - ``update(updates, state, params, **extra_args)`` returns ``(updates, state)``. The gradients can have any
         floating dtype; the inner optimizer receives them in float32. The returned updates of 16-bit parameters are
         float32 arrays. `optax.apply_updates` adds them to the parameters, which gives the new 16-bit parameters.
@@ -102,8 +105,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         of the wrappers listed above, or if a parameter has a floating dtype other than bfloat16, float16 and float32.
         ``update`` also raises a `ValueError` if ``params`` is ``None``, if the gradients do not have the structure of
         the parameters, if the gradient of a floating-point parameter is neither ``None`` nor floating-point, if
-        ``state`` is not the state of this wrapper, or if its remainders do not have the structure and the shapes of the
-        parameters. The dtypes are not compared: do not use a state of bfloat16 parameters for float16 parameters.
+        ``state`` is not the state of this wrapper, or if its remainders do not belong to parameters with the same
+        structure, shapes and dtypes.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -141,7 +144,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
     def init(params: optax.Params) -> MasterWeightsState:
         remainders = jax.tree.map(
-            lambda leaf: jnp.zeros_like(leaf, jnp.uint16) if _tree.is_half(leaf) else None, params
+            lambda leaf: jnp.zeros_like(leaf, _REMAINDERS[str(leaf.dtype)]) if _tree.is_half(leaf) else None, params
         )
         return MasterWeightsState(remainders, _initial_state(name, inner, params))
 
@@ -312,16 +315,31 @@ def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: che
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:
-        raise _error_of_other_parameters(name) from error
-    for leaf, rest in zip(leaves, rests, strict=True):
-        expected = np.shape(leaf) if _tree.is_half(leaf) else None
-        if not is_empty(leaf) and expected != (None if rest is None else np.shape(rest)):
-            raise _error_of_other_parameters(name)
+        raise _error_of_other_parameters(name, "a different structure") from error
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(structure.unflatten(leaves), is_leaf=is_empty)]
+    for path, leaf, rest in zip(paths, leaves, rests, strict=True):
+        if is_empty(leaf) or (rest is None and not _tree.is_half(leaf)):
+            continue
+        check_dtype(f"{name}(...).update(params=...)", path, getattr(leaf, "dtype", None), getattr(rest, "dtype", None))
+        if np.shape(leaf) != np.shape(rest):
+            raise _error_of_other_parameters(name, f"a different shape at {jax.tree_util.keystr(path)!r}")
     return rests
 
 
-def _error_of_other_parameters(name: str) -> ValueError:
+def check_dtype(name: str, path: Any, dtype: Any, of_remainder: Any) -> None:
+    """Raise a `ValueError` if the dtype of a remainder shows that it belongs to a parameter of another dtype."""
+    if _REMAINDERS.get(str(dtype)) != str(of_remainder):
+        of_dtype = {remainder: half for half, remainder in _REMAINDERS.items()}.get(str(of_remainder), "float32")
+        raise ValueError(
+            f"`{name}` got a {dtype} array at {jax.tree_util.keystr(path)!r}, but the state belongs to a {of_dtype} "
+            "parameter. Add updates with `optax.apply_updates`, which keeps the dtypes of the parameters, and restore "
+            "a checkpoint into arrays of the same dtypes. (Version 0.7 stored the remainders of float16 parameters as "
+            "uint16. This version cannot use them.)"
+        )
+
+
+def _error_of_other_parameters(name: str, difference: str) -> ValueError:
     return ValueError(
-        f"`{name}(...).update(state=...)` must belong to these parameters, got the state of parameters with a "
-        "different structure or different shapes. Pass the state that `init` or the last `update` returned."
+        f"`{name}(...).update(state=...)` must belong to these parameters, got the state of parameters with "
+        f"{difference}. Pass the state that `init` or the last `update` returned."
     )

@@ -47,7 +47,8 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
       dtype: the dtype of the parameters, bfloat16 or float16.
 
     Returns:
-      The parameters, and a uint16 array with the lower 16 bits of the fixed-point magnitude. If a nonzero weight is
+      The parameters, and an array with the lower 16 bits of the fixed-point magnitude, in uint16 for bfloat16 and in
+      int16 for float16. If a nonzero weight is
       rounded to zero, the highest bit of its remainder stores the sign of the weight, because `optax.apply_updates`
       does not preserve the sign of a zero.
     """
@@ -59,13 +60,17 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     is_rounded_to_zero = (upper == 0) & (fixed != 0)
     sign = _float_bits(weights) >> 31
     lower = jnp.where(is_rounded_to_zero, lower | (sign << 15), lower)
-    return _half_number(weights, upper, dtype), lower.astype(jnp.uint16)
+    remainders = lower.astype(jnp.uint16)
+    if dtype == jnp.float16:
+        remainders = jax.lax.bitcast_convert_type(remainders, jnp.int16)
+    return _half_number(weights, upper, dtype), remainders
 
 
 @_compiled
 def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     """Return the float32 weights, reconstructed from the 16-bit parameters and their remainders (see `split`)."""
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32)
+    remainders = jax.lax.bitcast_convert_type(remainders, jnp.uint16)
     upper, lower = bits & np.uint32(0x7FFF), remainders.astype(jnp.uint32)
     # If the highest bit of the remainder is set, `split` rounded the magnitude up, so `upper` is larger by 1 than the
     # upper bits of the magnitude. If the parameter is zero, this bit is the sign of the weight instead.

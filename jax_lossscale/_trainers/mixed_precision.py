@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 from jax_lossscale import _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
-from jax_lossscale._check import check_function
+from jax_lossscale._check import check_function, is_dtype, shown
 from jax_lossscale._gradients.cotangent import warn_if_half
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
@@ -120,12 +119,16 @@ class MixedPrecision:
     ) -> None:
         self._dtype = checked_half_precision(dtype, "MixedPrecision(dtype=...)")
         self._policy = checked_policy(policy, "MixedPrecision(policy=...)")
+        if is_dtype(loss_scale):
+            raise ValueError(
+                f"`MixedPrecision(loss_scale=...)` got the dtype {shown(loss_scale)}. Pass it as `dtype=...`."
+            )
         names = "MixedPrecision", "optimizer"
         options = checked_options(optimizer, loss_scale, axis_name, skip, record_bad_steps, names)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
         self._shared = SharedLossScale(options["initial_loss_scale"], mesh)
-        wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
+        wrapper = _UnscaledWrapper(**options, shared=self._shared)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
     def loss(self, fun: _Function, *arguments: Never, **keywords: Never) -> _Function:
@@ -247,7 +250,6 @@ class _UnscaledWrapper(Wrapper):
     argument: ClassVar[str] = "optimizer"
 
     shared: SharedLossScale
-    dtype: np.dtype[Any]
 
     def __repr__(self) -> str:
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
@@ -257,27 +259,6 @@ class _UnscaledWrapper(Wrapper):
         self.shared.is_initialized = True
         self.shared.place_like(params)
         return super().init(params)
-
-    def _warn(self, params: optax.Params, rounds_params: bool) -> None:
-        """Warn about float16 parameters, and about models with only bfloat16 parameters.
-
-        `autocast` converts only float32 values. There is no warning if only some of the parameters (such as a frozen
-        base with float32 adapters) are bfloat16, or if the optimizer contains a wrapper that trains 16-bit parameters.
-        """
-        super()._warn(params, rounds_params)
-        with_paths = jax.tree_util.tree_leaves_with_path(params)
-        arrays = [(path, leaf) for path, leaf in with_paths if _tree.is_array(leaf) and _tree.is_inexact(leaf)]
-        in_bfloat16 = bool(arrays) and all(leaf.dtype == jnp.bfloat16 for _, leaf in arrays)
-        if self.dtype == jnp.float16 and in_bfloat16 and not rounds_params:
-            warn_user(
-                f"`init(params)` got only bfloat16 parameters ({len(arrays)}, the first at "
-                f"{jax.tree_util.keystr(arrays[0][0])!r}). `MixedPrecision` converts only float32 values, so "
-                "matrix multiplications with bfloat16 parameters are computed in float16 only if the model casts "
-                "these parameters to float32. Updates that are smaller than 1/512 of a bfloat16 parameter are lost. "
-                "Load the parameters in float32, or cast them with `params = jls.cast_floating(params, jnp.float32)`. "
-                "To train bfloat16 parameters without losing updates, use "
-                "`MixedPrecision(jls.master_weights(optimizer), None, dtype=jnp.bfloat16)` instead."
-            )
 
     def _step(self, applies: bool, arguments: StepArguments) -> tuple[chex.ArrayTree, LossScaledState]:
         if not self.shared.is_read:

@@ -356,6 +356,7 @@ def a_function():
     """Be a static leaf."""
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @all_wrappers
 def test_leaves_that_are_not_trained_pass_through(wrapper):
     key = jax.random.key(0)
@@ -422,6 +423,7 @@ def test_init_accepts_abstract_parameters(wrapper):
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), tx.init(params))
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_init_of_the_optimizer_can_use_numpy():
     def init(params):
         return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), params)
@@ -607,7 +609,18 @@ def test_state_must_belong_to_the_optimizer_and_the_parameters(wrapper):
     grads = grads_at(0, params)
     with pytest.raises(ValueError, match=r"update\(state=...\)` must be the state of this optimizer.*init"):
         tx.update(grads, optax.adam(1e-3).init(params), params)
-    others = [{"kernel": params["kernel"]}, params | {"bias": jnp.ones(7, BF16)}, jls.cast_floating(params, F32)]
-    for other in others if wrapper is jls.master_weights else ():
-        with pytest.raises(ValueError, match=r"update\(state=...\)` must belong to these parameters"):
+    dtype = (
+        r"update\(params=...\)` got a bfloat16 array at \"\['bias'\]\", but the state belongs to a {} .*apply_updates"
+    )
+    others = [
+        ({"kernel": params["kernel"]}, r"update\(state=...\)` must belong to these parameters"),
+        (params | {"bias": jnp.ones(7, BF16)}, r"update\(state=...\)` .* a different shape at \"\['bias'\]\""),
+        (jls.cast_floating(params, F32), dtype.format("float32")),
+        (jls.cast_floating(params, F16), dtype.format("float16")),
+    ]
+    for other, message in others if wrapper is jls.master_weights else ():
+        with pytest.raises(ValueError, match=message):
             tx.update(grads, tx.init(other), params)
+    if wrapper is jls.master_weights:
+        with pytest.raises(ValueError, match=r"got a bfloat16 array .* belongs to a float16 parameter"):
+            jls.float32_params(params, tx.init(jls.cast_floating(params, F16)))

@@ -1,5 +1,6 @@
 """Skipped steps of `loss_scaled`, its inner optimizer, and its use inside other transformations."""
 
+import contextlib
 import functools
 import platform
 import re
@@ -326,6 +327,7 @@ def instructions(function, *arguments):
     return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_program_without_a_loss_scale_equals_that_of_the_inner_optimizer():
     for params, grads in (PARAMS, GRADS), (jax.tree.map(lambda x: x.astype(jnp.bfloat16), (PARAMS, GRADS))):
         inner = optax.adamw(0.1)
@@ -361,12 +363,55 @@ def test_flax_rejects_the_state_of_another_configuration():
         flax.serialization.from_state_dict(jls.DynamicLossScale(), state)
 
 
-def test_init_warns_of_float16_parameters_if_gradients_are_checked():
-    params = {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)}
-    with pytest.warns(UserWarning, match=r"got 1 float16 parameters, the first at \"\['kernel'\]\""):
-        jls.loss_scaled(optax.sgd(0.1)).init(params)
-    jls.loss_scaled(optax.sgd(0.1), None).init(params)  # Without a loss scale, there is no warning.
-    jls.loss_scaled(optax.sgd(0.1)).init({"kernel": jnp.ones(2, jnp.bfloat16)})
+SCALED = {"bf16": jnp.ones(2, jnp.bfloat16), "f16": jnp.ones(2, jnp.float16)}
+WARNS = {  # whether `init` warns that updates of 16-bit parameters are lost
+    "bfloat16": (lambda: jls.loss_scaled(optax.adam(0.1), None), "bf16", True),
+    "float16": (lambda: jls.loss_scaled(optax.adam(0.1)), "f16", True),
+    "float16 without a loss scale": (lambda: jls.loss_scaled(optax.adam(0.1), None), "f16", True),
+    "only the state is rounded": (
+        lambda: jls.loss_scaled(jls.half_precision_state(optax.adam(0.1)), None),
+        "bf16",
+        True,
+    ),
+    "a trainer": (lambda: jls.MixedPrecision(optax.adam(0.1), None, dtype=jnp.bfloat16).optimizer, "bf16", True),
+    "master weights": (lambda: jls.loss_scaled(jls.master_weights(optax.adam(0.1)), None), "bf16", False),
+    "frozen": (lambda: jls.loss_scaled(optax.set_to_zero(), None), "bf16", False),
+    "no state": (lambda: jls.loss_scaled(optax.sgd(0.1)), "f16", False),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "warns"), WARNS.values(), ids=WARNS)
+def test_init_warns_of_16_bit_parameters_whose_updates_are_lost(make, name, warns):
+    params = {name: SCALED[name], "float32": jnp.ones(2)}
+    message = (
+        rf"got 1 b?float16 parameters, the first at \"\['{name}'\]\", so updates that are smaller than 1/(512|4096)"
+    )
+    with pytest.warns(UserWarning, match=message) if warns else contextlib.nullcontext():
+        make().init(params)
+
+
+CHAINS = {  # the inner optimizer, and whether the wrapper is the last transformation that changes its updates
+    "last": (lambda wrap: optax.chain(optax.clip(1.0), wrap(optax.adam(0.1))), True),
+    "outermost": (lambda wrap: wrap(optax.chain(optax.adam(0.1), optax.scale(0.5))), True),
+    "followed": (lambda wrap: optax.chain(wrap(optax.adam(0.1)), optax.scale(0.5)), False),
+    "in a named chain": (lambda wrap: optax.named_chain(("b", wrap(optax.adam(0.1))), ("a", optax.scale(0.5))), False),
+    "in a nested chain": (lambda wrap: optax.chain(optax.chain(wrap(optax.sgd(0.1))), optax.scale(0.5)), False),
+    "in a partition": (
+        lambda wrap: optax.transforms.partition({"a": wrap(optax.adam(0.1)), "b": optax.set_to_zero()}, {"bf16": "a"}),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [jls.master_weights, jls.stochastic_rounding])
+@pytest.mark.parametrize(("make", "is_last"), CHAINS.values(), ids=CHAINS)
+def test_a_transformation_after_a_rounding_wrapper_is_rejected(make, is_last, wrap):
+    params = {"bf16": SCALED["bf16"]}
+    for tx in jls.loss_scaled(make(wrap), None), jls.MixedPrecision(make(wrap), None, dtype=jnp.bfloat16).optimizer:
+        with (
+            contextlib.nullcontext() if is_last else pytest.raises(ValueError, match=r"`optax.chain\(...\)`, in which")
+        ):
+            tx.init(params)
 
 
 def test_step_without_gradients_counts_as_finite():
