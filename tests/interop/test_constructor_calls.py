@@ -56,25 +56,22 @@ def our_scales(loss_scale, flags):
     return jax.lax.scan(step, loss_scale, flags)[1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("theirs", "ours"), calls("flax"))
-def test_scales_equal_those_of_flax(theirs, ours, seed):
-    require("flax", "0.12")
-    dynamic_scale = importlib.import_module("flax.training.dynamic_scale").DynamicScale
-    loss_scale = eval(ours, {"jls": jls})
-    flags = finite_flags(loss_scale.increment_period, seed)
-    expected = scales_of_flax(eval(theirs, {"DynamicScale": dynamic_scale}), flags)
-    np.testing.assert_array_equal(our_scales(loss_scale, flags), expected)
-    assert expected.min() == loss_scale.min_loss_scale < loss_scale.initial_loss_scale < expected.max()
+LIBRARIES = {
+    "flax": ("flax.training.dynamic_scale", "DynamicScale", "0.12", scales_of_flax),
+    "jmp": ("jmp", "jmp", "0.0.4", scales_of_jmp),
+}
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("theirs", "ours"), [call for call in calls("jmp") if "Dynamic" in call[0]])
-def test_scales_equal_those_of_jmp(theirs, ours, seed):
-    require("jmp", "0.0.4")
-    loss_scale = eval(ours, {"jls": jls})
+@pytest.mark.parametrize(
+    ("library", "theirs", "ours"), [(n, *c) for n in LIBRARIES for c in calls(n) if "Dynamic" in c[0]]
+)
+def test_scales_equal_those_of_the_library(library, theirs, ours, seed):
+    module, name, version, scales_of = LIBRARIES[library]
+    require(library, version)
+    module, loss_scale = importlib.import_module(module), eval(ours, {"jls": jls})
     flags = finite_flags(loss_scale.increment_period, seed)
-    expected = scales_of_jmp(eval(theirs, {"jmp": importlib.import_module("jmp"), "jnp": jnp}), flags)
+    expected = scales_of(eval(theirs, {name: getattr(module, name, module), "jnp": jnp}), flags)
     np.testing.assert_array_equal(our_scales(loss_scale, flags), expected)
     assert expected.min() == loss_scale.min_loss_scale < loss_scale.initial_loss_scale < expected.max()
 

@@ -395,7 +395,6 @@ CHAINS = {  # the inner optimizer, and whether the wrapper is the last transform
     "outermost": (lambda wrap: wrap(optax.chain(optax.adam(0.1), optax.scale(0.5))), True),
     "followed": (lambda wrap: optax.chain(wrap(optax.adam(0.1)), optax.scale(0.5)), False),
     "in a named chain": (lambda wrap: optax.named_chain(("b", wrap(optax.adam(0.1))), ("a", optax.scale(0.5))), False),
-    "in a nested chain": (lambda wrap: optax.chain(optax.chain(wrap(optax.sgd(0.1))), optax.scale(0.5)), False),
     "in a partition": (
         lambda wrap: optax.transforms.partition({"a": wrap(optax.adam(0.1)), "b": optax.set_to_zero()}, {"bf16": "a"}),
         True,
