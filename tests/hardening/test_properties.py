@@ -31,7 +31,7 @@ from runs import (
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
 
-pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
+pytestmark = [pytest.mark.ci, pytest.mark.as_for_users, pytest.mark.filterwarnings("ignore:.*float16 parameters")]
 
 STEPS = 12
 KINDS = {name: make() for name, make in ONE_OF_EACH.items()}
