@@ -141,6 +141,7 @@ class SharedLossScale:
           ValueError: if the method is called inside `jax.pmap` or `jax.shard_map`, if the number of devices differs
             from that of the stored scale, or if the devices of the step cannot be determined.
         """
+        # A known scale needs no reference, so it can also be used inside `jax.pmap` and `jax.shard_map`.
         known = self._known.get()
         if known is not None:
             return known

@@ -211,6 +211,8 @@ def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[floa
       coarse: the changes after a perturbation by `_COARSE`.
     """
 
+    # A tolerance of 0 means that the error of the result is ignored. The gradient of a leaf that contributes little to
+    # the whole gradient has a larger tolerance, `_SMALL_LEAF` times that of the other leaves.
     def allowed(fine: float, coarse: float) -> float:
         """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
         # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
