@@ -61,8 +61,8 @@ def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> o
     | floating-point array whose gradient is ``None``                 | ``None``, as in optax  |
     | Python number whose gradient is ``None``, function, random key  | ``None``               |
 
-    If ``params`` is ``None``, the gradients themselves are returned. A gradient of ``None`` can stand for a whole subtree
-    of the parameters, so the parameters are mapped below each leaf of the gradients.
+    If ``params`` is ``None``, the gradients themselves are returned. A gradient of ``None`` can stand for a whole
+    subtree of the parameters, so the parameters are mapped below each leaf of the gradients.
     """
     if params is None:
         return grads

@@ -178,8 +178,8 @@ class Float32Gradients(NamedTuple):
     ) -> tuple[list[LeafGradientError], LeafGradientError]:
         """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
 
-        The errors of the whole gradient are computed from the measurements of all leaves, because relative errors cannot
-        be added. ``rounding`` shows which errors are rounding errors of the float32 gradient itself.
+        The errors of the whole gradient are computed from the measurements of all leaves, because relative errors
+        cannot be added. ``rounding`` shows which errors are rounding errors of the float32 gradient itself.
 
         Args:
           measured: the measurements for each loss scale and each leaf.

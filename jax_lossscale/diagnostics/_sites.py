@@ -75,7 +75,7 @@ class Dataflow(Propagation[frozenset[int]]):
         """Add a node with a site for each measured result of an equation, and return the nodes of each result."""
         sources = self.joined(operands)
         self._locate_casts(sources, location, is_matmul(eqn))
-        if eqn.primitive.name == "div":
+        if eqn.primitive.name == "div":  # The derivative of a division contains an `integer_pow` at the same position.
             self._divisions.add(location.column)
         name, derivative_of = self._reported_names(eqn, location, sources)
         results = []
