@@ -41,7 +41,7 @@ class ByResult(NamedTuple):
         """
 
         @jax.custom_jvp
-        def function(x: Any) -> Any:
+        def function(x: Any) -> tuple[jax.Array, jax.Array]:
             result = self.function(x)
             return result, result.astype(dtype)
 
@@ -54,8 +54,7 @@ class ByResult(NamedTuple):
             tangent = self.derivative(as_float32(rounded), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
-        result, rounded = function(x)
-        return result, rounded
+        return function(x)
 
 
 _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0, tangent, 0))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
+from jax_lossscale._program.inline import Atom, Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_cast_to_integer, is_matmul, moved_operands
 
@@ -72,7 +72,7 @@ class Intervals:
             if None not in map(self.of, node.inputs) and not has_effects(node.eqn) and not _is_left_out(node.eqn):
                 self._maker.update((result, (node, position)) for position, result in enumerate(node.outputs))
 
-    def of(self, atom: ValueId | Literal) -> FindInterval | None:
+    def of(self, atom: Atom) -> FindInterval | None:
         """Return a function that computes the interval of a value. If the value is not a constant, return None."""
         if isinstance(atom, Literal):
             return _known(atom.val)

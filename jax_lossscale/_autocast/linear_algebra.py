@@ -157,8 +157,7 @@ def _linear_operands(eqn: Any) -> list[bool]:
     """
     name = eqn.primitive.name
     if name == "mul":
-        left, right = map(_is_scalar, eqn.invars)
-        return [right, left]
+        return [_is_scalar(other) for other in reversed(eqn.invars)]
     if name == "div":
         return [_is_scalar(eqn.invars[1]), False]
     return [name in _LINEAR] * len(eqn.invars)

@@ -6,8 +6,7 @@ New primitives are necessary because a `jax.custom_vjp` function would not suppo
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,18 +84,15 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     return primitive
 
 
-def _differentiate(
-    primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
-    """Apply an identity primitive to the primal value, but not to its tangent."""
-    return primitive.bind(*primals, **params), tangents[0]
+def _of_primals(primitive: Primitive) -> Primitive:
+    """Return an identity primitive after defining that it is applied to primal values, but not to tangents."""
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
+    return primitive
 
 
-_saved = identity(SAVED, lambda cotangent, value: [cotangent])
-_rounded = identity(ROUNDED, lambda cotangent, value, dtype: [cotangent])
+# Tangents are not saved, and they are not rounded a second time.
+_saved = _of_primals(identity(SAVED, lambda cotangent, value: [cotangent]))
+_rounded = _of_primals(identity(ROUNDED, lambda cotangent, value, dtype: [cotangent]))
 _rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
 mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
-# Tangents are not saved, and they are not rounded a second time.
-for _primitive in (_saved, _rounded):
-    ad.primitive_jvps[_primitive] = functools.partial(_differentiate, _primitive)
 jet.deflinear(_rounded)

@@ -9,7 +9,7 @@ minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval
 from jax_lossscale._autocast.plan import NodeKind, NodePlan, operands_in_half
 from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
 from jax_lossscale._program import jaxpr
-from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
+from jax_lossscale._program.inline import Atom, Graph, Node, ValueId, value_ids
 from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
@@ -71,11 +71,8 @@ class FlowNetwork:
     def saved(self) -> set[SegmentValue]:
         """Return the values to save so that the total cost of saving and recomputing is as low as possible."""
         finite = [cost for *_, cost in self._edges if cost < math.inf]
-        cost_per_value = _COST_PER_VALUE * sum([*finite, *self._costs_saved.values()])
-        edges = [
-            ((value, "needed"), (value, "available"), cost + cost_per_value)
-            for value, cost in self._costs_saved.items()
-        ]
+        extra = _COST_PER_VALUE * sum([*finite, *self._costs_saved.values()])
+        edges = [((value, "needed"), (value, "available"), cost + extra) for value, cost in self._costs_saved.items()]
         nodes = _nearest_to_sink(self._edges + edges) - {"sink"}
         return {value for value, state in nodes if state == "available" and (value, "needed") not in nodes}
 
@@ -85,9 +82,9 @@ class _Costs(NamedTuple):
 
     bytes_of: Callable[[SegmentValue], int]
     cost_saved: float  # of a saved byte that the backward pass reads
-    inputs: Collection[SegmentValue]
-    in_memory: Collection[SegmentValue]  # the values that the forward pass reads from memory or writes to memory anyway
-    read_from: Mapping[ValueId, Collection[ValueId]]  # for each computed value, the result of `_read_from`
+    inputs: Set[SegmentValue]
+    in_memory: Set[SegmentValue]  # the values that the forward pass reads from memory or writes to memory anyway
+    read_from: Mapping[ValueId, Set[ValueId]]  # for each computed value, the result of `_read_from`
 
     def saved(self, value: SegmentValue) -> float:
         """Return the cost of saving a value: reading it in the backward pass, and writing it in the forward pass."""
@@ -128,9 +125,7 @@ class _Costs(NamedTuple):
         return self.recomputed(value)
 
 
-def _read_from(
-    nodes: Sequence[tuple[Node, NodePlan]], in_memory: Collection[SegmentValue]
-) -> dict[ValueId, set[ValueId]]:
+def _read_from(nodes: Sequence[tuple[Node, NodePlan]], in_memory: Set[SegmentValue]) -> dict[ValueId, set[ValueId]]:
     """Return, for each computed value, the values in memory that XLA reads to recompute it in one fused kernel."""
     read_from: dict[ValueId, set[ValueId]] = {}
     for node, _ in nodes:
@@ -143,7 +138,7 @@ class MinCut(NamedTuple):
     """Selects the values that the segments of a graph save for the backward pass."""
 
     graph: Graph
-    half: Collection[ValueId]  # the values that are stored in half precision outside of segments
+    half: Set[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
     cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
     # The results of `saved` for earlier segments and of `operands_needed` for earlier equations. The graphs that share
@@ -170,8 +165,7 @@ class MinCut(NamedTuple):
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         """Return the result of `saved` without the use of earlier results."""
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
-        dtypes = [getattr(self.graph.types[value_id], "dtype", bool) for value_id in (*segment.inputs, *computed)]
-        if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+        if any(jaxpr.has_dtype(self.graph.types[n], jnp.complexfloating) for n in (*segment.inputs, *computed)):
             return None  # `jax.checkpoint` cannot save complex numbers.
         with_operands = [(*pair, self._operands(segment, *pair)) for pair in nodes]
         # The derivative of a matmul needs its operands, and the derivative of a `ByResult` needs its (rounded) result.
@@ -236,7 +230,7 @@ class MinCut(NamedTuple):
         Paths that contain a `stop_gradient` are ignored.
         """
 
-        def floats(atoms: Sequence[ValueId | Literal]) -> set[ValueId]:
+        def floats(atoms: Sequence[Atom]) -> set[ValueId]:
             return {n for n in value_ids(atoms) if jaxpr.has_dtype(self.graph.types[n], jnp.inexact)}
 
         passing = [node for node in nodes if node.eqn.primitive.name != "stop_gradient"]
@@ -257,23 +251,20 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
     from scipy.sparse import csr_matrix  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
-    numbers: dict[Any, int] = {"source": 0, "sink": 1}
-    for start, end, _ in edges:
-        numbers.setdefault(start, len(numbers))
-        numbers.setdefault(end, len(numbers))
+    nodes = [*dict.fromkeys(["source", "sink", *(node for start, end, _ in edges for node in (start, end))])]
+    numbers = {node: number for number, node in enumerate(nodes)}
     # The solver needs integers, so the costs are divided by a common unit and rounded.
     unit = max(1.0, sum(cost for *_, cost in edges if cost < math.inf) / _MAX_CAPACITY)
-    capacities: dict[tuple[int, int], int] = {}
-    for start, end, cost in edges:
-        if cost:
-            capacity = 2 * _MAX_CAPACITY if cost == math.inf else math.ceil(cost / unit)
-            capacities[numbers[start], numbers[end]] = capacity
+    capacities = {
+        (numbers[start], numbers[end]): math.ceil(min(cost / unit, 2 * _MAX_CAPACITY))
+        for start, end, cost in edges
+        if cost
+    }
     shape = len(numbers), len(numbers)
     positions = np.array([*capacities], np.int32).reshape(-1, 2).T  # A flow network without values has no edges.
     graph = csr_matrix((np.fromiter(capacities.values(), np.int32), positions), shape)
     # A node is on the sink side if the sink can be reached from it in the residual network.
     residual = graph - maximum_flow(graph, 0, 1).flow
-    nodes = list(numbers)
     return {nodes[n] for n in breadth_first_order(residual.T.tocsr(), 1, return_predecessors=False)}
 
 
@@ -314,9 +305,7 @@ def _find_operands_needed(eqn: Any) -> frozenset[int]:
 def _cached(known: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
     """Return the result of ``find``, which is called only if ``known`` does not contain the result for ``key``."""
     try:
-        is_known = key in known
+        hash(key)
     except TypeError:  # Some parameters of equations, such as arrays, are not hashable.
         return find()
-    if not is_known:
-        known[key] = find()
-    return known[key]
+    return known[key] if key in known else known.setdefault(key, find())

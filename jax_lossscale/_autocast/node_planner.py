@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.constants import UNKNOWN, Interval, Intervals
 from jax_lossscale._autocast.linear_algebra import Unrounded, reason_in_reports
@@ -18,9 +18,8 @@ from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._autocast.policy import KEEP_FLOAT32, PrecisionPolicy, PrecisionRule
 from jax_lossscale._program import jaxpr, primitives
 from jax_lossscale._program.custom_rules import RULES, derivative_of
-from jax_lossscale._program.inline import Node, ValueId, inlined
-from jax_lossscale._program.location import is_in_scope, location_within
-from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.inline import Atom, Node, inlined
+from jax_lossscale._program.location import Path, is_in_scope, location_at
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
 # Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. Of the
@@ -69,16 +68,16 @@ class NodePlanner:
           constants: the intervals of the values that are constants.
         """
         eqn, name = node.eqn, node.eqn.primitive.name
-        around = (*within, *node.within)
+        path = (*within, *node.within, eqn)
         # For data movement and selections, `follows` is the kind of the node. The dtype of such a node is chosen later,
         # because its results have the dtype of its operands.
         follows = self._follows(eqn)
         if name in REWRITTEN and follows is None:
             if name == "custom_vjp_call":
-                self._match_backward_pass(eqn, around)
+                self._match_backward_pass(path)
             return NodePlan(NodeKind.CALL, is_alone=True)
         if name == primitives.IN_HALF:
-            reason = self._reason_for_fallback(eqn, around)
+            reason = self._reason_for_fallback(path)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
         # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so the scatter-add is treated like other
@@ -89,9 +88,9 @@ class NodePlanner:
             return NodePlan(NodeKind.OTHER, is_alone=True)
         if follows is NodeKind.DATA_MOVEMENT and name not in _MOVEMENT_WITH_RULES:
             return NodePlan(follows, is_alone)
-        rule = self._rule(eqn, around)
+        rule = self._rule(path)
         if primitives.is_matmul(eqn):
-            if reason := self._reason_for_float32(node, around, rule, unrounded, constants):
+            if reason := self._reason_for_float32(node, path, rule, unrounded, constants):
                 return NodePlan(NodeKind.MATMUL, reason=reason)
             if rule is not None and rule.precision == "float32_result":
                 return NodePlan(NodeKind.MATMUL, is_half=True, has_float32_result=True, reason=_reason_of(rule))
@@ -99,24 +98,25 @@ class NodePlanner:
         precision = "" if rule is None else rule.precision
         # `keep_float32` also applies to a gather, which otherwise may read a rounded copy of its table. All other data
         # movement and all selections have the dtype of their operands, even in `keep_float32`.
-        is_kept = name == "gather" and _is_in_keep_float32(eqn, around)
+        is_kept = name == "gather" and is_in_scope(KEEP_FLOAT32, path)
         if follows is not None and precision != "float32" and not is_kept:
             return NodePlan(follows, is_alone)
         return NodePlan(NodeKind.OTHER, is_alone, is_half=precision == "half" and self._can_be_half(node, constants))
 
-    def _reason_for_fallback(self, eqn: Any, around: Path) -> str:
+    def _reason_for_fallback(self, path: Path) -> str:
         """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
-        rule = self._rule(eqn, around)
+        rule = self._rule(path)
         if rule is None:
-            return _IN_KEEP_FLOAT32 if _is_in_keep_float32(eqn, around) else ""
+            return _IN_KEEP_FLOAT32 if is_in_scope(KEEP_FLOAT32, path) else ""
         return "" if rule.precision == "half" else _reason_of(rule)
 
     def _reason_for_float32(
-        self, node: Node, around: Path, rule: PrecisionRule | None, unrounded: Unrounded, constants: Intervals
+        self, node: Node, path: Path, rule: PrecisionRule | None, unrounded: Unrounded, constants: Intervals
     ) -> str:
         """Return the reason why a matmul keeps its dtypes, or "" if it is computed in half precision.
 
-        ``rule`` is the rule of the policy that matches the matmul, or None. All other arguments are those of `plan`.
+        ``path`` is the path of the matmul, and ``rule`` is the rule of the policy that matches the matmul, or None. All
+        other arguments are those of `plan`.
         """
         eqn = node.eqn
         operands = {atom.aval.dtype.name for atom in eqn.invars[:2]}
@@ -131,7 +131,7 @@ class NodePlanner:
             # The policy requires half precision, so a constant is an exception only if its range is known.
             is_possible = all(map(self._holds, filter(_is_bounded, _intervals(node, constants))))
             return "" if is_possible else f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
-        if _is_in_keep_float32(eqn, around):
+        if is_in_scope(KEEP_FLOAT32, path):
             return _IN_KEEP_FLOAT32
         if self._is_marked(eqn.params.get("precision")):
             return f"marked with the precision {eqn.params['precision']}"
@@ -195,8 +195,7 @@ class NodePlanner:
                 found |= self._node_kinds(subjaxprs(node.eqn).jaxprs[0].closed, of_masks)
             else:
                 is_mask = all(getattr(variable.aval, "dtype", None) == np.dtype(bool) for variable in node.eqn.outvars)
-                are_float32 = all(jaxpr.is_float32(graph.types[value_id]) for value_id in node.outputs)
-                is_constant = are_float32 and all(self.fits(value_id, constants) for value_id in node.outputs)
+                is_constant = all(jaxpr.is_float32(graph.types[n]) and self.fits(n, constants) for n in node.outputs)
                 follows = NodeKind.DATA_MOVEMENT if is_constant else self._follows(node.eqn)
                 found.add(of_masks if is_mask else follows)
         return found
@@ -211,7 +210,7 @@ class NodePlanner:
                 return {None}
             return self._node_kinds(derivative, of_masks=NodeKind.SELECTION)
 
-    def fits(self, atom: ValueId | Literal, constants: Intervals) -> bool:
+    def fits(self, atom: Atom, constants: Intervals) -> bool:
         """Return whether a value is a known number that half precision represents exactly."""
         known = constants.of(atom)
         low, high = known() if known is not None else UNKNOWN
@@ -243,25 +242,25 @@ class NodePlanner:
         expected = [jaxpr.with_dtype(variable.aval, self._dtype) for variable in eqn.outvars]
         return [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in expected]
 
-    def _rule(self, eqn: Any, around: Path) -> PrecisionRule | None:
+    def _rule(self, path: Path) -> PrecisionRule | None:
         """Return the first rule of the policy that matches the equation, after adding the rule to ``matched``."""
         if not self._policy.rules:
             return None
-        location = location_within(eqn, around)._replace(parameter=self._parameters.get((*around, eqn), ""))
+        location = location_at(path)._replace(parameter=self._parameters.get(path, ""))
         for rule in self._policy.rules:
-            if rule.matches(eqn.primitive.name, location):
+            if rule.matches(path[-1].primitive.name, location):
                 self.matched.add(rule)
                 return rule
         return None
 
-    def _match_backward_pass(self, eqn: Any, around: Path) -> None:
+    def _match_backward_pass(self, path: Path) -> None:
         """Mark as matched all rules that may match an operation in the backward pass of a `jax.custom_vjp` function.
 
         A rule is marked as matched if it matches the source line of the `jax.custom_vjp` function and either the layer
         of the function or a layer inside this layer. Inner layers are included because the backward pass can enter
         layers that the forward pass does not enter.
         """
-        location = location_within(eqn, around)
+        location = location_at(path)
         for rule in self._policy.rules:
             is_below = not location.layer or rule.layer.startswith(f"{location.layer}/")
             layer = "*" if is_below else rule.layer
@@ -287,7 +286,3 @@ def _is_bounded(interval: Interval) -> bool:
 
 def _reason_of(rule: PrecisionRule) -> str:
     return f"a rule of the policy: {rule!r}"
-
-
-def _is_in_keep_float32(eqn: Any, around: Path) -> bool:
-    return is_in_scope(KEEP_FLOAT32, (*around, eqn))

@@ -6,7 +6,7 @@ The module `planner` creates plans, and the module `rewrite` evaluates plans.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from jax_lossscale._autocast.constants import FindInterval
@@ -14,7 +14,7 @@ from jax_lossscale._autocast.linear_algebra import Reasons
 from jax_lossscale._autocast.segments import Segment
 from jax_lossscale._program.inline import Graph, Node, ValueId
 from jax_lossscale._program.jaxpr import size_of
-from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.location import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT, REPLICATING_DATA_MOVEMENT
 
 
@@ -51,9 +51,7 @@ class NodePlan(NamedTuple):
 FOLLOWING = (NodeKind.DATA_MOVEMENT, NodeKind.SELECTION)
 
 
-def operands_in_half(
-    node: Node, node_plan: NodePlan, half: Collection[ValueId], upcast: Collection[ValueId]
-) -> list[bool]:
+def operands_in_half(node: Node, node_plan: NodePlan, half: Set[ValueId], upcast: Set[ValueId]) -> list[bool]:
     """Return, for each operand of a node, whether the node takes the operand in half precision.
 
     Args:
@@ -83,7 +81,7 @@ class Context(NamedTuple):
     If a field is an empty sequence, every argument or result has the default value of this field.
     """
 
-    within: tuple[Any, ...] = ()  # the equations that contain the jaxpr, starting with the outermost equation
+    within: Path = ()  # the equations that contain the jaxpr, starting with the outermost equation
     half_inputs: Sequence[bool] = ()  # for each argument, whether it is passed in half precision; by default False
     # For each result, whether it is part of a residual stream in half precision; by default False.
     half_outputs: Sequence[bool] = ()
@@ -114,7 +112,7 @@ class Plan(NamedTuple):
     half_inputs: tuple[bool, ...]  # for each argument, whether it is passed in half precision
     calls: dict[int, CallPlan]  # the `CallPlan` of each node that is a `NodeKind.CALL`, by position of the node
     segments: tuple[Segment, ...]  # in the order of their evaluation
-    within: tuple[Any, ...]  # the equations that contain the jaxpr, starting with the outermost equation
+    within: Path  # the equations that contain the jaxpr, starting with the outermost equation
     is_half: bool  # whether anything in the graph is computed in half precision
     # If the planner adds reasons, the reason for each matmul and each `in_half` function that is not in half precision,
     # including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it contains such a

@@ -24,12 +24,12 @@ from jax_lossscale._autocast.min_cut import MinCut
 from jax_lossscale._autocast.node_planner import OF_ANY_DTYPE, WITH_A_RULE, NodePlanner
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.reasons import with_reasons
+from jax_lossscale._autocast.reasons import are_added, with_reasons
 from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._program import custom_rules
-from jax_lossscale._program.inline import Graph, Node, ValueId, inlined, value_ids
+from jax_lossscale._program.inline import Atom, Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import is_float32
-from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.location import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT
 from jax_lossscale._program.subjaxprs import subjaxprs
 
@@ -53,18 +53,18 @@ class Planner:
       policy: the policy.
       node_planner: determines the `NodePlan` of each node.
 
+    If the planner is created inside `adding_reasons()`, it adds the reasons why matmuls are not in half precision to
+    the name stacks of equations.
+
     Args:
       parameters: for each operation that uses a leaf of an argument, the path of the leaf.
-      adds_reasons: whether the name stacks of equations contain the reasons why matmuls are not in half precision.
     """
 
-    def __init__(
-        self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str], adds_reasons: bool = False
-    ) -> None:
+    def __init__(self, dtype: jnp.dtype, policy: PrecisionPolicy, parameters: Mapping[Path, str]) -> None:
         self.dtype = dtype
         self.policy = policy
         self.node_planner = NodePlanner(dtype, policy, parameters)
-        self._adds_reasons = adds_reasons
+        self._adds_reasons = are_added()
         self._feeding = Feeding()
         self._known_cuts: dict[Any, Any] = {}
         self._known_operands: dict[Any, Any] = {}
@@ -136,8 +136,7 @@ class Planner:
                     results = [False] * len(node.outputs)
             for result, is_half in zip(node.outputs, results, strict=True):
                 aval = graph.types[result]
-                is_stored_in_half = (is_half and not aval.weak_type) or result in rounded
-                if is_float32(aval) and is_stored_in_half:
+                if is_float32(aval) and (result in rounded or (is_half and not aval.weak_type)):
                     values.half.add(result)
         return calls, reasons
 
@@ -175,9 +174,10 @@ class Planner:
         # `plans` is empty, and `results` contains only residual streams, until the jaxprs have been planned below.
         unplanned = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
         plans = self._plan_subjaxprs(node, within, unplanned)
-        of_any_dtype = _results_of_any_dtype(eqn)
+        # Of the results of a scan, those after the final carries may be in half precision: the stacked results.
+        may_be_half = eqn.primitive.name in (*OF_ANY_DTYPE, "scan")
         results = [
-            is_in_stream or (n in of_any_dtype and all(gives_half_result(plan, n) for plan in plans))
+            is_in_stream or (may_be_half and n >= len(carries) and all(gives_half_result(plan, n) for plan in plans))
             for n, is_in_stream in enumerate(results_of_stream)
         ]
         return unplanned._replace(plans=tuple(plans), results=tuple(results))
@@ -287,18 +287,6 @@ def _results_of_stream(node: Node, stream_operands: Set[int], values: _Values) -
     return tuple(found)
 
 
-def _results_of_any_dtype(eqn: Any) -> range:
-    """Return the positions of the results that may be in half precision although the jaxpr declares float32.
-
-    If the primitive of the equation is in `OF_ANY_DTYPE`, this applies to all its results. For a scan, it applies to
-    the stacked results.
-    """
-    number = len(eqn.outvars)
-    if eqn.primitive.name in OF_ANY_DTYPE:
-        return range(number)
-    return range(len(subjaxprs(eqn).carried), number) if eqn.primitive.name == "scan" else range(0)
-
-
 def _nodes_of(segment: Segment, graph: Graph, node_plans: Sequence[NodePlan]) -> list[tuple[Node, NodePlan]]:
     """Return the nodes of a segment and their plans."""
     return [(graph.nodes[n], node_plans[n]) for n in segment.nodes]
@@ -315,13 +303,12 @@ def _with_reasons(
       within: the equations that contain the graph, starting with the outermost equation.
       in_calls: the reasons for the equations in the jaxprs of nodes.
     """
-    around = [(*within, *node.within) for node in graph.nodes]
-    with_plans = list(zip(around, graph.nodes, node_plans, strict=True))
-    of_nodes = {(*outer, node.eqn): node_plan.reason for outer, node, node_plan in with_plans if node_plan.reason}
+    paths = [(*within, *node.within, node.eqn) for node in graph.nodes]
+    of_nodes = {path: node_plan.reason for path, node_plan in zip(paths, node_plans, strict=True) if node_plan.reason}
     containing = {path[:n]: "" for path in of_nodes for n in range(1, len(path))}
     reasons = {**containing, **of_nodes, **in_calls}
-    nodes = tuple(node._replace(eqn=with_reasons(node.eqn, outer, reasons)) for outer, node, _ in with_plans)
-    return graph._replace(nodes=nodes), reasons
+    nodes = [node._replace(eqn=with_reasons(path, reasons)) for path, node in zip(paths, graph.nodes, strict=True)]
+    return graph._replace(nodes=tuple(nodes)), reasons
 
 
 def gives_half_result(plan: Plan, position: int) -> bool:
@@ -329,7 +316,7 @@ def gives_half_result(plan: Plan, position: int) -> bool:
     return _is_half(plan.graph.outputs[position], plan.half)
 
 
-def _is_half(atom: ValueId | Literal, half: Set[ValueId]) -> bool:
+def _is_half(atom: Atom, half: Set[ValueId]) -> bool:
     """Return whether an operand or a result is a value in half precision. For a literal, the result is False."""
     return not isinstance(atom, Literal) and atom in half
 

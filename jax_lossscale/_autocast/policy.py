@@ -187,14 +187,13 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _checked_recompute(recompute: Any) -> bool | float:
-    if isinstance(recompute, (bool, np.bool_)) or (is_number(recompute) and recompute in (0, 1)):
-        return bool(recompute)
-    if not is_number(recompute) or not 0 < float(recompute) < math.inf:
+    is_valid = isinstance(recompute, (bool, np.bool_)) or (is_number(recompute) and 0 <= float(recompute) < math.inf)
+    if not is_valid:
         raise ValueError(
             f"`PrecisionPolicy(recompute=...)` must be True, False, or a positive number (the cost of saving a byte), "
             f"got {recompute!r}."
         )
-    return float(recompute)
+    return bool(recompute) if recompute in (0, 1) else float(recompute)
 
 
 def _as_rule(rule: Any) -> PrecisionRule:

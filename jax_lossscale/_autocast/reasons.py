@@ -21,8 +21,7 @@ from jax_lossscale._autocast.half_function import is_fallback
 from jax_lossscale._autocast.node_planner import REWRITTEN
 from jax_lossscale._program.inline import called_plainly
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.location import HIDDEN_SCOPE, is_in_scope
-from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.location import HIDDEN_SCOPE, Path, is_in_scope
 from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._program.subjaxprs import NestedEquation, nested_equations
 
@@ -67,21 +66,20 @@ def reason_of(eqn: Any) -> str:
     return "; ".join(dict.fromkeys(name.removeprefix(_REASON) for name in names if name.startswith(_REASON)))
 
 
-def with_reasons(eqn: Any, within: tuple[Any, ...], reasons: Mapping[Path, str]) -> Any:
+def with_reasons(path: Path, reasons: Mapping[Path, str]) -> Any:
     """Return an equation with reasons added to its name stack and to the name stacks in its sub-jaxprs.
 
     Args:
-      eqn: the equation.
-      within: the equations that contain the equation, starting with the outermost equation.
+      path: the path of the equation.
       reasons: a dictionary from the paths of equations to the reasons why the equations are not in half precision. An
         equation without a reason is mapped to an empty string if its sub-jaxprs contain an equation with a reason.
     """
-    path = *within, eqn
+    eqn = path[-1]
     if path not in reasons:
         return eqn
 
     def convert(inner: Any) -> Any:
-        return with_reasons(inner, path, reasons)
+        return with_reasons((*path, inner), reasons)
 
     params = {name: with_equations(parameter, convert) for name, parameter in eqn.params.items()}
     source = eqn.source_info

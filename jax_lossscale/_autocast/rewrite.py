@@ -24,7 +24,7 @@ from jax_lossscale._autocast.segments import Segment, SegmentValue, structure_of
 from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.inline import Node, ValueId, value_ids
 from jax_lossscale._program.remat3 import checkpoint
-from jax_lossscale._program.subjaxprs import LOOPS, subjaxprs, with_jaxprs
+from jax_lossscale._program.subjaxprs import LOOPS, SubJaxpr, subjaxprs, with_jaxprs
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -111,10 +111,8 @@ class Rewriting:
                 # converted when they are computed (see `_in_segment`).
                 for value in map(SegmentValue, segment.upcast.intersection(value_ids(node.inputs))):
                     values[value] = as_float32(values[value])
-                if node_plan.kind is NodeKind.CALL:
-                    are_half: Sequence[bool] = plan.calls[position].operands
-                else:
-                    are_half = operands_in_half(node, node_plan, plan.half, segment.upcast)
+                call = plan.calls.get(position)
+                are_half = call.operands if call else operands_in_half(node, node_plan, plan.half, segment.upcast)
                 operands = self._operands(segment, node, are_half, values)
                 if node_plan.by_result is not None:
                     # The derivatives of the result and of its rounding are computed from the same saved array. The
@@ -226,10 +224,8 @@ class Rewriting:
         if evaluate_by_rule is not None:
             return evaluate_by_rule(functools.partial(self._by_rule, eqn, call), eqn, inputs)
         # JAX differentiates and transforms the new equation as usual, because only its jaxprs are replaced.
-        jaxprs = []
-        for subjaxpr, plan in zip(subjaxprs(eqn).jaxprs, call.plans, strict=True):
-            are_half = [n >= 0 and call.results[n] for n in subjaxpr.results]
-            jaxprs.append(self._traced(plan, subjaxpr.closed, are_half))
+        planned = zip(subjaxprs(eqn).jaxprs, call.plans, strict=True)
+        jaxprs = [self._traced(subjaxpr, plan, call.results) for subjaxpr, plan in planned]
         return with_jaxprs(eqn, jaxprs, inputs)
 
     def _by_rule(
@@ -262,8 +258,12 @@ class Rewriting:
         context = Context(plan.within, unrounded=() if is_backward else call.unrounded, known=known)
         return self._plan_and_evaluate(context, closed, inputs, num_declared=num_declared)
 
-    def _traced(self, plan: Plan, closed: ClosedJaxpr, are_half: Sequence[bool]) -> ClosedJaxpr:
-        """Return the rewritten jaxpr. For each result, ``are_half`` specifies whether it is in half precision."""
+    def _traced(self, subjaxpr: SubJaxpr, plan: Plan, of_equation: Sequence[bool]) -> ClosedJaxpr:
+        """Return the rewritten jaxpr of a `SubJaxpr`.
+
+        For each result of the equation that contains it, ``of_equation`` specifies whether it is in half precision.
+        """
+        closed, are_half = subjaxpr.closed, [n >= 0 and of_equation[n] for n in subjaxpr.results]
         arguments = zip(closed.in_avals, plan.half_inputs, strict=True)
         types = [jaxpr.with_dtype(aval, self.dtype) if is_half else aval for aval, is_half in arguments]
         return jax.make_jaxpr(lambda *inputs: self.declared(plan, closed, inputs, are_half))(*types)
@@ -328,6 +328,5 @@ def _key(plan: Plan, segment: Segment, num_scopes: int) -> tuple[Any, ...]:
         node = plan.graph.nodes[position]
         lines = [eqn.source_info.traceback for eqn in (*node.within, node.eqn)]
         layers = jaxpr.name_stack_of(node.eqn, node.within).stack[num_scopes:]
-        rounds_cotangent = position in segment.rounds_cotangent
-        details.append((node.eqn.ctx, plan.node_plans[position], rounds_cotangent, layers, *lines))
+        details.append((node.eqn.ctx, plan.node_plans[position], position in segment.rounds_cotangent, layers, *lines))
     return structure, *details

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from jax_lossscale._program.inline import Graph, ValueId, value_ids
+from jax_lossscale._program.inline import Atom, Graph, ValueId, value_ids
 from jax_lossscale._program.jaxpr import bytes_of, has_effects
 from jax_lossscale._program.primitives import is_cheap
 
@@ -165,7 +165,7 @@ def structure_of(
     """
     numbers: dict[ValueId, int] = {}
 
-    def numbered(atoms: Sequence[ValueId | Literal]) -> tuple[Any, ...]:
+    def numbered(atoms: Sequence[Atom]) -> tuple[Any, ...]:
         return tuple(
             key_of_literal(atom) if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
             for atom in atoms

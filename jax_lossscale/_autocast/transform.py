@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
-from jax_lossscale._autocast.reasons import are_added, autocast_scope, with_reasons
+from jax_lossscale._autocast.reasons import autocast_scope, with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._check import check_function, checked_dtype, is_dtype, shown
 from jax_lossscale._program import nnx_objects
@@ -180,13 +180,13 @@ def compute_with(
     traced = Traced(fun, args, kwargs)
     names_parameters = any(rule.parameter != "*" for rule in policy.rules)
     parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
-    planner = Planner(dtype, policy, parameters, are_added())
+    planner = Planner(dtype, policy, parameters)
     plan = planner.plan(traced.jaxpr)
     with autocast_scope():
         if plan.is_rewritten:
             outputs = Rewriting(planner).declared(plan, traced.jaxpr, traced.inputs)
         else:
-            unchanged = with_equations(traced.jaxpr, lambda eqn: with_reasons(eqn, (), plan.reasons))
+            unchanged = with_equations(traced.jaxpr, lambda eqn: with_reasons((eqn,), plan.reasons))
             outputs = jaxpr_as_fun(unchanged)(*traced.inputs)
     return traced.array_result(outputs), planner
 

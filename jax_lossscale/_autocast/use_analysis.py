@@ -20,8 +20,7 @@ from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import is_float32, size_of
-from jax_lossscale._program.location import Location
-from jax_lossscale._program.parameters import Path
+from jax_lossscale._program.location import Location, Path
 from jax_lossscale._program.subjaxprs import subjaxprs
 
 

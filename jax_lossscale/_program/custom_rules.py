@@ -87,11 +87,8 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         function = _as_function(eqn, primals, perturbed, bind)
-
-        def recorded(*values: Any) -> Any:
-            return record(*function(*values))
-
-        outputs, out_tangents = jax.jvp(recorded, [primals[n] for n in perturbed], tangents)
+        operands = [primals[n] for n in perturbed]
+        outputs, out_tangents = jax.jvp(lambda *values: record(*function(*values)), operands, tangents)
         return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)

@@ -12,13 +12,15 @@ from jax_lossscale._program.subjaxprs import CALLS, subjaxprs
 # The identifier of a value in a graph. If a jaxpr is called twice, its values have different identifiers in the two
 # calls.
 ValueId: TypeAlias = int
+# An operand or a result of a graph or node: the identifier of its value, or the literal.
+Atom: TypeAlias = ValueId | Literal
 
 
 class Node(NamedTuple):
     """An equation of a graph."""
 
     eqn: Any  # the equation in its original jaxpr
-    inputs: tuple[ValueId | Literal, ...]  # for each operand, the identifier of its value, or the literal
+    inputs: tuple[Atom, ...]  # the operands
     outputs: tuple[ValueId, ...]  # the identifiers of the results
     within: tuple[Any, ...]  # the inlined calls that contain the equation, starting with the outermost call
 
@@ -29,7 +31,7 @@ class Graph(NamedTuple):
     inputs: tuple[ValueId, ...]  # the identifiers of the jaxpr's arguments
     constants: dict[ValueId, Any]  # the values of the constants
     nodes: tuple[Node, ...]  # the equations of the jaxpr and of all inlined calls
-    outputs: tuple[ValueId | Literal, ...]  # for each result of the jaxpr, the identifier of its value, or the literal
+    outputs: tuple[Atom, ...]  # the results of the jaxpr
     types: dict[ValueId, Any]  # the type that each value has in the original jaxpr
 
 
@@ -47,21 +49,19 @@ def inlined(closed: ClosedJaxpr) -> Graph:
         types.update((first + number, variable.aval) for number, variable in enumerate(variables))
         return tuple(range(first, len(types)))
 
-    def inline(
-        jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[ValueId | Literal], within: tuple[Any, ...]
-    ) -> list[ValueId | Literal]:
-        ids: dict[Any, ValueId | Literal] = dict(zip(jaxpr.invars, inputs, strict=True))
+    def inline(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Atom], within: tuple[Any, ...]) -> list[Atom]:
+        ids: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, value_id, value in zip(jaxpr.constvars, new_ids(jaxpr.constvars), consts, strict=True):
             ids[variable], constants[value_id] = value_id, value
 
-        def read(atom: Any) -> ValueId | Literal:
+        def read(atom: Any) -> Atom:
             return atom if isinstance(atom, Literal) else ids[atom]
 
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             called = called_plainly(eqn)
             if called is not None:
-                outputs: Sequence[ValueId | Literal] = inline(called.jaxpr, called.consts, operands, (*within, eqn))
+                outputs: Sequence[Atom] = inline(called.jaxpr, called.consts, operands, (*within, eqn))
             else:
                 outputs = results = new_ids(eqn.outvars)
                 nodes.append(Node(eqn, operands, results, within))
@@ -84,6 +84,6 @@ def called_plainly(eqn: Any) -> ClosedJaxpr | None:
     return None if has_options or any(eqn.params.get("donated_invars", ())) else closed
 
 
-def value_ids(atoms: Sequence[ValueId | Literal]) -> tuple[ValueId, ...]:
-    """Return the identifiers of all ``atoms`` (operands or results of an equation) that are not literals."""
+def value_ids(atoms: Sequence[Atom]) -> tuple[ValueId, ...]:
+    """Return the identifiers of all ``atoms`` that are not literals."""
     return tuple(atom for atom in atoms if not isinstance(atom, Literal))

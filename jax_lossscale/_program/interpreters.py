@@ -103,9 +103,8 @@ class Propagation(Interpreter[Datum]):
             if not subjaxpr.is_condition
         ]
         self.within, self._location = outside
+        first, *others = results_of_jaxprs  # Only a conditional has several jaxprs.
+        results = [self.joined(values) for values in zip(first, *others, strict=True)] if others else first
         for result, operand in inner.carried:
-            (results,) = results_of_jaxprs  # A loop has exactly one body.
             self.carried_on(carries[operand], results[result])
-        if len(results_of_jaxprs) == 1:
-            return results_of_jaxprs[0]
-        return [self.joined(of_branches) for of_branches in zip(*results_of_jaxprs, strict=True)]
+        return results

@@ -43,25 +43,22 @@ class Traced:
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
         leaves, self._objects, with_leaves = nnx_objects.flattened((args, kwargs))
-        self.positions = positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
-        self.inputs = [leaves[position] for position in positions]
+        self.positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.inputs = [leaves[position] for position in self.positions]
 
         def of_inputs(*inputs: Any) -> list[Any]:
-            filled = list(leaves)
-            for position, value in zip(positions, inputs, strict=True):
-                filled[position] = value
-            (args, kwargs), objects = with_leaves(filled)
+            arrays = iter(inputs)
+            (args, kwargs), objects = with_leaves([next(arrays) if _is_array(leaf) else leaf for leaf in leaves])
             # A traced function must return everything that it changes, so the changed parts of the nnx objects become
             # additional results.
             before = nnx_objects.contents(objects)
             result = fun(*args, **kwargs)
             changed = nnx_objects.changes(objects, before)
             self._changed = list(changed)
-            self._leaves, self._structure = jax.tree.flatten((result, list(changed.values())))
+            results, self._structure = jax.tree.flatten((result, list(changed.values())))
             # Leaves that are not arrays cannot be outputs of a jaxpr. They are stored here, and `filled` returns them.
-            arrays = [leaf for leaf in self._leaves if _is_array(leaf)]
-            self._leaves = [None if _is_array(leaf) else leaf for leaf in self._leaves]
-            return arrays
+            self._leaves = [None if _is_array(leaf) else leaf for leaf in results]
+            return list(filter(_is_array, results))
 
         types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = with_remat2(jax.make_jaxpr(of_inputs)(*types))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import pathlib
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.source_info_util import summarize
+
+# The path of an equation: all equations that contain it, from the outermost to the innermost, and the equation itself.
+Path: TypeAlias = tuple[Any, ...]
 
 # JAX transformations wrap the names of scopes in their own names, as in `transpose(jvp(Dense_0))`. The name of a scope
 # may contain parentheses, as in `jvp(conv(3x3))`.
@@ -29,8 +32,8 @@ _NO_CLASSES_OF_LAYERS = {"Messenger"}  # In numpyro, a `Messenger` is an effect 
 # The path of each directory ends in a separator, because otherwise the path of `jax` would be a prefix of the path of
 # `jaxopt`.
 _LIBRARIES = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib", "stdlib"))
-_OURS = os.path.join(Path(__file__).parent.parent, "")
-_JAX = os.path.join(Path(jax.__file__).parent, "")
+_OURS = os.path.join(pathlib.Path(__file__).parent.parent, "")
+_JAX = os.path.join(pathlib.Path(jax.__file__).parent, "")
 
 
 class Location(NamedTuple):
@@ -68,15 +71,9 @@ def location_of(eqn: Any, within: Location | None = None) -> Location:
     return Location(stack, layer, source, column, functions, is_backward)
 
 
-def location_within(eqn: Any, within: Sequence[Any]) -> Location:
-    """Return the location of an equation.
-
-    ``within`` contains the enclosing equations, starting with the outermost equation.
-    """
-    location = None
-    for outer in within:
-        location = location_of(outer, location)
-    return location_of(eqn, location)
+def location_at(path: Path) -> Location:
+    """Return the location of the equation with a given path."""
+    return location_of(path[-1], location_at(path[:-1]) if len(path) > 1 else None)
 
 
 def has_own_location(eqn: Any) -> bool:
@@ -136,8 +133,8 @@ def _readable(file_name: str) -> str:
     cell = shell.compile.format_code_name(file_name) if shell else None
     if cell:
         return " ".join(cell)
-    path = Path(file_name)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    path, here = pathlib.Path(file_name), pathlib.Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _classes(frames: list[Any]) -> list[str]:

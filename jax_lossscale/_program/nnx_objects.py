@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,11 +119,10 @@ def _parts(objects: list[Any]) -> list[tuple[Any, Any]]:
 def _held(holder: Any) -> list[tuple[Any, Any]]:
     """Return the name and value of each item in a module, dictionary or list, except nnx modules and variables."""
     if isinstance(holder, list):
-        named: Iterable[tuple[Any, Any]] = enumerate(holder)
-    elif isinstance(holder, dict):
-        named = holder.items()
-    else:
-        named = vars(holder).items() if isinstance(holder, _nnx().Pytree) else ()
+        holder = dict(enumerate(holder))
+    elif isinstance(holder, _nnx().Pytree):
+        holder = vars(holder)
+    named = holder.items() if isinstance(holder, dict) else ()
     return [(name, value) for name, value in named if not _is_object(value) and not str(name).startswith("_pytree__")]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import Traced
-from jax_lossscale._program.location import Location
+from jax_lossscale._program.location import Location, Path
 from jax_lossscale._program.primitives import moved_operands
-
-# The path of an equation: all equations that contain it, from the outermost to the innermost, and the equation itself.
-Path: TypeAlias = tuple[Any, ...]
 
 
 def parameters_of_operations(traced: Traced, args: Sequence[Any], kwargs: Any) -> dict[Path, str]:

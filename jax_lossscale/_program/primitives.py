@@ -195,8 +195,7 @@ def is_cheap(eqn: Any) -> bool:
 
 def terms_per_sum(eqn: Any) -> int:
     """Return the number of terms that are summed for each element of a matmul's result, or 1 for any other equation."""
-    params = eqn.params
-    name = params["matmul"].name if eqn.primitive.name == FLOAT32_RESULT_MATMUL else eqn.primitive.name
+    name, params = operation_name(eqn), eqn.params
     if name not in MATMULS:
         return 1
     left, right = (atom.aval.shape for atom in eqn.invars[:2])

@@ -33,9 +33,7 @@ def with_remat2(closed: ClosedJaxpr) -> ClosedJaxpr:
     return result
 
 
-def checkpoint(
-    function: Callable[..., Any], policy: Callable[..., bool], prevent_cse: bool
-) -> Callable[..., list[Any]]:
+def checkpoint(function: Callable[..., Any], policy: Callable[..., bool], prevent_cse: bool) -> Callable[..., Any]:
     """Return `jax.checkpoint(function)`, traced as if the flag were not set. ``function`` returns a list of arrays."""
     checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
     if not _is_set():

@@ -30,8 +30,8 @@ from jax_lossscale._autocast.rewrite import Rewriting
 from jax_lossscale._measure.devices import vary
 from jax_lossscale._program import custom_rules
 from jax_lossscale._program.jaxpr import Traced, bind, bind_here
-from jax_lossscale._program.location import Location, location_within
-from jax_lossscale._program.parameters import Path, parameters_of_operations
+from jax_lossscale._program.location import Location, Path, location_at
+from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale.diagnostics._bits import reduced, rounded
 from jax_lossscale.diagnostics._shadow import HigherOrderRule, MeasuredRows, MeasuringEvaluator
 
@@ -82,7 +82,7 @@ def with_probes(
         parameters = parameters_of_operations(traced, args, kwargs) if names_parameters else {}
 
         def probed_matmul(eqn: Any, within: tuple[Any, ...], operands: Sequence[Any]) -> list[Any]:
-            location = location_within(eqn, within)._replace(stack="", column="", is_backward=False)
+            location = location_at((*within, eqn))._replace(stack="", column="", is_backward=False)
             site = MatmulSite(eqn.primitive.name, location._replace(parameter=parameters.get((*within, eqn), "")))
             found.setdefault(site, set()).add((*within, eqn))
             number = list(found).index(site)
