@@ -42,16 +42,18 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
     """Raise a `ValueError` if a wrapper for 16-bit parameters is followed by another transformation in `optax.chain`.
 
     The wrapper returns the difference of two 16-bit numbers. If another transformation changes this difference,
-    `optax.apply_updates` rounds the sum again, so that small updates are lost. The state of `optax.chain` is a tuple,
-    and that of `optax.named_chain` is a dictionary.
+    `optax.apply_updates` rounds the sum again, so that small updates are lost. The state of `optax.chain` is a tuple of
+    states, and that of `optax.named_chain` is a dictionary of states.
     """
-    if isinstance(state, optax.transforms.PartitionState):
-        # The inner states belong to different parameters, so their order is irrelevant.
-        children = list(state.inner_states.values())
+    of_groups = getattr(state, "inner_states", None)
+    if isinstance(of_groups, dict):
+        # `optax.partition` trains different parameters with these transformations, so their order is irrelevant.
+        children = list(of_groups.values())
     elif isinstance(state, (tuple, list, dict)):
         children = list(state.values() if isinstance(state, dict) else state)
         do_round = list(map(rounds_parameters, children))
-        is_chain = not hasattr(state, "_fields")
+        # A tuple with arrays is the state of another transformation, which contains more than inner states.
+        is_chain = not hasattr(state, "_fields") and not any(map(_tree.is_array, children))
         if is_chain and any(do_round[:-1]) and not do_round[-1]:
             raise ValueError(
                 f"`{name}` contains `optax.chain(...)`, in which `master_weights` or `stochastic_rounding` is not the "
@@ -64,10 +66,15 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
         check_rounding_is_last(child, name)
 
 
-def has_state(path: tuple[Any, ...], state: optax.OptState) -> bool:
-    """Return whether an optimizer state contains a floating-point array for the parameter at a path."""
+def paths_with_state(state: optax.OptState) -> set[tuple[str, ...]]:
+    """Return the paths of all parameters for which an optimizer state contains a floating-point array.
+
+    In the state, the path of a parameter follows the path of a pytree with the structure of the parameters, such as the
+    first moments of Adam. The result therefore contains the end of each path in the state, for all lengths.
+    """
     with_paths = jax.tree_util.tree_leaves_with_path(state)
-    return any(below[len(below) - len(path) :] == path for below, leaf in with_paths if _tree.is_inexact(leaf))
+    paths = [tuple(map(str, path)) for path, leaf in with_paths if _tree.is_inexact(leaf)]
+    return {path[start:] for path in paths for start in range(len(path) + 1)}
 
 
 def with_dtypes_of(old: optax.OptState, new: optax.OptState) -> optax.OptState:

@@ -94,8 +94,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
         is at the lower bound or its loss is not finite.
 
     Raises:
-      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message lists the
-        possible causes of the problem.
+      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message states the
+        cause, as far as the state shows it, and suggests what to check.
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
         is not an integer of at least 1.
 
@@ -135,8 +135,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
     for problem, are_stuck in problems.items():
         if np.any(are_stuck):
             run = _run_of_batch(state, int(np.argmax(are_stuck)))
-            # If a user changed the state, the last step may not look like a skipped step.
-            cause = (cause_of_last_step(run) or "skip_if") if problem == "skipped" else problem
+            cause = (problem == "skipped" and cause_of_last_step(run)) or problem
             more = "For more information, print `jls.diagnostics.explain(opt_state)`."
             sentences = [_sentence(cause, run), *advice(cause, run), more]
             raise RuntimeError(" ".join(sentences).replace("\n", " "))

@@ -134,15 +134,16 @@ def loss_scaled(
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation or already contains a `loss_scaled`, or if
-        ``loss_scale``, ``skip`` or ``record_bad_steps`` is not one of the values described above. ``update`` and
-        ``update_and_apply`` raise a `ValueError` if ``state`` was not created by ``init``, if ``value`` is not a real
-        scalar, if ``skip_if`` or ``grads_finite`` is not a boolean scalar, or if a surrounding `optax.masked` or
-        `optax.partition` masks some gradients. Instead of masking the result of `loss_scaled`, pass a masked
-        transformation as ``inner``.
+        ``loss_scale``, ``skip`` or ``record_bad_steps`` is not one of the values described above. ``init`` raises a
+        `ValueError` if `master_weights` or `stochastic_rounding` is followed by another transformation in an
+        `optax.chain`. ``update`` and ``update_and_apply`` raise a `ValueError` if ``state`` was not created by
+        ``init``, if ``value`` is not a real scalar, if ``skip_if`` or ``grads_finite`` is not a boolean scalar, or if a
+        surrounding `optax.masked` or `optax.partition` masks some gradients. Instead of masking the result of
+        `loss_scaled`, pass a masked transformation as ``inner``.
 
     Warns:
-      UserWarning: if the parameters passed to ``init`` include float16 arrays, because small updates of such parameters
-        are lost without `master_weights` or `stochastic_rounding`.
+      UserWarning: by ``init``, if the inner state contains arrays for float16 or bfloat16 parameters and ``inner``
+        contains neither `master_weights` nor `stochastic_rounding`, because small updates of such parameters are lost.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

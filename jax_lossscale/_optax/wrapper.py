@@ -24,7 +24,7 @@ from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, sho
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
 from jax_lossscale._optax.decision import Skip, StepInputs, decide, run_or_skip
-from jax_lossscale._optax.inner import check_rounding_is_last, has_state, rounds_parameters, with_dtypes_of
+from jax_lossscale._optax.inner import check_rounding_is_last, paths_with_state, rounds_parameters, with_dtypes_of
 from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
 from jax_lossscale._warn import warn_user
@@ -47,7 +47,7 @@ class Wrapper:
     """An inner optimizer, the options of `loss_scaled` for it, and the methods of the resulting transformation.
 
     A subclass can take unscaled gradients, or gradients that were computed at another scale than that of the state. It
-    overrides the class attributes and the methods `_divisor`, `_gradient_scale` and `_warn`.
+    overrides the class attributes and the methods `_divisor`, `_gradient_scale` and `_note`.
     """
 
     function: ClassVar[str] = "loss_scaled"  # the function that creates the wrapper, for error messages
@@ -98,31 +98,39 @@ class Wrapper:
         input. Parameters for which the inner state contains no array, such as frozen ones, are ignored.
         """
         with_paths = jax.tree_util.tree_leaves_with_path(params)
-        half = {
-            path: leaf.dtype.name for path, leaf in with_paths if _tree.is_half(leaf) and has_state(path, inner_state)
-        }
+        half = [(path, leaf.dtype.name) for path, leaf in with_paths if _tree.is_half(leaf)]
         rounds_params = rounds_parameters(inner_state)
+        trained = set() if rounds_params or not half else paths_with_state(inner_state)
+        losing_updates = [(path, dtype) for path, dtype in half if tuple(map(str, path)) in trained]
         # The gradients of float16 parameters are float16 arrays. If they are unscaled, they may have underflowed.
         are_unscaled = self._divisor(self.initial_loss_scale) is None and self.initial_loss_scale.checks_gradients
-        underflow = "float16" in half.values() and are_unscaled
-        if not half or (rounds_params and not underflow):
+        underflowing = [(path, dtype) for path, dtype in half if are_unscaled and dtype == "float16"]
+        found = underflowing or losing_updates
+        if not found:
             return
-        path, dtype = next(iter(half.items()))
-        share = {"bfloat16": 512, "float16": 4096}[dtype]
-        problems = [] if rounds_params else [f"updates that are smaller than 1/{share} of a parameter are lost"]
-        problems += ["unscaled gradients below 3e-8 are rounded to zero"] if underflow else []
-        fix = "Use bfloat16 or float32 parameters"
+        path, dtype = found[0]
+        problems, fix = [], "Use bfloat16 or float32 parameters"
         if not rounds_params:
+            share = {"bfloat16": 512, "float16": 4096}[dtype]
+            problems.append(f"updates that are smaller than 1/{share} of a parameter are lost")
             fix = (
-                f"To train {'bfloat16' if underflow else '16-bit'} parameters without losing updates, wrap the "
+                f"To train {'bfloat16' if underflowing else '16-bit'} parameters without losing updates, wrap the "
                 "optimizer in `jls.master_weights` or `jls.stochastic_rounding`. Otherwise, cast the parameters to "
                 "float32 with `params = jls.cast_floating(params, jnp.float32)`"
             )
+        if underflowing:
+            problems.append("unscaled gradients below 3e-8 are rounded to zero")
+        number = sum(other == dtype for _, other in found)
         warn_user(
-            f"`init(params)` got {len(half)} {dtype} parameters, the first at {jax.tree_util.keystr(path)!r}, "
-            f"so {', and '.join(problems)}. {fix}. If the parameters are in {dtype} by mistake, initialize the layers "
-            "with a float32 input, because some layers create parameters in the dtype of their input."
+            f"`init(params)` got {number} {dtype} parameters, the first at {jax.tree_util.keystr(path)!r}, so "
+            f"{', and '.join(problems)}. {fix}. {self._note(dtype)}If the parameters are in {dtype} by mistake, "
+            "initialize the layers with a float32 input, because some layers create parameters in the dtype of their "
+            "input."
         )
+
+    def _note(self, dtype: str) -> str:
+        """Return a sentence for the warning about parameters of a 16-bit dtype, followed by a space, or ""."""
+        return ""
 
     def update(
         self,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -128,7 +129,7 @@ class MixedPrecision:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
         self._shared = SharedLossScale(options["initial_loss_scale"], mesh)
-        wrapper = _UnscaledWrapper(**options, shared=self._shared)
+        wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
     def loss(self, fun: _Function, *arguments: Never, **keywords: Never) -> _Function:
@@ -250,6 +251,7 @@ class _UnscaledWrapper(Wrapper):
     argument: ClassVar[str] = "optimizer"
 
     shared: SharedLossScale
+    dtype: np.dtype[Any]  # the dtype of `autocast`
 
     def __repr__(self) -> str:
         return f"MixedPrecision.optimizer({self.initial_loss_scale!r})"
@@ -270,6 +272,11 @@ class _UnscaledWrapper(Wrapper):
         result, state = super()._step(applies, arguments)
         self.shared.source("optimizer.update", arguments.grads).write(state.loss_scale)
         return result, state
+
+    def _note(self, dtype: str) -> str:
+        # `autocast` converts only float32 values.
+        not_cast = "Matrix multiplications with bfloat16 parameters are not computed in float16. "
+        return not_cast if (self.dtype.name, dtype) == ("float16", "bfloat16") else ""
 
     def _divisor(self, loss_scale: LossScale) -> None:
         """Return ``None``, because `scaled_backward` has already unscaled the gradients."""
