@@ -169,6 +169,8 @@ class MinCut(NamedTuple):
             return None  # `jax.checkpoint` cannot save complex numbers.
         with_operands = [(*pair, self._operands(segment, *pair)) for pair in nodes]
         # The derivative of a matmul needs its operands, and the derivative of a `ByResult` needs its (rounded) result.
+        # If no node of the segment uses the rounded result, the network contains no other way to make it available
+        # than to save it.
         of_matmuls = {v for _, node_plan, values in with_operands if node_plan.kind is NodeKind.MATMUL for v in values}
         of_by_result = {
             SegmentValue(value_id, is_rounding=value_id not in self.half)
@@ -192,6 +194,7 @@ class MinCut(NamedTuple):
                 network.add_value(value, costs.saved(value), cost_recomputed, operands)
         for value in of_matmuls | of_by_result | self._needed_by_arithmetic(segment, with_operands):
             network.require(value)
+        # `jax.checkpoint` saves all inputs anyway.
         return frozenset(network.saved() - inputs)
 
     def _bytes(self, value: SegmentValue) -> int:

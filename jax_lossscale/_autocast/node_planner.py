@@ -72,6 +72,8 @@ class NodePlanner:
         # For data movement and selections, `follows` is the kind of the node. The dtype of such a node is chosen later,
         # because its results have the dtype of its operands.
         follows = self._follows(eqn)
+        # The jaxprs in such an equation are planned separately. A `jax.custom_jvp` function that only selects numbers,
+        # such as a relu, is planned as one operation instead.
         if name in REWRITTEN and follows is None:
             if name == "custom_vjp_call":
                 self._match_backward_pass(path)
@@ -96,8 +98,9 @@ class NodePlanner:
                 return NodePlan(NodeKind.MATMUL, is_half=True, has_float32_result=True, reason=_reason_of(rule))
             return NodePlan(NodeKind.MATMUL, is_half=True)
         precision = "" if rule is None else rule.precision
-        # `keep_float32` also applies to a gather, which otherwise may read a rounded copy of its table. All other data
-        # movement and all selections have the dtype of their operands, even in `keep_float32`.
+        # Data movement and selections have the dtype of their operands, even if a rule requires half precision. Only a
+        # rule that requires float32 changes this, and `keep_float32` for a gather, which otherwise may read a rounded
+        # copy of its table.
         is_kept = name == "gather" and is_in_scope(KEEP_FLOAT32, path)
         if follows is not None and precision != "float32" and not is_kept:
             return NodePlan(follows, is_alone)

@@ -63,7 +63,7 @@ def segments(graph: Graph, is_alone: Sequence[bool], is_matmul: Sequence[bool]) 
     alone: defaultdict[int, list[int]] = defaultdict(list)
     for position, level in enumerate(levels):
         (alone if is_alone[position] else together)[level].append(position)
-    # An array such as an attention mask is computed again in each segment that uses it, because this is faster than
+    # An array such as an attention mask is recomputed in each segment that uses it, because this is faster than
     # reading it from memory.
     makers = _makers_of_large_values(graph)
     groups: list[list[int]] = []

@@ -42,7 +42,8 @@ def combine(trained: chex.ArrayTree, make_rest: Callable[[], chex.ArrayTree]) ->
 def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) -> Any:
     """Return ``function(params)``, or apply ``function`` to both copies if ``params`` is an `optax.LookaheadParams`.
 
-    `optax.lookahead` uses two copies of the parameters, whereas the gradients have the structure of a single copy.
+    The parameters of `optax.lookahead` consist of two copies, the fast and the slow parameters. Gradients have
+    the structure of one copy.
     """
     if isinstance(params, optax.LookaheadParams):
         return optax.LookaheadParams(*map(function, params))

@@ -213,17 +213,18 @@ def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[floa
 
     # A tolerance of 0 means that the error of the result is ignored. The gradient of a leaf that contributes little to
     # the whole gradient has a larger tolerance, `_SMALL_LEAF` times that of the other leaves.
-    def allowed(fine: float, coarse: float) -> float:
+    def allowed(fine_change: float, coarse_change: float) -> float:
         """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
         # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
         # the function has kinks. Rounding to half precision crosses the same kinks, even if all matmuls are in float32.
-        if coarse <= 2 * fine * _COARSE / errors.PERTURBATION:
+        if coarse_change <= 2 * fine_change * _COARSE / errors.PERTURBATION:
             return tolerance
-        return min(max(coarse, tolerance), _MOST_SENSITIVE * tolerance)
+        return min(max(coarse_change, tolerance), _MOST_SENSITIVE * tolerance)
 
     tolerances = [allowed(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
     for small, large in zip(fine.leaves, coarse.leaves, strict=True):
         is_reliable = small.norm > 0 and small.relative_error <= tolerance / 2
         times = _SMALL_LEAF if small.norm < _SMALL_SHARE * fine.whole.norm else 1.0
         tolerances.append(times * allowed(small.relative_error, large.relative_error) if is_reliable else 0.0)
+    # The error of the whole gradient is never ignored, so that at least one error is always checked.
     return [*tolerances, allowed(fine.whole.relative_error, coarse.whole.relative_error)]

@@ -790,10 +790,28 @@ def test_a_copied_optimizer_shares_the_scale():
         pickle.dumps(mp.optimizer.update.__self__.shared)
 
 
-@pytest.mark.parametrize("wrapper", [lambda tx: tx, jls.master_weights, jls.stochastic_rounding])
-def test_float16_parameters_warn_about_small_gradients(wrapper):
+@pytest.mark.parametrize(
+    "optimizer", [adam(), optax.sgd(0.1), jls.master_weights(adam()), jls.stochastic_rounding(adam())]
+)
+def test_float16_parameters_warn_about_small_gradients(optimizer):
     with pytest.warns(UserWarning, match="unscaled gradients below 3e-8 are rounded to zero"):
-        jls.MixedPrecision(wrapper(adam())).optimizer.init({"weights": jnp.zeros(8, jnp.float16)})
+        jls.MixedPrecision(optimizer).optimizer.init({"weights": jnp.zeros(8, jnp.float16)})
+
+
+def test_bfloat16_parameters_warn_that_they_are_not_used_in_float16():
+    weights = jnp.ones((8, 8), jnp.bfloat16)
+
+    def is_in_float16(weights):
+        mp = jls.MixedPrecision(adam())
+        return "f16[" in str(jax.make_jaxpr(mp.loss(lambda w: jnp.sum(w @ X.T)))(weights)).replace("bf16[", "")
+
+    with pytest.warns(UserWarning, match="multiplications with bfloat16 parameters are not computed in float16"):
+        jls.MixedPrecision(adam()).optimizer.init(weights)
+    with pytest.warns(UserWarning, match=r"`params = jls.cast_floating\(params, jnp.float32\)`\. If the"):
+        jls.MixedPrecision(adam(), None, dtype=jnp.bfloat16).optimizer.init(weights)
+    # The statement of the warning is true.
+    assert not is_in_float16(weights)
+    assert is_in_float16(weights.astype(jnp.float32))
 
 
 def test_threshold_in_the_warning_about_lost_updates():

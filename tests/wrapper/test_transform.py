@@ -382,17 +382,25 @@ WARNS = {  # whether `init` warns that updates of 16-bit parameters are lost
 
 @pytest.mark.parametrize(("make", "name", "warns"), WARNS.values(), ids=WARNS)
 def test_init_warns_of_16_bit_parameters_whose_updates_are_lost(make, name, warns):
-    params = {name: SCALED[name], "float32": jnp.ones(2)}
-    message = (
-        rf"got 1 b?float16 parameters, the first at \"\['{name}'\]\", so updates that are smaller than 1/(512|4096)"
-    )
+    # Only parameters of the reported dtype are counted.
+    params = {"a": SCALED[name], "b": jnp.ones(2), **SCALED}
+    message = rf"got 2 {SCALED[name].dtype} parameters, the first at \"\['a'\]\", so updates that are smaller than 1/"
     with pytest.warns(UserWarning, match=message) if warns else contextlib.nullcontext():
         make().init(params)
+
+
+def with_counter(inner):
+    return optax.GradientTransformation(lambda params: (inner.init(params), jnp.zeros(())), inner.update)
 
 
 CHAINS = {  # the inner optimizer, and whether the wrapper is the last transformation that changes its updates
     "last": (lambda wrap: optax.chain(optax.clip(1.0), wrap(optax.adam(0.1))), True),
     "outermost": (lambda wrap: wrap(optax.chain(optax.adam(0.1), optax.scale(0.5))), True),
+    "state with an array": (lambda wrap: with_counter(wrap(optax.adam(0.1))), True),
+    "of different parameters": (
+        lambda wrap: optax.chain(*(optax.masked(wrap(optax.adam(0.1)), {"bf16": of}) for of in (True, False))),
+        True,
+    ),
     "followed": (lambda wrap: optax.chain(wrap(optax.adam(0.1)), optax.scale(0.5)), False),
     "in a named chain": (lambda wrap: optax.named_chain(("b", wrap(optax.adam(0.1))), ("a", optax.scale(0.5))), False),
     "in a partition": (
