@@ -82,10 +82,11 @@ class NodePlanner:
             reason = self._reason_for_fallback(path)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
-        # A scatter-add contains a jaxpr, but this jaxpr only adds two numbers, so the scatter-add is treated like other
-        # arithmetic.
+        # Of the operations in `WRITTEN`, only scatters contain a jaxpr. This jaxpr only adds or replaces numbers, so a
+        # scatter is treated like other arithmetic.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
-        # These equations are evaluated unchanged, whatever the policy.
+        # These equations must not be repeated, or nothing is known about their computation, so they are evaluated
+        # unchanged, whatever the policy.
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         if follows is NodeKind.DATA_MOVEMENT and name not in _MOVEMENT_WITH_RULES:

@@ -53,11 +53,11 @@ def map_copies(function: Callable[[optax.Params], Any], params: optax.Params) ->
 def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
     """Return updates for the leaves that the inner optimizer does not receive, and ``None`` for all other leaves.
 
-    Adding the updates must return the untrained leaves unchanged:
+    These updates leave the untrained leaves unchanged. As in equinox, an update of ``None`` adds nothing:
 
     | leaf of the parameters                                          | update                 |
     |-----------------------------------------------------------------|------------------------|
-    | array that cannot be trained, such as integers                  | zeros                  |
+    | array that cannot be trained, such as integers, any gradient    | zeros                  |
     | Python integer that has a gradient (a float0 array)             | zero                   |
     | floating-point array whose gradient is ``None``                 | ``None``, as in optax  |
     | Python number whose gradient is ``None``, function, random key  | ``None``               |

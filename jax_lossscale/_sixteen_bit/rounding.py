@@ -37,7 +37,10 @@ _MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32
 
 @partial(_compiled, static_argnums=1)
 def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the weights rounded to the nearest 16-bit numbers, and the remainders, from which `join` restores them.
+    """Return the weights rounded to the nearest 16-bit numbers, and the remainders, from which `join` computes them.
+
+    The reconstruction is exact for bfloat16. For float16, the fixed-point magnitude has at most 24 significant bits and
+    a unit of 2^-40, which is the precision that `master_weights` documents.
 
     Ties are rounded away from zero, because `join` infers from the highest bit of a remainder whether the magnitude was
     rounded up. The CUDA kernels of Apex for parameters with 16-bit remainders use the same rule.
@@ -56,7 +59,8 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     # Adding half a unit of the upper 16 bits rounds the magnitude to the nearest 16-bit number.
     upper = (fixed + np.uint32(0x8000)) >> 16
     lower = fixed & np.uint32(0xFFFF)
-    # A nonzero weight that is rounded to zero is at most 0x7FFF, so the highest bit of its remainder is free.
+    # The fixed-point magnitude of a nonzero weight that is rounded to zero is at most 0x7FFF, so the highest bit of its
+    # remainder is free.
     is_rounded_to_zero = (upper == 0) & (fixed != 0)
     sign = _float_bits(weights) >> 31
     lower = jnp.where(is_rounded_to_zero, lower | (sign << 15), lower)

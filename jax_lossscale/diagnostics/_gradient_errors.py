@@ -179,11 +179,13 @@ class Float32Gradients(NamedTuple):
         """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
 
         The errors of the whole gradient are computed from the measurements of all leaves, because relative errors
-        cannot be added. ``rounding`` shows which errors are rounding errors of the float32 gradient itself.
+        cannot be added. The attribute ``rounding`` shows which errors are rounding errors of the float32 gradient
+        itself.
 
         Args:
           measured: the measurements for each loss scale and each leaf.
         """
+        # For each leaf, `at_scales` contains the measurement at changed parameters, and one for each loss scale.
         of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
         reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
         size = sum(map(np.size, self.leaves.values()))

@@ -211,8 +211,6 @@ def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[floa
       coarse: the changes after a perturbation by `_COARSE`.
     """
 
-    # A tolerance of 0 means that the error of the result is ignored. The gradient of a leaf that contributes little to
-    # the whole gradient has a larger tolerance, `_SMALL_LEAF` times that of the other leaves.
     def allowed(fine_change: float, coarse_change: float) -> float:
         """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
         # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
@@ -221,6 +219,9 @@ def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[floa
             return tolerance
         return min(max(coarse_change, tolerance), _MOST_SENSITIVE * tolerance)
 
+    # A tolerance of 0 means that the error of the result is ignored, for example because a gradient is zero. The
+    # gradient of a leaf that contributes little to the whole gradient has a larger tolerance, `_SMALL_LEAF` times that
+    # of the other leaves.
     tolerances = [allowed(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
     for small, large in zip(fine.leaves, coarse.leaves, strict=True):
         is_reliable = small.norm > 0 and small.relative_error <= tolerance / 2

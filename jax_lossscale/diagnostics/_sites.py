@@ -74,7 +74,8 @@ class Dataflow(Propagation[frozenset[int]]):
     def operation(self, eqn: Any, location: Location, operands: Sequence[frozenset[int]]) -> Sequence[frozenset[int]]:
         """Add a node with a site for each measured result of an equation, and return the nodes of each result."""
         sources = self.joined(operands)
-        # A cast that JAX or `autocast` inserts is reported at the location of the operation that uses its result.
+        # An operand without a location in the source, such as a cast that JAX inserts, is reported at the location of
+        # the operation that uses it. Its new site determines the names below.
         self._locate_casts(sources, location, is_matmul(eqn))
         if eqn.primitive.name == "div":  # The derivative of a division contains an `integer_pow` at the same position.
             self._divisions.add(location.column)
