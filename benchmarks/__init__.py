@@ -55,6 +55,9 @@ ON_REQUEST = {
     "older_gpus": Benchmark(
         "autocast.older_gpus", "training steps in float16, compiled for a V100 and a T4 (group `bench-cuda`)"
     ),
+    "tpu": Benchmark(
+        "autocast.tpu", "training steps under `jls.autocast`, compiled for TPUs (group `bench-tpu`; two hours)"
+    ),
     "collectives": Benchmark(
         "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"
     ),

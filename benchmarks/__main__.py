@@ -80,7 +80,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     pages = "for accuracy, sixteen_bit and policies: write the tables and plots of the pages in docs"
     add("--docs", action="store_true", help=pages)
     add("--minutes", type=float, help="for sixteen_bit: start no training run after this number of minutes")
-    add("--resume", action="store_true", help="for sixteen_bit: reuse the outcomes of an earlier run")
+    add("--resume", action="store_true", help="for sixteen_bit and tpu: reuse the outcomes of an earlier run")
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
         if name not in everything:
@@ -98,8 +98,10 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     chosen = set(options.benchmarks)
     if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & _WITH_PAGES):
         parser.error(f"--workload requires the benchmark accuracy, and --docs requires one of {sorted(_WITH_PAGES)}")
-    if (options.minutes is not None or options.resume) and "sixteen_bit" not in chosen:
-        parser.error("--minutes and --resume require the benchmark sixteen_bit")
+    if (options.minutes is not None) and "sixteen_bit" not in chosen:
+        parser.error("--minutes requires the benchmark sixteen_bit")
+    if options.resume and not chosen & {"sixteen_bit", "tpu"}:
+        parser.error("--resume requires the benchmark sixteen_bit or tpu")
     if options.docs and (options.workload or options.quick):
         parser.error("--docs needs complete results of all workloads. Remove --workload and --quick.")
     if options.results and (options.quick or options.workload):
@@ -111,6 +113,7 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
             parser.error(f"{module} is not installed. Install the extra `{extra}`: pip install -e '.[{extra}]'")
     limits = {} if options.minutes is None else {"minutes": options.minutes}
     options.for_sixteen_bit = {"docs": options.docs, "resume": options.resume, **limits}
+    options.for_tpu = {"resume": options.resume}
     options.for_policies = {"docs": options.docs} if "policies" in chosen else {}
     options.for_accuracy = {}
     if "accuracy" in chosen:

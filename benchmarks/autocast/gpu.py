@@ -8,21 +8,22 @@ from typing import Any
 
 import jax
 import optax
+from jax.typing import DTypeLike
 
 import jax_lossscale as jls
 from benchmarks.autocast import models, untuned
 from benchmarks.autocast.models import Model, Transformer, model_of
-from benchmarks.autocast.ways import FLOAT32, WAYS
+from benchmarks.autocast.ways import FLOAT32, HALF, WAYS
 from benchmarks.gpu import cuda
 from benchmarks.gpu.gpu_program import Program, read
 from benchmarks.gpu.specifications import H100, Gpu
 from benchmarks.harness.timing import Timings
 
 
-def training_step(trained: Model, way: str) -> tuple[Any, Any]:
+def training_step(trained: Model, way: str, dtype: DTypeLike = HALF) -> tuple[Any, Any]:
     """Return a step of Adam on one batch, and a function that returns its initial state and the batch."""
-    loss = WAYS[way](trained)
-    tx = jls.loss_scaled(optax.adam(1e-3), None if way == FLOAT32 else "auto")
+    loss = WAYS[way](trained, dtype)
+    tx = jls.loss_scaled(optax.adam(1e-3), None if way == FLOAT32 else jls.loss_scale_for(dtype))
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, _ = state
@@ -64,6 +65,6 @@ def seconds_to_compile(blocks: int, rounds: int, ways: Sequence[str]) -> Timings
         arguments = network.arguments()
         jax.clear_caches()
         start = time.process_time()
-        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](network))), *arguments)
+        cuda.compile_for_one(jax.jit(jax.value_and_grad(WAYS[way](network, HALF))), *arguments)
         seconds[way].append(time.process_time() - start)
     return Timings({way: taken[-rounds:] for way, taken in seconds.items()})

@@ -5,14 +5,16 @@ The steps run on a GPU. All other tables of `autocast` contain estimates from pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from benchmarks.autocast.gpu import networks, training_step
-from benchmarks.autocast.ways import AUTOCAST, FLOAT32, MANUAL_CASTS
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF, MANUAL_CASTS
 from benchmarks.harness.compiling import WITHOUT_AUTOTUNING, compile_all, repeated
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Cell, Table, columns
@@ -32,10 +34,9 @@ _COLUMNS = columns(
     "temporaries, autocast over float32 {:.2f} | temporaries, autocast over manual casts {:.2f}"
 )
 _NOTES = (
-    "Training steps with Adam, as in the benchmarks `autocast` and `untuned`: in float32 (matmuls in TF32), and in "
-    "float16 with a loss scale. The ratios of times are medians over all rounds. The spread is the range of the ratio "
-    "of `autocast` to manual casts, from the first to the third quartile.",
-    f"Compiled with the options {' and '.join(f'`{name}={value}`' for name, value in WITHOUT_AUTOTUNING.items())}.",
+    "Training steps with Adam, as in the benchmarks `autocast` and `untuned`: in float32 (matmuls in TF32 on a GPU), "
+    "and in half precision, in float16 with a loss scale. The ratios of times are medians over all rounds. The spread "
+    "is the range of the ratio of `autocast` to manual casts, from the first to the third quartile.",
 )
 
 
@@ -45,18 +46,27 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         raise RuntimeError(
             "the benchmark on_gpu needs a GPU. On a CPU, run the benchmarks autocast and untuned instead."
         )
-    names = _QUICK_MODELS if quick else _MODELS
+    return [measured(_QUICK_MODELS if quick else _MODELS, quick, progress, HALF, WITHOUT_AUTOTUNING)]
+
+
+def measured(
+    names: Sequence[str], quick: bool, progress: Progress, dtype: DTypeLike, options: Mapping[str, Any]
+) -> Table:
+    """Return the table of some models, whose steps are timed on the device of this process."""
     models = networks()
     progress(0, "compiling")
-    steps = {f"{name}, {way}": partial(training_step, models[name], way) for way in _WAYS for name in names}
-    compiled = compile_all(steps, _PATIENCE, WITHOUT_AUTOTUNING)
+    steps = {f"{name}, {way}": partial(training_step, models[name], way, dtype) for way in _WAYS for name in names}
+    compiled = compile_all(steps, _PATIENCE, options)
     rows = []
     for n, name in enumerate(names):
         programs = {way: compiled.pop(f"{name}, {way}") for way in _WAYS if f"{name}, {way}" in compiled}
         rows.append(_row(name, programs, 5 if quick else 20, progress.part(n + len(names), 2 * len(names), name)))
         print(*rows[-1], flush=True)
-    title = f"Training steps on {jax.devices()[0].device_kind}, without autotuning"
-    return [Table(title, _COLUMNS, rows, notes=_NOTES, quick=quick)]
+    compiled_with = [
+        f"Compiled with the options {' and '.join(f'`{name}={value}`' for name, value in options.items())}."
+    ]
+    title = f"Training steps on {jax.devices()[0].device_kind} in {jnp.dtype(dtype).name}"
+    return Table(title, _COLUMNS, rows, notes=[*_NOTES, *(compiled_with if options else [])], quick=quick)
 
 
 def _row(name: str, programs: Mapping[str, tuple[Any, Any]], rounds: int, progress: Progress) -> tuple[Cell, ...]:

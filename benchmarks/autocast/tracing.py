@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jax_lossscale as jls
 from benchmarks.autocast.models import Transformer, model_of, small
-from benchmarks.autocast.ways import AUTOCAST, FLOAT32, WAYS
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF, WAYS
 from benchmarks.harness.isolation import Progress
 from benchmarks.harness.report import Mark, Table, columns
 
@@ -53,7 +53,7 @@ def _programs(blocks: int) -> Iterator[tuple[str, tuple[dict[str, Callable[..., 
     models = {f"a small {name}": model for name, model in small().items()}
     models[f"{blocks // 4} blocks of flax"] = model_of(Transformer, (2, 8, 64), blocks=blocks // 4, heads=4)
     for name, model in models.items():
-        yield name, ({way: WAYS[way](model) for way in (FLOAT32, AUTOCAST)}, model.arguments())
+        yield name, ({way: WAYS[way](model, HALF) for way in (FLOAT32, AUTOCAST)}, model.arguments())
     block = {"in": jax.ShapeDtypeStruct((32, 128), jnp.float32), "out": jax.ShapeDtypeStruct((128, 32), jnp.float32)}
     for name, function, depth in (
         (f"{blocks} blocks, one function", _residual, blocks),

@@ -7,6 +7,7 @@ New primitives are necessary because a `jax.custom_vjp` function would not suppo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype
 from jax_lossscale._program.primitives import ROUNDED, ROUNDED_COTANGENT, SAVED
+from jax_lossscale._program.subjaxprs import REMAT
 
 
 def mark_saved(value: Any) -> Any:
@@ -69,8 +71,8 @@ def _round_again(value: Any, *, dtype: jnp.dtype) -> jax.Array:
 def _round_cotangent(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent]
-    # The optimization barrier prevents the compiler from using the unrounded value.
-    return [as_dtype(jax.lax.optimization_barrier(as_dtype(cotangent, dtype)), cotangent.dtype)]
+    # The barrier prevents the compiler from using the unrounded value.
+    return [as_dtype(_barrier.bind(as_dtype(cotangent, dtype)), cotangent.dtype)]
 
 
 def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
@@ -96,3 +98,21 @@ _rounded = _of_primals(identity(ROUNDED, lambda cotangent, value, dtype: [cotang
 _rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
 mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
 jet.deflinear(_rounded)
+
+
+def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
+    """Lower `jax.checkpoint` by the rule of JAX, without the optimization barrier if `autocast` created it."""
+    if params["policy"] is is_marked_saved:
+        params["prevent_cse"] = False
+    return rule(context, *operands, **params)
+
+
+_barrier = identity("optimization_barrier", lambda cotangent, value: [cotangent])
+mlir.register_lowering(_barrier, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False))
+# Programs for TPUs do not contain the barriers of `autocast`. XLA for TPUs computes chains of arithmetic, including
+# reductions, in the kernels of the matmuls that use or produce the operands, and repeats this arithmetic if necessary.
+# A barrier would prevent both.
+mlir.register_lowering(_barrier, lambda context, value: [value], platform="tpu")
+_lowerings = getattr(mlir, "_lowerings", {})  # This table is not part of the public interface of JAX.
+for _remat in [primitive for primitive in _lowerings if primitive.name == REMAT]:
+    mlir.register_lowering(_remat, partial(_lower_checkpoint, _lowerings[_remat].rule), platform="tpu")

@@ -109,18 +109,37 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
       operands: the operand and the indices.
       batch: the dimension of the operand for each batch dimension of the indices.
     """
-    numbers = eqn.params["dimension_numbers"]
+    numbers, selected = eqn.params["dimension_numbers"], _selected(eqn, batch)
+    is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+    is_clipped = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
+
+    def by_index(x: Any, indices: Any) -> Any:
+        return bind_here(eqn, [x, indices], eqn.params)[0]
+
+    def by_mask(x: Any, indices: Any) -> Any:
+        # XLA clips the indices of a gather whose indices promise to be in bounds, and users rely on this.
+        mask, is_inside = mask_of(x, indices, is_clipped=not is_filled)
+        largest = jnp.where(mask, x, -jnp.inf).max(selected, keepdims=True)
+        if is_filled:
+            fill_value = jnp.nan if eqn.params["fill_value"] is None else eqn.params["fill_value"]
+            largest = jnp.where(is_inside, largest, fill_value)
+        return in_shape_of_result(largest, indices)
 
     @jax.custom_jvp
     def gather(x: Any, indices: Any) -> Any:
-        return bind_here(eqn, [x, indices], eqn.params)[0]
+        # XLA for TPUs does not fuse a gather with other operations, so it would write all of `x` to memory for it.
+        return jax.lax.platform_dependent(x, indices, tpu=by_mask, default=by_index)
 
     @gather.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         x, indices = primals
-        selected = _selected(eqn, batch)
+        tangent = jnp.where(mask_of(x, indices, is_clipped)[0], tangents[0], 0).sum(selected, keepdims=True)
+        return gather(x, indices), in_shape_of_result(tangent, indices)
+
+    def mask_of(x: Any, indices: Any, is_clipped: bool) -> tuple[Any, Any]:
         others = [n for n in range(indices.ndim - 1) if n not in batch]
         mask: Any = True
+        is_inside: Any = True
         for column, n in enumerate(numbers.start_index_map):
             if n in selected:
                 index = jax.lax.index_in_dim(indices, column, -1, keepdims=False)
@@ -128,23 +147,26 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
                 index = index.reshape([x.shape[n] if n in batch.values() else 1 for n in range(x.ndim)])
                 if index.dtype.itemsize < 4:  # The positions may not be representable in the dtype of the index.
                     index = index.astype(jnp.int32)
-                if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+                if is_clipped:
                     index = jnp.clip(index, 0, x.shape[n] - 1)
                 positions = jnp.arange(x.shape[n], dtype=index.dtype)
                 mask &= index == jnp.expand_dims(positions, [k for k in range(x.ndim) if k != n])
-        result = gather(x, indices)
-        tangent = jnp.where(mask, tangents[0], 0).sum(selected, keepdims=True)
-        # `tangent` has the dimensions of the operand `x`. The dimensions of the result in `offset_dims` are dimensions
-        # of `x`, and all others are dimensions of the indices. If a dimension of the indices is in `batch`, it
-        # corresponds to a dimension of `x`; otherwise, its size is 1. Transpose `tangent` accordingly.
+                is_inside &= (index >= 0) & (index < x.shape[n])
+        return mask, is_inside
+
+    def in_shape_of_result(values: Any, indices: Any) -> Any:
+        # `values` has the dimensions of the operand. The dimensions of the result in `offset_dims` are dimensions of
+        # the operand, and all others are dimensions of the indices. If a dimension of the indices is in `batch`, it
+        # corresponds to a dimension of the operand; otherwise, its size is 1. Transpose `values` accordingly.
         hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        offsets, points = iter([n for n in range(x.ndim) if n not in hidden]), iter(range(indices.ndim - 1))
-        order = [next(offsets) if n in numbers.offset_dims else batch.get(next(points)) for n in range(result.ndim)]
+        shape = eqn.outvars[0].aval.shape
+        offsets, points = iter([n for n in range(values.ndim) if n not in hidden]), iter(range(indices.ndim - 1))
+        order = [next(offsets) if n in numbers.offset_dims else batch.get(next(points)) for n in range(len(shape))]
         order = [n for n in order if n is not None]
-        # The remaining dimensions of `x` are collapsed dimensions that do not belong to the batch. Their size is 1, so
-        # the final reshape only adds and removes dimensions of size 1.
-        order += [n for n in range(x.ndim) if n not in order]
-        return result, tangent.transpose(order).reshape(result.shape)
+        # The remaining dimensions are collapsed dimensions that do not belong to the batch. Their size is 1, so the
+        # final reshape only adds and removes dimensions of size 1.
+        order += [n for n in range(values.ndim) if n not in order]
+        return values.transpose(order).reshape(shape)
 
     return [gather(*operands)]
 

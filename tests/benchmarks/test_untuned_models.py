@@ -5,7 +5,7 @@ from kinds import slow_except
 
 from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.untuned import networks, small
-from benchmarks.autocast.ways import AUTOCAST, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
+from benchmarks.autocast.ways import AUTOCAST, HALF, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
 
 pytestmark = pytest.mark.ci  # Each model is compiled four times.
 
@@ -20,7 +20,7 @@ def test_gradients_agree_with_float32(name):
     trained = Trained(small()[name], steps=0, batches=1)
     # With a half-precision residual stream, the positions in NeRF are rounded before they are multiplied by up to 2^9.
     ways = (MANUAL_CASTS, AUTOCAST) if name == "NeRF" else (MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
-    errors = {way: trained.error(WAYS[way](small()[name])) for way in ways}
+    errors = {way: trained.error(WAYS[way](small()[name], HALF)) for way in ways}
     assert max(errors.values()) < (0.05 if name in LESS_ACCURATE else 0.01), errors
     assert min(errors.values()) > 0
 

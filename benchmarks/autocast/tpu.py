@@ -1,0 +1,166 @@
+"""The benchmark ``python -m benchmarks tpu``: training steps in bfloat16 that are compiled for TPUs, but not run.
+
+XLA estimates the cycles of each operation of the program, and the size of the temporary memory is exact. Each program
+takes up to two minutes to compile. Its estimates are appended to ``results/tpu.jsonl``, and ``--resume`` reuses them.
+On a TPU, the steps are also timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from benchmarks.autocast import on_gpu
+from benchmarks.autocast.gpu import networks, training_step
+from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS
+from benchmarks.gpu.hlo import Computation, parse
+from benchmarks.gpu.kernels import turns
+from benchmarks.harness.isolation import Progress, call_apart
+from benchmarks.harness.report import Cell, Mark, Table, columns
+
+ESTIMATES = Path(__file__).parents[1] / "results" / "tpu.jsonl"
+_TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+_MODELS = (
+    *("transformer 4 x 512", "transformer 12 x 768", "12 x 768, scan and remat", "50,304 words", "ResNet-18"),
+    *("convolution net", "LSTM", "Mamba", "experts", "MLP-Mixer", "LoRA", "DiT", "diffusion UNet", "Mamba-2", "Llama"),
+)
+_QUICK_MODELS = ("LSTM",)
+_WAYS = (FLOAT32, MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
+_PATIENCE = 1200.0  # The time limit in seconds to compile a program.
+# For each way that is compared with, the largest permitted median and maximum of the cycles and the temporaries.
+_GOALS = {MANUAL_CASTS: ((1.00, 1.10), (0.95, 1.15)), FLOAT32: ((0.95, 1.00), (0.75, 1.00))}
+_COLUMNS = columns(
+    "model | cycles, manual casts {:.2f} M | over manual casts {:.2f} | over float32 {:.2f} | "
+    "half residual stream {:.2f} | temporaries, manual casts {:.0f} MiB | over manual casts {:.2f} | "
+    "over float32 {:.2f} | half residual stream {:.2f} | bytes, over manual casts {:.2f} | over float32 {:.2f}"
+)
+_NOTES = (
+    "Estimated cycles, temporary memory and accessed bytes of training steps with Adam in bfloat16, under `autocast`. "
+    "The columns for `PrecisionPolicy(half_residual_stream=True)` are relative to manual casts. XLA estimates the "
+    "cycles of a gather, a scatter and an asynchronous copy as 0. The bytes of a loop count once.",
+    "On a TPU, float32 matmuls are computed in bfloat16 by default. Arrays in VMEM (128 MiB) do not count as "
+    "temporaries.",
+)
+
+
+class Estimate(NamedTuple):
+    """Properties of a compiled program: estimated cycles, bytes of temporaries, and estimated bytes accessed."""
+
+    cycles: float
+    temporaries: float
+    bytes: float
+
+    def over(self, other: Estimate) -> Estimate:
+        """Return the ratios of the properties of this program to those of another program."""
+        return Estimate(*(mine / theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def run(quick: bool, progress: Progress, resume: bool = False) -> list[Table]:
+    """Return a table for each kind of TPU, and a table of measured times on a TPU.
+
+    Args:
+      quick: whether to compile only one model. The estimates are then not stored.
+      progress: the progress.
+      resume: whether to reuse the stored estimates of an earlier run.
+    """
+    names = _QUICK_MODELS if quick else _MODELS
+    if not quick and not resume:
+        ESTIMATES.unlink(missing_ok=True)
+    known = {} if quick else dict(_stored())
+    cases = [(kind, name, way) for kind in _TOPOLOGIES for name in names for way in _WAYS]
+    for n, case in enumerate(cases):
+        progress(n / len(cases), ", ".join(case))
+        if case not in known and (found := call_apart(estimate, *case, timeout=_PATIENCE)):
+            known[case] = found
+            print(*case, *found, flush=True)
+            if not quick:
+                with ESTIMATES.open("a") as file:
+                    file.write(json.dumps([*case, *found]) + "\n")
+    tables = [_table(kind, names, known, quick) for kind in _TOPOLOGIES]
+    return tables + (
+        [on_gpu.measured(names, quick, progress, jnp.bfloat16, {})] if jax.default_backend() == "tpu" else []
+    )
+
+
+def estimate(kind: str, name: str, way: str) -> Estimate:
+    """Compile a training step for a TPU. `estimate` must run in its own process."""
+    step, begin = training_step(networks()[name], way, jnp.bfloat16)
+    return read(compile_for_one(step, *jax.eval_shape(begin), kind=kind))
+
+
+def compile_for_one(function: Any, *arguments: Any, kind: str) -> jax.stages.Compiled:
+    """Compile a jitted function for one TPU. Only the shapes and dtypes of the arguments are used."""
+    # libtpu would otherwise look for a TPU, and wait for other processes that use libtpu.
+    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    device = topologies.get_topology_desc(platform="tpu", topology_name=_TOPOLOGIES[kind]).devices[0]
+    there = jax.sharding.SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
+    return function.trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+
+
+def read(program: jax.stages.Compiled) -> Estimate:
+    """Return the estimates of a program that is compiled for a TPU."""
+    computations, entry = parse(program.as_text() or "")
+    analysis = program.cost_analysis()
+    assert analysis is not None
+    return Estimate(
+        _cycles(computations, entry), program.memory_analysis().temp_size_in_bytes, analysis["bytes accessed"]
+    )
+
+
+def _cycles(computations: Mapping[str, Computation], computation: Computation) -> int:
+    """Return the estimated cycles of a computation, including all iterations of its loops."""
+    total = 0
+    for instruction in computation.values():
+        total += int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        if instruction.opcode == "while":
+            body = computations[instruction.attribute(r"body=%([^\s,]+)")]
+            total += turns(computations, computation, instruction) * _cycles(computations, body)
+        elif instruction.opcode in ("call", "conditional"):
+            total += max(_cycles(computations, computations[name]) for name in instruction.callees)
+    return total
+
+
+def _stored() -> Iterator[tuple[tuple[str, str, str], Estimate]]:
+    """Yield the estimates that earlier runs have stored."""
+    for line in ESTIMATES.read_text().splitlines() if ESTIMATES.exists() else ():
+        kind, name, way, *numbers = json.loads(line)
+        yield (kind, name, way), Estimate(*numbers)
+
+
+def _table(kind: str, names: Sequence[str], known: Mapping[tuple[str, str, str], Estimate], quick: bool) -> Table:
+    """Return the table of all models that are compiled in all ways."""
+    rows: list[tuple[Cell, ...]] = []
+    ratios: dict[str, list[Estimate]] = {way: [] for way in _GOALS}
+    for name in names:
+        if any((kind, name, way) not in known for way in _WAYS):
+            rows.append((name, "not compiled", *[None] * (len(_COLUMNS) - 2)))
+            continue
+        float32, manual, ours, half = (known[kind, name, way] for way in _WAYS)
+        to_manual, to_float32, of_half = ours.over(manual), ours.over(float32), half.over(manual)
+        ratios[MANUAL_CASTS].append(to_manual)
+        ratios[FLOAT32].append(to_float32)
+        rows.append(
+            (
+                *(name, manual.cycles / 1e6, to_manual.cycles, to_float32.cycles, of_half.cycles),
+                *(manual.temporaries / 2**20, to_manual.temporaries, to_float32.temporaries, of_half.temporaries),
+                *(to_manual.bytes, to_float32.bytes),
+            )
+        )
+    marks = []
+    for way, goals in _GOALS.items():
+        for what, of_what in zip(("cycles", "temporaries"), goals, strict=True):
+            values = [getattr(ratio, what) for ratio in ratios[way]]
+            for goal, statistic in zip(of_what, (statistics.median, max), strict=True):
+                name = f"TPU {kind} program (compiled, not run): autocast: {statistic.__name__} {what} over {way}"
+                marks.append(Mark(name, statistic(values) if values else None, goal))
+    return Table(f"Training steps in bfloat16 for a TPU {kind}, not run", _COLUMNS, rows, marks, _NOTES, quick)
