@@ -4,9 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-import jax
-from jax.interpreters import mlir
-
 
 def _on_tpu(*args, default=None, tpu=None, **others):
     """Replace `jax.lax.platform_dependent`."""
@@ -15,7 +12,13 @@ def _on_tpu(*args, default=None, tpu=None, **others):
 
 @contextlib.contextmanager
 def forced() -> Iterator[None]:
-    """Lower programs for a CPU as for a TPU, inside a ``with`` statement or in a process that never leaves it."""
+    """Lower programs for a CPU as for a TPU."""
+    # `conftest.py` must set the options of JAX before JAX is imported.
+    import jax
+    from jax.interpreters import mlir
+
+    import jax_lossscale._autocast.marks  # noqa: F401
+
     rules = {
         primitive: entry
         for primitive, entry in mlir._platform_specific_lowerings["tpu"].items()
@@ -31,8 +34,8 @@ def forced() -> Iterator[None]:
     jax.clear_caches()
 
 
-def pytest_configure():
-    """Start to apply the rules when pytest loads this file as a plugin."""
-    import jax_lossscale  # noqa: F401
-
-    forced().__enter__()
+def pytest_sessionstart(session):
+    """Apply the rules to all tests, if pytest loads this file as a plugin."""
+    rules = forced()
+    rules.__enter__()
+    session.config.add_cleanup(lambda: rules.__exit__(None, None, None))

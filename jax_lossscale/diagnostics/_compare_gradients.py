@@ -172,8 +172,9 @@ def compare_gradients(
       loss_scales: the loss scales to compare, a sequence of positive numbers. By default, powers of two between
         ``2**-8`` and ``2**24`` are compared. If the largest scale at which no gradient overflows is below ``2**-4``,
         or above ``2**20`` as is usual in bfloat16, powers of two around this scale are also compared.
-      reference: a float32 version of ``fun`` with the same arguments. By default, the reference is ``fun`` with float32
-        in place of half precision, as computed by `in_precision`.
+      reference: a float32 version of ``fun`` with the same arguments. It is called in a context in which the precision
+        of matmuls is `jax.lax.Precision.HIGHEST`, because GPUs and TPUs otherwise round their operands. By default, the
+        reference is ``fun`` with float32 in place of half precision, as computed by `in_precision`.
       progress: whether to show a progress bar, which needs tqdm (the extra ``progress``). By default, the bar is shown
         in terminals and notebooks after five seconds if tqdm is installed. If ``progress`` is a function, such as
         ``rich.progress.track``, this function wraps the sequence of loss scales.
@@ -225,6 +226,8 @@ def compare_gradients(
     """
     if reference is not None:
         check_function(reference, "compare_gradients(reference=...)")
+        # By default, GPUs and TPUs round the operands of float32 matmuls.
+        reference = jax.default_matmul_precision("highest")(reference)
     shown = progress_bar("compare_gradients", progress)
     dtype = checked_precision(dtype, "compare_gradients(dtype=...)")
     scales = None if loss_scales is None else _checked_scales(loss_scales)
