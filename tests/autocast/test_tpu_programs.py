@@ -1,4 +1,4 @@
-"""Programs that are compiled for a TPU, which does not have to be present. They need libtpu (``pip install jax[tpu]``)."""
+"""Programs that are compiled for a TPU, which is not necessary for it. They need libtpu: ``pip install "jax[tpu]"``."""
 
 import os
 import re

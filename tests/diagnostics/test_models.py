@@ -62,8 +62,15 @@ def test_reports_accept_leaves_that_are_not_parameters():
     def loss(params, x):
         return jnp.mean((x @ params["kernel"]) ** 2) * params["step"]
 
+    precisions = []
+
+    def reference(params, x):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return loss(params, x)
+
     under_autocast = jls.autocast(loss)
-    report = compare_gradients(under_autocast, params, X, reference=loss, loss_scales=[2.0**8])
+    report = compare_gradients(under_autocast, params, X, reference=reference, loss_scales=[2.0**8])
+    assert {*precisions} == {"highest"}  # Otherwise, TPUs would round the operands of the reference to bfloat16.
     assert report.will_train
     assert report.summary.half_matmuls == report.summary.matmuls > 0
     (leaf,) = report
