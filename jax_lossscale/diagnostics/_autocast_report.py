@@ -13,7 +13,14 @@ from jax.typing import DTypeLike
 
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons, trace_with_reasons
-from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
+from jax_lossscale._autocast.transform import (
+    HALF_STREAM,
+    checked_half_precision,
+    checked_policy,
+    compute_with,
+    in_variant,
+    without_autocast,
+)
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
@@ -148,8 +155,8 @@ def autocast_report(
     The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced but not run.
 
     Args:
-      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts or already uses `autocast`,
-        the report includes the existing casts.
+      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, the report includes them. If
+        ``fun`` already uses `autocast`, the report is the same as for the function without `autocast`.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Each array can also be a `jax.ShapeDtypeStruct`, because only the shapes and dtypes matter.
       dtype: the half-precision dtype, as in `autocast`.
@@ -209,34 +216,30 @@ def autocast_report(
 
 
 def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
-    def under(policy: PrecisionPolicy) -> Callable[..., Any]:
-        """Return the function under `autocast`, or the function itself if the dtype is float32."""
-
-        def half(*args: Any, **kwargs: Any) -> Any:
-            return compute_with(call.fun, args, kwargs, dtype, policy)[0]
-
-        return call.fun if dtype == jnp.float32 else half
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        return compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
     # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
-    half = under(policy)
+    half = call.fun if dtype == jnp.float32 else under_autocast
     program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
-    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
-    original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
     if not policy.half_residual_stream and dtype != jnp.float32:
-        half_stream = under(dataclasses.replace(policy, half_residual_stream=True))
-        accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
+        with in_variant(HALF_STREAM):
+            accessed_with_stream = _bytes_accessed(Traced(half, call.args, call.kwargs).jaxpr.jaxpr)
     entries = _operations.operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
+    original = call._replace(fun=without_autocast(call.fun))
     try:
-        bytes_before = _bytes_saved(call)
+        bytes_before = _bytes_saved(original)
     # Tracing under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
     except Exception:
         bytes_before = None
+    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
+    traced = Traced(original.fun, original.args, original.kwargs)
     half_programs = [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr]
     return AutocastReport(
         operations=tuple(entries),
@@ -246,7 +249,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
         casts=_operations.casts(program.used.jaxpr),
         opaque_operations=tuple(_operations.opaque_operations(program.used.jaxpr)),
         arguments=tuple(faults.nan),
-        not_in_half=tuple(_operations.not_in_half(original.jaxpr.jaxpr, half_programs)),
+        not_in_half=tuple(_operations.not_in_half(traced.jaxpr.jaxpr, half_programs)),
         bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
         bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )

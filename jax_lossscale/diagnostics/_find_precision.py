@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast
+from jax_lossscale._autocast.transform import without_autocast
 from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
@@ -96,7 +97,8 @@ def find_precision(
     activations.
 
     Args:
-      fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
+      fun: a scalar-valued function written for float32, as you would pass it to `autocast`. If ``fun`` already uses
+        `autocast`, the result is the same as for the function without `autocast`.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
@@ -177,7 +179,7 @@ def find_precision(
         call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
         # A float16 gradient would be rounded in the float32 reference, too.
         widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
-        return call._replace(args=widened)
+        return call._replace(fun=without_autocast(call.fun), args=widened)
 
     calls = list(map(checked, _all_batches(args, batches)))
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")
