@@ -110,9 +110,9 @@ class RangeReport(Report[OperationRange]):
       loss_scale: the loss scale at which the backward pass was evaluated.
       opaque_operations: the names of the operations that could not be evaluated in float32. For opaque operations, only
         the results are measured, and not the steps inside the operations.
-      lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
-        in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
-        listed, unless a result is NaN.
+      lost_constants: the constants that are zero or infinite in 16 bits. If the source contains a different value, they
+        are wrong in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero
+        are listed, unless a result is NaN.
       summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
         another dtype, with the reason.
       arguments: sentences that describe problems of the arguments, such as NaN.
