@@ -26,7 +26,7 @@ from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
 from jax_lossscale.diagnostics import _operations
 from jax_lossscale.diagnostics._argument_faults import argument_faults
-from jax_lossscale.diagnostics._loss_call import LossCall, check_call
+from jax_lossscale.diagnostics._loss_call import LossCall, check_call, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision
 from jax_lossscale.diagnostics._report import Report, percent
 
@@ -141,6 +141,7 @@ class AutocastReport(Report[OperationPrecision]):
         return notes
 
 
+@with_unambiguous_options
 def autocast_report(
     fun: Callable[..., Any],
     *args: Any,
@@ -163,8 +164,8 @@ def autocast_report(
       policy: the `PrecisionPolicy`, as in `autocast`.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
-      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
-        `autocast_report` must be bound to ``fun`` beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       An `AutocastReport`.

@@ -20,7 +20,7 @@ from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics._argument_faults import argument_faults
-from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search
@@ -77,6 +77,7 @@ class PrecisionReport(Report[PrecisionRule]):
         return (tested, fix) if self.loss_scale < 1 else (tested,)
 
 
+@with_unambiguous_options
 def find_precision(
     fun: Callable[..., Any],
     *args: Any,
@@ -112,8 +113,8 @@ def find_precision(
         numbers, must be equal in all batches.
       progress: whether to show a progress bar, or a function that wraps the sequence of evaluations, as in
         `compare_gradients`.
-      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
-        must be bound to ``fun`` beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       A `PrecisionReport`. Its attribute ``policy`` is a `PrecisionPolicy` for `autocast`. Each rule of the policy
