@@ -22,7 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, check_function, checked_floating_dtype, shown
+from jax_lossscale._check import (
+    check_bool_scalar,
+    check_function,
+    checked_floating_dtype,
+    is_array_or_scalar,
+    shown,
+)
 
 # The smallest and largest powers of two whose reciprocals are also normal float32 numbers. XLA can flush subnormal
 # numbers to zero.
@@ -30,8 +36,11 @@ _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126
 
 _compiled = partial(jax.jit, inline=True)
 
-# JAX does not support NumPy dtypes of these kinds: objects, bytes, strings, dates and time differences.
-_UNSUPPORTED_NUMPY_KINDS = tuple("OSUTMm")
+# JAX does not support NumPy arrays of records, objects, strings, dates, time differences and extended precision. The
+# scalar type of `np.dtypes.StringDType` is `str`.
+_UNSUPPORTED = frozenset(
+    (np.void, np.object_, np.bytes_, np.str_, str, np.datetime64, np.timedelta64, np.longdouble, np.clongdouble)
+)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -40,14 +49,20 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an array with a dtype that JAX supports, which excludes arrays of strings or objects.
+    """Return whether ``leaf`` is an array, or a `jax.ShapeDtypeStruct`, with a dtype that JAX supports.
 
     A scalar type such as ``jnp.float16``, which a model can contain as part of its configuration, has a ``dtype``
     attribute but is not an array.
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
-    return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
+    # The scalar type of float0 is `np.void`, like that of records.
+    return getattr(leaf.dtype, "type", None) not in _UNSUPPORTED or leaf.dtype == jax.dtypes.float0
+
+
+def has_values(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a NumPy or JAX array or scalar, possibly traced, with a dtype that JAX supports."""
+    return is_array_or_scalar(leaf) and is_array(leaf)
 
 
 def is_none(node: Any) -> bool:

@@ -139,11 +139,12 @@ REPORTS = {
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_options_and_keyword_arguments_are_passed_on(name):
-    def fun(x, params, *, power, label):
-        assert (type(power), label) == (int, "a")
-        return jnp.mean((x @ params["kernel"]) ** power), {"x": x, "label": label}
+    def fun(x, params, *, power, label, dates):
+        assert (type(power), label, type(dates)) == (int, "a", np.ndarray)
+        return jnp.mean((x @ params["kernel"]) ** power), {"x": x, "label": label, "dates": dates}
 
-    options = {"argnums": (0, -1), "has_aux": True, "power": 2, "label": "a"}
+    dates = np.zeros(2, "datetime64[s]")
+    options = {"argnums": (0, -1), "has_aux": True, "power": 2, "label": "a", "dates": dates}
     takes_float32 = name in ("autocast_report", "find_precision")
     params = {**PARAMS, "n": 3.0}  # Python numbers are not parameters.
     report = REPORTS[name](fun if takes_float32 else jls.autocast(fun), X, params, **options)
