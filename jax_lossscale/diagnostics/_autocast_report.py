@@ -11,16 +11,9 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
+from jax_lossscale._autocast import transform
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons, trace_with_reasons
-from jax_lossscale._autocast.transform import (
-    HALF_STREAM,
-    checked_half_precision,
-    checked_policy,
-    compute_with,
-    in_variant,
-    without_autocast,
-)
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
@@ -200,8 +193,8 @@ def autocast_report(
       ``flops`` is the number of floating-point operations, including all iterations of a scan. The body of a while loop
       and each branch of a conditional count once, because the number of their executions is unknown during tracing.
     """
-    dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
-    policy = checked_policy(policy, "autocast_report(policy=...)")
+    dtype = transform.checked_half_precision(dtype, "autocast_report(dtype=...)")
+    policy = transform.checked_policy(policy, "autocast_report(policy=...)")
     leaves, _, with_leaves = nnx_objects.flattened((args, kwargs))
     structs = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
     reports = []
@@ -218,7 +211,7 @@ def autocast_report(
 
 def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        return compute_with(call.fun, args, kwargs, dtype, policy)[0]
+        return transform.compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
     # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
@@ -229,11 +222,11 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
     if not policy.half_residual_stream and dtype != jnp.float32:
-        with in_variant(HALF_STREAM):
+        with transform.in_variant(transform.HALF_STREAM):
             accessed_with_stream = _bytes_accessed(Traced(half, call.args, call.kwargs).jaxpr.jaxpr)
     entries = _operations.operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
-    original = call._replace(fun=without_autocast(call.fun))
+    original = call._replace(fun=transform.without_autocast(call.fun))
     try:
         bytes_before = _bytes_saved(original)
     # Tracing under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.

@@ -63,10 +63,7 @@ class Finder:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = (
-                f"{lost_constants[0]}. The float32 reference also uses this value. If the source contains a different "
-                "value, keep this constant in float32."
-            )
+            lost = f"{lost_constants[0]} If the source contains a different value, keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 

@@ -29,8 +29,8 @@ class LostConstant(NamedTuple):
 
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
-        where = at(self.location.layer, self.location.source)
-        return f"The {name} in `{self.operation}`{where} is {self.value:g} in half precision"
+        where, value = at(self.location.layer, self.location.source), f"{self.value:g} in half precision"
+        return f"The {name} in `{self.operation}`{where} is {value}. The float32 reference also uses this value."
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
@@ -94,7 +94,7 @@ class _LostConstants(Propagation[_KnownValue]):
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if name == "max" and operand.number == -math.inf:
-                    continue  # The maximum of a value and minus infinity is this value.
+                    continue  # The maximum of a value and minus infinity is the value.
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     group = epsilons if name in _KEEPS_AWAY and operand.number == 0 else self.lost
                     group.append(LostConstant(name, location, operand.number))

@@ -192,7 +192,7 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{suggestions.index(o.suggestion) + 1}]"] for o in shown)]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}. The float32 reference also uses this value." for constant in self.lost_constants]
+        notes = [*self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]

@@ -220,25 +220,21 @@ def test_zero_constant_is_not_reported_as_lost():
     assert "a square root" in verdict
 
 
+def attention(y):
+    return nn.dot_product_attention(*[y[None, :, None]] * 3)
+
+
 @pytest.mark.parametrize(
-    "function",
-    [
-        jax.nn.softmax,
-        jax.nn.log_softmax,
-        lambda y: jnp.max(y, axis=-1, initial=-jnp.inf),
-        lambda y: nn.dot_product_attention(y[None, :, None], y[None, :, None], y[None, :, None]),
-    ],
+    "function", [jax.nn.softmax, jax.nn.log_softmax, attention, lambda y: jnp.maximum(y, -jnp.inf)]
 )
 def test_neutral_element_of_a_maximum_is_not_the_cause_of_a_nan(function):
     def fun(w, x):
         y = function(x.astype(half) @ w.astype(half))
         return jnp.sum(jnp.sqrt(y - y))  # here
 
-    report = compare_gradients(fun, jnp.eye(4), workloads.draw(2, 4), loss_scales=[1.0])
-    assert "returns NaN" in report.verdict
-    assert f"({line(fun)})" in report.verdict
-    assert LOST not in report.verdict
-    assert range_report(fun, jnp.eye(4), workloads.draw(2, 4), loss_scale=1.0).lost_constants == ()
+    verdict = compare_gradients(fun, jnp.eye(4), workloads.draw(2, 4), loss_scales=[1.0]).verdict
+    assert re.search(rf"^The gradients .* \({re.escape(line(fun))}\) returns NaN", verdict)
+    assert LOST not in verdict + str(range_report(fun, jnp.eye(4), workloads.draw(2, 4), loss_scale=1.0))
 
 
 def test_less_accurate_leaves_are_named():
