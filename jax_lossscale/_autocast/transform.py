@@ -27,7 +27,8 @@ from jax_lossscale._warn import warn_user
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # In the context `in_variant(variant)`, `autocast` behaves differently in all functions that are traced, including those
-# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant.
+# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant. Before jax
+# 0.7.2, this context has no effect.
 in_variant = _compat.new_cache_context()
 _OMITTED = "omitted"  # `autocast` has no effect
 HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to its policy
@@ -145,7 +146,7 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
 
     @functools.wraps(fun)
     def in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
-        if _variant() == _OMITTED:
+        if in_variant.value == _OMITTED:
             return fun(*args, **kwargs)
         result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.node_planner.matched]
@@ -180,10 +181,6 @@ class _Decorator:
         """Do nothing. Python looks up this method before it calls `__enter__`."""
 
 
-def _variant() -> str | None:
-    return getattr(in_variant, "value", None)  # Before jax 0.7.2, variants have no effect.
-
-
 def without_autocast(fun: _Function) -> _Function:
     """Return a version of a function in which `autocast` has no effect, even if the function is decorated with it."""
 
@@ -199,7 +196,7 @@ def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
     """Evaluate a function under `autocast` and return the result of the function and the `Planner`."""
-    if _variant() == HALF_STREAM:
+    if in_variant.value == HALF_STREAM:
         policy = dataclasses.replace(policy, half_residual_stream=True)
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
