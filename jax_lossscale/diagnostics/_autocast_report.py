@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -150,7 +151,7 @@ def autocast_report(
 
     Args:
       fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, the report includes them. If
-        ``fun`` already uses `autocast`, the report is the same as for the function without `autocast`.
+        ``fun`` already uses `autocast` with the same dtype and policy, the report is the same as without this use.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Each array can also be a `jax.ShapeDtypeStruct`, because only the shapes and dtypes matter.
       dtype: the half-precision dtype, as in `autocast`.
@@ -210,20 +211,22 @@ def autocast_report(
 
 
 def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
-    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+    def under_autocast(policy: PrecisionPolicy, /, *args: Any, **kwargs: Any) -> Any:
         return transform.compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
     # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
-    half = call.fun if dtype == jnp.float32 else under_autocast
+    half = call.fun if dtype == jnp.float32 else functools.partial(under_autocast, policy)
     program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
     if not policy.half_residual_stream and dtype != jnp.float32:
+        half_stream = functools.partial(under_autocast, dataclasses.replace(policy, half_residual_stream=True))
+        # If the function already uses `autocast`, the option is added to the policy of the function.
         with transform.in_variant(transform.HALF_STREAM):
-            accessed_with_stream = _bytes_accessed(Traced(half, call.args, call.kwargs).jaxpr.jaxpr)
+            accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
     entries = _operations.operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
     original = call._replace(fun=transform.without_autocast(call.fun))

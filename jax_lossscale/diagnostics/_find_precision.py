@@ -99,7 +99,7 @@ def find_precision(
 
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`. If ``fun`` already uses
-        `autocast`, the result is the same as for the function without `autocast`.
+        `autocast`, this use is ignored.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
