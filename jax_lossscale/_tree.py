@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_lossscale._check import check_bool_scalar, check_function, checked_floating_dtype, shown
+from jax_lossscale import _check
 
 # The smallest and largest powers of two whose reciprocals are also normal float32 numbers. XLA can flush subnormal
 # numbers to zero.
@@ -30,8 +30,9 @@ _SMALLEST_APPLIED, _LARGEST_APPLIED = np.float32(2.0**-126), np.float32(2.0**126
 
 _compiled = partial(jax.jit, inline=True)
 
-# JAX does not support NumPy dtypes of these kinds: objects, bytes, strings, dates and time differences.
-_UNSUPPORTED_NUMPY_KINDS = tuple("OSUTMm")
+# The scalar types of NumPy arrays that JAX rejects: records, objects, strings (`str` is the scalar type of
+# `np.dtypes.StringDType`), dates, time differences and extended precision.
+_REJECTED = np.void, np.object_, np.bytes_, np.str_, str, np.datetime64, np.timedelta64, np.longdouble, np.clongdouble
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -40,14 +41,20 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether ``leaf`` is an array with a dtype that JAX supports, which excludes arrays of strings or objects.
+    """Return whether ``leaf`` is an array, or a `jax.ShapeDtypeStruct`, with a dtype that JAX supports.
 
     A scalar type such as ``jnp.float16``, which a model can contain as part of its configuration, has a ``dtype``
     attribute but is not an array.
     """
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
-    return getattr(leaf.dtype, "kind", None) not in _UNSUPPORTED_NUMPY_KINDS
+    # The scalar type of float0 is `np.void`, like that of records.
+    return getattr(leaf.dtype, "type", None) not in _REJECTED or leaf.dtype == jax.dtypes.float0
+
+
+def has_values(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a NumPy or JAX array or scalar, possibly traced, with a dtype that JAX supports."""
+    return _check.is_array_or_scalar(leaf) and is_array(leaf)
 
 
 def is_none(node: Any) -> bool:
@@ -72,7 +79,7 @@ def check_tree(tree: Any, name: str, suggestion: str = "") -> None:
     function or a string that is passed instead of a pytree usually means that the arguments are in the wrong order.
     """
     if jax.tree_util.all_leaves([tree]) and not _is_array_or_number(tree):
-        raise ValueError(f"`{name}` must be a pytree of arrays, got {shown(tree)}. {suggestion}".rstrip())
+        raise ValueError(f"`{name}` must be a pytree of arrays, got {_check.shown(tree)}. {suggestion}".rstrip())
 
 
 def inexact_leaves(tree: chex.ArrayTree) -> list[Any]:
@@ -230,9 +237,9 @@ def cast_floating(
       (dtype('float16'), dtype('float32'))
     """
     check_tree(tree, "cast_floating(tree=...)", "The order is `cast_floating(tree, dtype)`.")
-    dtype = checked_floating_dtype(dtype, "cast_floating(dtype=...)")
+    dtype = _check.checked_floating_dtype(dtype, "cast_floating(dtype=...)")
     if where is not None:
-        check_function(where, "cast_floating(where=...)", "The function receives the path and the leaf.")
+        _check.check_function(where, "cast_floating(where=...)", "The function receives the path and the leaf.")
 
     def is_chosen(path: tuple[Any, ...], leaf: Any) -> bool:
         return is_floating(leaf) and (where is None or bool(where(path, leaf)))
@@ -273,7 +280,7 @@ def select_tree(pred: ArrayLike, on_true: chex.ArrayTree, on_false: chex.ArrayTr
       >>> jls.select_tree(jnp.array(False), new, old)
       {'mean': Array(1., dtype=float32)}
     """
-    check_bool_scalar(pred, "select_tree(pred=...)")
+    _check.check_bool_scalar(pred, "select_tree(pred=...)")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:  # type: ignore[operator]

@@ -42,7 +42,7 @@ LAYERS = {
     "_optax": CORE | {"optax"},
     "_sixteen_bit": CORE | {"_optax", "optax"},
     "_program": {"_check", "_tree"},
-    "_autocast": {"_check", "_program", "_warn"},
+    "_autocast": {"_check", "_compat", "_program", "_warn"},
     "_trainers": CORE | {"_autocast", "_gradients", "_optax", "_program", "optax"},
     "diagnostics": MIDDLE,
     "interop": MIDDLE,

@@ -48,8 +48,11 @@ LEAVES = {
     "bool": (lambda: jnp.ones(2, bool), None),
     "float0": (lambda: np.zeros(2, jax.dtypes.float0), None),
     "random key": (lambda: jax.random.key(0), None),
-    "numpy strings": (lambda: np.array(["a", "b"]), None),
-    "numpy objects": (lambda: np.array([None, "b"]), None),
+    **{
+        f"numpy {dtype}": (partial(np.zeros, 2, dtype), None)
+        for dtype in ("str", "bytes", "object", "datetime64[s]", "timedelta64[s]", "f4, i4", "V4", "longdouble")
+    },
+    "numpy date": (lambda: np.datetime64("2026-12-01"), None),
     "class of numbers": (lambda: jnp.float16, None),
     "numpy class of numbers": (lambda: np.float16, None),
     "dtype": (lambda: np.dtype(np.float16), None),
@@ -338,7 +341,7 @@ class NeverEqual:
 
 
 def test_select_tree_accepts_equal_or_identical_leaves():
-    name, its_copy, odd, names = "adam", "".join(["ad", "am"]), NeverEqual(), np.array(["a", "b"])
+    name, its_copy, odd, names = "adam", "".join(["ad", "am"]), NeverEqual(), np.zeros(2, "U1, f4")
     assert name is not its_copy
     selected = jls.select_tree(False, [name, odd, names], [its_copy, odd, names.copy()])
     assert all(leaf is expected for leaf, expected in zip(selected, [name, odd, names], strict=True))

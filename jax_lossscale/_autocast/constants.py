@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._program.inline import Atom, Graph, Node, ValueId, inlined, value_ids
 from jax_lossscale._program.jaxpr import has_effects, jaxprs_of
 from jax_lossscale._program.primitives import IN_HALF, OPAQUE, is_cast_to_integer, is_matmul, moved_operands
+from jax_lossscale._program.subjaxprs import subjaxprs
 
 
 class Interval(NamedTuple):
@@ -158,6 +159,11 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
         numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, the value of n rem 0 is n.
+    elif name == "custom_linear_solve":
+        for solver in subjaxprs(eqn).jaxprs:
+            known = [functools.partial(Interval, *operands[n]) for n in solver.operands]
+            find = known_results(solver.closed, known)[position]
+            numbers = [*(find() if find else UNKNOWN)]
     elif name in ("cos", "sin"):
         numbers = [-1, 1]
     elif name == "reduce_sum":

@@ -102,7 +102,7 @@ class Feeding:
         """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
-        if eqn.primitive.name in primitives.LINEAR_ALGEBRA:
+        if eqn.primitive.name in primitives.LINEAR_ALGEBRA and not jaxprs:
             return [_FACTORED] * len(eqn.invars), of_results
         if primitives.is_matmul(eqn):
             is_factored = not (_FACTORED | _IN_PRODUCT).isdisjoint(outputs[0])

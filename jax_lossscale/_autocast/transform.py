@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from jax_lossscale import _compat
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import autocast_scope, with_reasons
@@ -24,6 +25,13 @@ from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# In the context `in_variant(variant)`, `autocast` behaves differently in all functions that are traced, including those
+# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant. Before jax
+# 0.7.2, this context has no effect.
+in_variant = _compat.new_cache_context()
+_OMITTED = "omitted"  # `autocast` has no effect
+HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to its policy
 
 
 @overload
@@ -138,6 +146,8 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
 
     @functools.wraps(fun)
     def in_mixed_precision(*args: Any, **kwargs: Any) -> Any:
+        if in_variant.value == _OMITTED:
+            return fun(*args, **kwargs)
         result, planner = compute_with(fun, args, kwargs, dtype, policy)
         unmatched = [rule for rule in policy.rules if rule not in planner.node_planner.matched]
         if unmatched:
@@ -171,10 +181,23 @@ class _Decorator:
         """Do nothing. Python looks up this method before it calls `__enter__`."""
 
 
+def without_autocast(fun: _Function) -> _Function:
+    """Return a version of a function in which `autocast` has no effect, even if the function is decorated with it."""
+
+    @functools.wraps(fun)
+    def original(*args: Any, **kwargs: Any) -> Any:
+        with in_variant(_OMITTED):
+            return fun(*args, **kwargs)
+
+    return original  # type: ignore[return-value]
+
+
 def compute_with(
     fun: Callable[..., Any], args: Any, kwargs: Any, dtype: jnp.dtype, policy: PrecisionPolicy
 ) -> tuple[Any, Planner]:
     """Evaluate a function under `autocast` and return the result of the function and the `Planner`."""
+    if in_variant.value == HALF_STREAM:
+        policy = dataclasses.replace(policy, half_residual_stream=True)
     fun, its_object = nnx_objects.with_its_object(fun)
     args = (*its_object, *args)
     traced = Traced(fun, args, kwargs)

@@ -55,12 +55,12 @@ def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> o
 
     These updates leave the untrained leaves unchanged. As in equinox, an update of ``None`` adds nothing:
 
-    | leaf of the parameters                                          | update                 |
-    |-----------------------------------------------------------------|------------------------|
-    | array that cannot be trained, such as integers, any gradient    | zeros                  |
-    | Python integer that has a gradient (a float0 array)             | zero                   |
-    | floating-point array whose gradient is ``None``                 | ``None``, as in optax  |
-    | Python number whose gradient is ``None``, function, random key  | ``None``               |
+    | leaf of the parameters                                                     | update                 |
+    |----------------------------------------------------------------------------|------------------------|
+    | array of integers, booleans or float0 (with any gradient)                  | zeros                  |
+    | Python integer or boolean that has a gradient (a float0 array)             | zero                   |
+    | frozen array: a float or complex array whose gradient is ``None``          | ``None``, as in optax  |
+    | Python number whose gradient is ``None``, function, string, random key     | ``None``               |
 
     If ``params`` is ``None``, the gradients themselves are returned. A gradient of ``None`` can stand for a whole
     subtree of the parameters, so the parameters are mapped below each leaf of the gradients.

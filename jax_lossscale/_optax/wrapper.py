@@ -223,7 +223,7 @@ class Wrapper:
         self._check_keyword_arguments(method, inputs, extra_args)
         self._check_gradients(f"{method}({argument}=...)", grads, params, state.loss_scale)
         arguments = arguments._replace(grads=_tree.inexact_only(grads), params=only_trained(params, grads))
-        are_operands = all(map(_is_array_or_number, jax.tree.leaves(arguments._replace(extra_args={}))))
+        are_operands = all(map(_is_operand, jax.tree.leaves(arguments._replace(extra_args={}))))
         is_compiled = are_operands and all(map(is_concrete_array, jax.tree.leaves(extra_args)))
         return (self._compiled_step if is_compiled else self._step)(method == "update_and_apply", arguments)
 
@@ -301,9 +301,11 @@ def _widened(tree: chex.ArrayTree, loss_scale: LossScale) -> chex.ArrayTree:
 
 
 def is_concrete_array(leaf: Any) -> bool:
+    """Return whether ``leaf`` is an array with a dtype that JAX supports, and is neither traced nor a NumPy scalar."""
     is_array = isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and _tree.is_array(leaf))
     return is_array and not isinstance(leaf, jax.core.Tracer)
 
 
-def _is_array_or_number(leaf: Any) -> bool:
+def _is_operand(leaf: Any) -> bool:
+    """Return whether ``leaf`` can be an argument of the compiled step."""
     return is_concrete_array(leaf) or isinstance(leaf, (np.generic, bool, int, float, complex))

@@ -17,6 +17,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.location import has_own_location
 from jax_lossscale._program.remat3 import with_remat2
+from jax_lossscale._tree import has_values
 
 _ASSUMED_LENGTH = 2**20  # of a symbolic dimension
 
@@ -43,12 +44,12 @@ class Traced:
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, dtype: Any = None) -> None:
         leaves, self._objects, with_leaves = nnx_objects.flattened((args, kwargs))
-        self.positions = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
+        self.positions = [position for position, leaf in enumerate(leaves) if has_values(leaf)]
         self.inputs = [leaves[position] for position in self.positions]
 
         def of_inputs(*inputs: Any) -> list[Any]:
             arrays = iter(inputs)
-            (args, kwargs), objects = with_leaves([next(arrays) if _is_array(leaf) else leaf for leaf in leaves])
+            (args, kwargs), objects = with_leaves([next(arrays) if has_values(leaf) else leaf for leaf in leaves])
             # A traced function must return everything that it changes, so the changed parts of the nnx objects become
             # additional results.
             before = nnx_objects.contents(objects)
@@ -57,8 +58,8 @@ class Traced:
             self._changed = list(changed)
             results, self._structure = jax.tree.flatten((result, list(changed.values())))
             # Leaves that are not arrays cannot be outputs of a jaxpr. They are stored here, and `filled` returns them.
-            self._leaves = [None if _is_array(leaf) else leaf for leaf in results]
-            return list(filter(_is_array, results))
+            self._leaves = [None if has_values(leaf) else leaf for leaf in results]
+            return list(filter(has_values, results))
 
         types = self.inputs if dtype is None else [with_dtype(jax.typeof(leaf), dtype) for leaf in self.inputs]
         self.jaxpr = with_remat2(jax.make_jaxpr(of_inputs)(*types))
@@ -90,12 +91,6 @@ class Traced:
         result, changed = self.filled(outputs)
         nnx_objects.change(self._objects, dict(zip(self._changed, changed, strict=True)))
         return result
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSU"  # JAX does not support arrays of objects (O) or strings (S, U).
-    return isinstance(leaf, jax.Array)
 
 
 def is_half(aval: Any) -> bool:

@@ -150,11 +150,22 @@ def _cond(eqn: Any) -> SubJaxprs:
     return SubJaxprs(tuple(_subjaxpr(branch, range(1, len(eqn.invars))) for branch in eqn.params["branches"]))
 
 
+def _solve(eqn: Any) -> SubJaxprs:
+    """Return the solver of a system ``x = b``, as in `jls.unscale_gradient`. Other systems have no sub-jaxprs."""
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    matrix = jaxprs.matvec.jaxpr
+    # The operands are the constants of the four functions, in the order of `lengths`, and the right sides.
+    first, right_sides = lengths.matvec + lengths.vecmat, range(sum(lengths), len(eqn.invars))
+    is_identity = matrix.outvars == matrix.invars[lengths.matvec :]
+    return SubJaxprs((_subjaxpr(jaxprs.solve, [*range(first, first + lengths.solve), *right_sides]),) * is_identity)
+
+
 _SUBJAXPRS_OF: dict[str, Callable[[Any], SubJaxprs]] = {
     **dict.fromkeys((*CALLS, REMAT, *CUSTOM_CALLS), _called),
     **dict.fromkeys(("custom_vmap_call", "linear_call", "shard_map", "composite", "program_order"), _called),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _solve,
 }
 HIGHER_ORDER = frozenset(_SUBJAXPRS_OF)

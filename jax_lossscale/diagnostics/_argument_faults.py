@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jax_lossscale import _tree
 from jax_lossscale.diagnostics._loss_call import LossCall
@@ -24,15 +23,12 @@ class ArgumentFaults(NamedTuple):
 
 def argument_faults(call: LossCall) -> ArgumentFaults:
     """Return, for all arguments of a call, the numbers of non-finite elements and the largest magnitudes."""
-    reports = reports_of_named([pair for leaves in call.named_leaves() for pair in leaves if _has_values(pair[1])])
+    inexact = (pair for leaves in call.named_leaves() for pair in leaves if _tree.is_inexact(pair[1]))
+    abstract = jax.core.Tracer, jax.ShapeDtypeStruct
+    reports = reports_of_named([(name, leaf) for name, leaf in inexact if not isinstance(leaf, abstract)])
     nan = [_nonfinite(leaf) for leaf in reports if leaf.nan]
     infinite = [_nonfinite(leaf) for leaf in reports if leaf.nonfinite and not leaf.nan]
     return ArgumentFaults(nan, infinite, {leaf.path: leaf.largest_finite or 0.0 for leaf in reports})
-
-
-def _has_values(leaf: Any) -> bool:
-    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex))
-    return is_array and _tree.is_inexact(leaf) and not isinstance(leaf, jax.core.Tracer)
 
 
 def _nonfinite(leaf: LeafReport) -> str:

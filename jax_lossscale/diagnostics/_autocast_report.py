@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -11,15 +12,15 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.typing import DTypeLike
 
+from jax_lossscale._autocast import transform
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import adding_reasons, trace_with_reasons
-from jax_lossscale._autocast.transform import checked_half_precision, checked_policy, compute_with
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced, size_of
 from jax_lossscale._program.subjaxprs import REMAT, jaxprs_in, nested_equations
 from jax_lossscale.diagnostics import _operations
 from jax_lossscale.diagnostics._argument_faults import argument_faults
-from jax_lossscale.diagnostics._loss_call import LossCall, check_call
+from jax_lossscale.diagnostics._loss_call import LossCall, check_call, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary, OperationPrecision
 from jax_lossscale.diagnostics._report import Report, percent
 
@@ -134,6 +135,7 @@ class AutocastReport(Report[OperationPrecision]):
         return notes
 
 
+@with_unambiguous_options
 def autocast_report(
     fun: Callable[..., Any],
     *args: Any,
@@ -148,16 +150,16 @@ def autocast_report(
     The value and the gradient of ``jls.autocast(fun, dtype, policy=policy)`` are traced but not run.
 
     Args:
-      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts or already uses `autocast`,
-        the report includes the existing casts.
+      fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, the report includes them. If
+        ``fun`` already uses `autocast` with the same dtype and policy, the report is the same as without this use.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Each array can also be a `jax.ShapeDtypeStruct`, because only the shapes and dtypes matter.
       dtype: the half-precision dtype, as in `autocast`.
       policy: the `PrecisionPolicy`, as in `autocast`.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
       has_aux: whether ``fun`` also returns auxiliary data, as in `jax.value_and_grad`.
-      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
-        `autocast_report` must be bound to ``fun`` beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       An `AutocastReport`.
@@ -192,8 +194,8 @@ def autocast_report(
       ``flops`` is the number of floating-point operations, including all iterations of a scan. The body of a while loop
       and each branch of a conditional count once, because the number of their executions is unknown during tracing.
     """
-    dtype = checked_half_precision(dtype, "autocast_report(dtype=...)")
-    policy = checked_policy(policy, "autocast_report(policy=...)")
+    dtype = transform.checked_half_precision(dtype, "autocast_report(dtype=...)")
+    policy = transform.checked_policy(policy, "autocast_report(policy=...)")
     leaves, _, with_leaves = nnx_objects.flattened((args, kwargs))
     structs = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
     reports = []
@@ -209,34 +211,32 @@ def autocast_report(
 
 
 def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> AutocastReport:
-    def under(policy: PrecisionPolicy) -> Callable[..., Any]:
-        """Return the function under `autocast`, or the function itself if the dtype is float32."""
-
-        def half(*args: Any, **kwargs: Any) -> Any:
-            return compute_with(call.fun, args, kwargs, dtype, policy)[0]
-
-        return call.fun if dtype == jnp.float32 else half
+    def under_autocast(policy: PrecisionPolicy, /, *args: Any, **kwargs: Any) -> Any:
+        return transform.compute_with(call.fun, args, kwargs, dtype, policy)[0]
 
     # The arrays in the arguments are known, although this function runs inside `jax.eval_shape`.
     with jax.ensure_compile_time_eval():
         faults = argument_faults(call)
-    half = under(policy)
+    half = call.fun if dtype == jnp.float32 else functools.partial(under_autocast, policy)
     program = trace_with_reasons(jax.value_and_grad(half, call.argnums, has_aux=True), call.args, call.kwargs)
-    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
-    original = Traced(call.fun, call.args, call.kwargs)
     with adding_reasons():
         forward = Traced(half, call.args, call.kwargs)
     accessed_with_stream = None
     if not policy.half_residual_stream and dtype != jnp.float32:
-        half_stream = under(dataclasses.replace(policy, half_residual_stream=True))
-        accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
+        half_stream = functools.partial(under_autocast, dataclasses.replace(policy, half_residual_stream=True))
+        # If the function already uses `autocast`, the option is added to the policy of the function.
+        with transform.in_variant(transform.HALF_STREAM):
+            accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
     entries = _operations.operations(program.used.jaxpr, dtype)
     entries.sort(key=lambda entry: (not entry.is_matmul, entry.dtype == dtype.name, -entry.flops, entry.index))
+    original = call._replace(fun=transform.without_autocast(call.fun))
     try:
-        bytes_before = _bytes_saved(call)
+        bytes_before = _bytes_saved(original)
     # Tracing under `autocast` succeeded, so an error without `autocast` means that a kernel requires 16-bit inputs.
     except Exception:
         bytes_before = None
+    # Differentiation removes the equations of `in_half` functions, so the functions themselves are traced as well.
+    traced = Traced(original.fun, original.args, original.kwargs)
     half_programs = [forward.jaxpr.jaxpr, program.traced.jaxpr.jaxpr]
     return AutocastReport(
         operations=tuple(entries),
@@ -246,7 +246,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
         casts=_operations.casts(program.used.jaxpr),
         opaque_operations=tuple(_operations.opaque_operations(program.used.jaxpr)),
         arguments=tuple(faults.nan),
-        not_in_half=tuple(_operations.not_in_half(original.jaxpr.jaxpr, half_programs)),
+        not_in_half=tuple(_operations.not_in_half(traced.jaxpr.jaxpr, half_programs)),
         bytes_accessed=_bytes_accessed(forward.jaxpr.jaxpr),
         bytes_accessed_with_half_residual_stream=accessed_with_stream,
     )

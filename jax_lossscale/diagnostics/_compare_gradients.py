@@ -15,7 +15,7 @@ from jax_lossscale._check import check_function, is_number
 from jax_lossscale.diagnostics._finding import Finder
 from jax_lossscale.diagnostics._gradient_errors import LARGE_ERROR, LARGE_LEAF_ERROR, LeafGradientError, errors_by_scale
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import check_call
+from jax_lossscale.diagnostics._loss_call import check_call, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Report, percent_of_error, power_of_two, progress_bar
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
@@ -146,6 +146,7 @@ class GradientComparison(Report[LeafGradientError]):
         return sorted(ends)
 
 
+@with_unambiguous_options
 def compare_gradients(
     fun: Callable[..., Any],
     *args: Any,
@@ -179,8 +180,8 @@ def compare_gradients(
       progress: whether to show a progress bar, which needs tqdm (the extra ``progress``). By default, the bar is shown
         in terminals and notebooks after five seconds if tqdm is installed. If ``progress`` is a function, such as
         ``rich.progress.track``, this function wraps the sequence of loss scales.
-      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of
-        `compare_gradients` must be bound to ``fun`` beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       A `GradientComparison`.

@@ -357,5 +357,5 @@ def _reports_of_arrays(tree: chex.ArrayTree | None) -> list[LeafReport]:
     Leaves without values, such as a `jax.ShapeDtypeStruct`, and Python floats, such as a dropout rate, are ignored.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [pair for pair in with_paths if isinstance(pair[1], (jax.Array, np.ndarray, np.generic))]
-    return reports_of_named([(jax.tree_util.keystr(path), leaf) for path, leaf in arrays if _tree.is_inexact(leaf)])
+    arrays = [pair for pair in with_paths if _tree.has_values(pair[1]) and _tree.is_inexact(pair[1])]
+    return reports_of_named([(jax.tree_util.keystr(path), leaf) for path, leaf in arrays])

@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 
 from jax_lossscale import _tree
 from jax_lossscale._autocast import PrecisionPolicy, PrecisionRule, autocast
+from jax_lossscale._autocast.transform import without_autocast
 from jax_lossscale._check import checked_dtype, is_number
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._warn import warn_user
 from jax_lossscale.diagnostics import _gradient_errors as errors
 from jax_lossscale.diagnostics._argument_faults import argument_faults
-from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call
+from jax_lossscale.diagnostics._loss_call import Leaves, LossCall, check_call, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._precision_probes import FLOAT32, MatmulSite
 from jax_lossscale.diagnostics._precision_search import Search
@@ -76,6 +77,7 @@ class PrecisionReport(Report[PrecisionRule]):
         return (tested, fix) if self.loss_scale < 1 else (tested,)
 
 
+@with_unambiguous_options
 def find_precision(
     fun: Callable[..., Any],
     *args: Any,
@@ -96,7 +98,8 @@ def find_precision(
     activations.
 
     Args:
-      fun: a scalar-valued function written for float32, as you would pass it to `autocast`.
+      fun: a scalar-valued function written for float32, as you would pass it to `autocast`. If ``fun`` already uses
+        `autocast`, this use is ignored.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
@@ -110,8 +113,8 @@ def find_precision(
         numbers, must be equal in all batches.
       progress: whether to show a progress bar, or a function that wraps the sequence of evaluations, as in
         `compare_gradients`.
-      **kwargs: the keyword arguments of ``fun``. A keyword argument with the same name as an option of `find_precision`
-        must be bound to ``fun`` beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       A `PrecisionReport`. Its attribute ``policy`` is a `PrecisionPolicy` for `autocast`. Each rule of the policy
@@ -177,7 +180,7 @@ def find_precision(
         call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
         # A float16 gradient would be rounded in the float32 reference, too.
         widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
-        return call._replace(args=widened)
+        return call._replace(fun=without_autocast(call.fun), args=widened)
 
     calls = list(map(checked, _all_batches(args, batches)))
     dtype = checked_dtype(dtype, "find_precision(dtype=...)")

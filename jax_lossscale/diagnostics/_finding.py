@@ -63,7 +63,7 @@ class Finder:
             sentences.append(of_zeros(self._errors.leaves))
         lost_constants = [each for each in self._gradients.lost_constants if each.is_epsilon or is_in_vain]
         if lost_constants:
-            lost = f"{lost_constants[0]}. The float32 reference also uses this value. Keep this constant in float32."
+            lost = f"{lost_constants[0]} If the source contains a different value, keep this constant in float32."
             sentences.insert(0 if is_in_vain else len(sentences), lost)
         return finding._replace(sentences=sentences)
 
@@ -121,7 +121,7 @@ class Finder:
         """Return the finding for a function whose loss or gradients are not finite even in float32."""
         gradients, faults = self._gradients, self._gradients.argument_faults
         is_explained = faults.nan or gradients.lost_constants
-        made = [] if is_explained else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
+        made = [] if faults.nan else [o for o in self._ranges(self._errors.scales[0]).bad if math.isnan(o.largest)]
         index = (
             "No arithmetic operation creates a NaN. Look for an operation that overflows in float32, for a constant "
             "that is not finite, and for an index that is out of range (for which `jnp.take` returns NaN)."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jax_lossscale._check import as_argnums, check_flag, check_function
 from jax_lossscale._gradients.scaled import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
+
+_Report = TypeVar("_Report", bound=Callable[..., Any])
 
 
 class LossCall(NamedTuple):
@@ -73,6 +76,35 @@ def value_and_leaves(program: Traced, outputs: Sequence[Any]) -> tuple[Any, dict
     ((value, _), grads), _ = program.filled(outputs)
     with_paths = jax.tree_util.tree_leaves_with_path(grads)
     return value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
+
+
+def with_unambiguous_options(report: _Report) -> _Report:
+    """Decorate a report so that it raises a `ValueError` if an option can also be a keyword argument of the function.
+
+    This is the case if the function has a parameter with the name of the option, unless a positional argument sets it.
+    """
+    options = {*inspect.getfullargspec(report).kwonlyargs}
+
+    @functools.wraps(report)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in options & {*kwargs}:
+            if args and _accepts(args[0], args[1:], name):
+                raise ValueError(
+                    f"`{report.__name__}({name}=...)` is ambiguous, because `fun` also has a parameter `{name}`. Pass "
+                    "a lambda or a nested function that sets this parameter, for example "
+                    f"`lambda *args: fun(*args, {name}=...)`. `functools.partial` keeps the parameter in the signature."
+                )
+        return report(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def _accepts(fun: Callable[..., Any], args: Sequence[Any], name: str) -> bool:
+    """Return whether a function has a parameter ``name`` that none of its positional arguments ``args`` sets."""
+    try:
+        return name in inspect.signature(fun).bind_partial(*args, **{name: None}).arguments
+    except (TypeError, ValueError):  # The function has no signature, or these arguments do not fit it.
+        return False
 
 
 def check_call(

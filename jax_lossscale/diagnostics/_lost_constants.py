@@ -1,4 +1,4 @@
-"""Constants that become zero or infinite when they are rounded to half precision."""
+"""Constants that are zero or infinite in half precision, usually because they were rounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEEPS_AWAY = ("add", "max", "sub")
 
 
 class LostConstant(NamedTuple):
-    """A constant that became zero or infinite in half precision."""
+    """A constant that is zero or infinite in half precision."""
 
     operation: str  # the name of the operation that uses the constant
     location: Location  # the location of the operation
@@ -29,15 +29,18 @@ class LostConstant(NamedTuple):
 
     def __str__(self) -> str:
         name = "epsilon" if self.is_epsilon else "constant"
-        where = at(self.location.layer, self.location.source)
-        return f"The {name} in `{self.operation}`{where} rounds to {self.value:g} in half precision"
+        where, value = at(self.location.layer, self.location.source), f"{self.value:g} in half precision"
+        return f"The {name} in `{self.operation}`{where} is {value}. The float32 reference also uses this value."
 
 
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
-    """Return the constants in the forward pass that became zero or infinite in half precision.
+    """Return the constants in the forward pass that are zero or infinite in half precision.
 
-    Epsilons, which keep a result away from zero, come first, followed by all other constants. Both groups are in
-    program order.
+    The value of a constant in the source is unknown, because JAX rounds constants before it traces an operation. A
+    constant may therefore be zero or infinite in the source as well.
+
+    Epsilons, which keep a result away from zero, come first, followed by infinite constants and then by all other
+    constants. Each group is in program order.
 
     Args:
       traced: the program.
@@ -45,7 +48,7 @@ def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
     """
     flow = _LostConstants(is_autocast)
     flow.outputs(traced.jaxpr, [_KnownValue() for _ in traced.jaxpr.jaxpr.invars])
-    return sorted(dict.fromkeys(flow.lost), key=lambda constant: not constant.is_epsilon)
+    return sorted(dict.fromkeys(flow.lost), key=lambda constant: (not constant.is_epsilon, constant.value == 0))
 
 
 class _KnownValue(NamedTuple):
@@ -58,7 +61,7 @@ class _KnownValue(NamedTuple):
 
 
 class _LostConstants(Propagation[_KnownValue]):
-    """Find the constants that became zero or infinite in half precision and add them to ``lost``."""
+    """Find the constants that are zero or infinite in half precision and add them to ``lost``."""
 
     def __init__(self, is_autocast: bool) -> None:
         self.is_autocast = is_autocast
@@ -90,6 +93,8 @@ class _LostConstants(Propagation[_KnownValue]):
             # zeros in float32 operations are not reported under `autocast`.
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
+                if name == "max" and operand.number == -math.inf:
+                    continue  # The maximum of a value and minus infinity is the value.
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     group = epsilons if name in _KEEPS_AWAY and operand.number == 0 else self.lost
                     group.append(LostConstant(name, location, operand.number))

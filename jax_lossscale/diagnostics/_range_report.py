@@ -17,7 +17,7 @@ from jax_lossscale._program.jaxpr import is_half
 from jax_lossscale.diagnostics._blame import MANY_ZEROS, blame, suggestion_for
 from jax_lossscale.diagnostics._gradient_errors import initial_scale, noted_error_of_loss
 from jax_lossscale.diagnostics._in_precision import checked_precision
-from jax_lossscale.diagnostics._loss_call import check_call, value_and_leaves
+from jax_lossscale.diagnostics._loss_call import check_call, value_and_leaves, with_unambiguous_options
 from jax_lossscale.diagnostics._operations import MatmulSummary
 from jax_lossscale.diagnostics._report import Progress, Report, percent, power_of_two, progress_bar
 from jax_lossscale.diagnostics._shadow import ShadowEvaluator, Statistics
@@ -110,9 +110,9 @@ class RangeReport(Report[OperationRange]):
       loss_scale: the loss scale at which the backward pass was evaluated.
       opaque_operations: the names of the operations that could not be evaluated in float32. For opaque operations, only
         the results are measured, and not the steps inside the operations.
-      lost_constants: the constants that became zero or infinite when they were cast to 16 bits, so that they are wrong
-        in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero are
-        listed, unless a result is NaN.
+      lost_constants: the constants that are zero or infinite in 16 bits. If the source contains a different value, they
+        are wrong in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero
+        are listed, unless a result is NaN.
       summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
         another dtype, with the reason.
       arguments: sentences that describe problems of the arguments, such as NaN.
@@ -192,7 +192,7 @@ class RangeReport(Report[OperationRange]):
         return [_HEADINGS, *([*_cells(o), f"[{suggestions.index(o.suggestion) + 1}]"] for o in shown)]
 
     def _notes(self) -> list[str]:
-        notes = [f"{constant}. The float32 reference also uses this value." for constant in self.lost_constants]
+        notes = [*self.lost_constants]
         if len(self.bad) > _MOST_ROWS:
             notes.append(f"... and {len(self.bad) - _MOST_ROWS} more (see `report.bad`).")
         notes += [f"[{n}] {suggestion}" for n, suggestion in enumerate(self._suggestions(), 1)]
@@ -222,6 +222,7 @@ def _share(share: float) -> str:
     return percent(share) if 0 < share < 1e3 else f"{share:.0e}" if share else ""
 
 
+@with_unambiguous_options
 def range_report(
     fun: Callable[..., Any],
     *args: Any,
@@ -245,8 +246,8 @@ def range_report(
         recommends the same scale. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
       progress: whether to show a progress bar, or a function that wraps the sequence of operations, as in
         `compare_gradients`.
-      **kwargs: keyword arguments of ``fun``. If a keyword argument has the same name as an option of `range_report`,
-        bind it beforehand with `functools.partial`.
+      **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in
+        a ``lambda`` or a nested function that sets this parameter.
 
     Returns:
       A `RangeReport`, with the worst operation first.

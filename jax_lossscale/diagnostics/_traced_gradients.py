@@ -84,7 +84,7 @@ class TracedGradients:
 
     @functools.cached_property
     def lost_constants(self) -> Sequence[LostConstant]:
-        """The constants that became zero or infinite in half precision.
+        """The constants that are zero or infinite in half precision.
 
         The float32 reference contains the same rounded constants if the reference is derived from the function. If the
         user passed a separate reference, no constants are returned.

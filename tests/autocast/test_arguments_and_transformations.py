@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from any_jax import enable_x64
 from jax.custom_derivatives import SymbolicZero
@@ -118,6 +119,18 @@ CALLS = {
 def test_arguments_of_any_kind_are_supported(function, args, kwargs):
     assert close(jls.autocast(function)(*args, **kwargs), function(*args, **kwargs))
     assert set(result_dtypes(MATMULS, lambda: jls.autocast(function)(*args, **kwargs))) == {"float16"}
+
+
+NOT_FOR_JAX = [np.zeros(2, dtype) for dtype in ("datetime64[s]", "timedelta64[s]", "f4, i4", "longdouble", "str")]
+NOT_FOR_JAX += [np.datetime64("2026-12-01"), np.timedelta64(1), np.longdouble(1), np.array([None])]
+
+
+@pytest.mark.parametrize("scale", [None, 8])
+def test_arrays_with_dtypes_that_jax_does_not_support_are_passed_unchanged(scale):
+    loss = jls.MixedPrecision(optax.sgd(0.1), scale).loss(lambda w, x, others: (loss_fn(w, x), others))
+    value, others = loss(W, X, NOT_FOR_JAX)
+    assert close(value, loss_fn(W, X))
+    assert all(found is other for found, other in zip(others, NOT_FOR_JAX, strict=True))
 
 
 def test_results_of_any_kind_are_supported():

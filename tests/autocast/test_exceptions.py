@@ -90,6 +90,13 @@ INTEGER = "its result is converted to an integer"
 IN_A_SOLVER = "inside `custom_linear_solve`, which `autocast` does not rewrite"
 CONSTANT = "its constant operand is outside the range of float16"
 UNKNOWN = "the range of its constant operand is unknown"
+
+
+def unscaled(y, scale):
+    """Return ``y / scale``, as the gradient of a function that has its own scale."""
+    return jax.grad(lambda x: jnp.sum(jls.unscale_gradient(x, scale) * y))(jnp.zeros_like(y))
+
+
 # Functions of an 8 x 8 matrix and a 4 x 8 matrix, and the reason why their matmuls stay in float32. The reason is "" if
 # they are in half precision, and `None` if reports do not list them as matmuls because they contain no sum.
 SITUATIONS = {
@@ -126,6 +133,10 @@ SITUATIONS = {
     "convolution with two channels": (lambda w, x: convolved(2, 1, 1, w), ""),
     "convolution with a larger window": (lambda w, x: convolved(1, 1, 2, w), ""),
     "cholesky of an outer product": (lambda w, x: factored((w @ w.T)[:, :1] @ jnp.ones((1, 8)) + IDENTITY), FACTORED),
+    "cholesky of an unscaled gradient": (lambda w, x: factored(unscaled(w @ w.T, 8.0) + IDENTITY), FACTORED),
+    "constant unscaled gradient": (lambda w, x: unscaled(jnp.ones((4, 8)), 8.0) @ w, ""),
+    "small unscaled gradient": (lambda w, x: unscaled(jnp.ones((4, 8)), 2.0**20) @ w, CONSTANT),
+    "unscaled gradient": (lambda w, x: unscaled(x @ w, 2.0**20), ""),
     "integers": (lambda w, x: (x @ w).astype(jnp.int32), INTEGER),
     "integers of 16 bits": (lambda w, x: (x @ w).astype(jnp.uint16), INTEGER),
     "integers of 8 bits": (lambda w, x: (x @ w).astype(jnp.int8), ""),

@@ -1,5 +1,7 @@
 """Reports check the arguments and the loss of a function first, because not all faults are caused by float16."""
 
+import functools
+import inspect
 import re
 
 import jax
@@ -137,11 +139,12 @@ REPORTS = {
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_options_and_keyword_arguments_are_passed_on(name):
-    def fun(x, params, *, power, label):
-        assert (type(power), label) == (int, "a")
-        return jnp.mean((x @ params["kernel"]) ** power), {"x": x, "label": label}
+    def fun(x, params, *, power, label, dates):
+        assert (type(power), label, type(dates)) == (int, "a", np.ndarray)
+        return jnp.mean((x @ params["kernel"]) ** power), {"x": x, "label": label, "dates": dates}
 
-    options = {"argnums": (0, -1), "has_aux": True, "power": 2, "label": "a"}
+    dates = np.zeros(2, "datetime64[s]")
+    options = {"argnums": (0, -1), "has_aux": True, "power": 2, "label": "a", "dates": dates}
     takes_float32 = name in ("autocast_report", "find_precision")
     params = {**PARAMS, "n": 3.0}  # Python numbers are not parameters.
     report = REPORTS[name](fun if takes_float32 else jls.autocast(fun), X, params, **options)
@@ -209,6 +212,25 @@ def test_invalid_arguments_raise_an_error(report, options, words):
     options = {name: value for name, value in options.items() if name != "fun"}
     with pytest.raises(ValueError, match=re.escape(f"`{report}({words}")):
         REPORTS[report](fun, PARAMS, batch, **options)
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_option_with_the_name_of_a_parameter_raises_an_error(report):
+    for option in inspect.signature(REPORTS[report]).parameters.values():
+        if option.kind is option.KEYWORD_ONLY:
+            fun = eval(f"lambda params, batch, {option.name}=0: loss_fn(params, batch)")
+            for function in (fun, functools.partial(fun, **{option.name: 0})):
+                with pytest.raises(ValueError, match=rf"`{report}\({option.name}=.* `lambda \*args: fun\(\*args, "):
+                    REPORTS[report](function, PARAMS, X, **{option.name: option.default})
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_parameter_that_is_set_by_position_can_have_the_name_of_an_option(report):
+    def fun(params, batch, dtype):
+        return loss_fn(params, batch) if dtype == 2 else jnp.nan
+
+    found = REPORTS[report](fun, PARAMS, X, 2, dtype=jnp.float16)
+    assert str(found) == str(REPORTS[report](loss_fn, PARAMS, X))
 
 
 @pytest.mark.parametrize("report", sorted({*REPORTS} - {"autocast_report"}))

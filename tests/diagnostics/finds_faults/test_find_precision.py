@@ -133,6 +133,7 @@ def test_report_prints_the_policy_with_its_errors_and_loss_scale():
     )
     assert str(report.policy) in report._repr_html_().replace("&#x27;", "'")
     assert tuple(report) == report.rules == report.policy.rules
+    assert find_precision(jls.autocast(energies), WEIGHTS, X) == report
     assert jls.PrecisionPolicy.from_config(json.loads(json.dumps(report.policy.get_config()))) == report.policy
 
 

@@ -353,6 +353,25 @@ def test_half_residual_stream_is_suggested_if_it_saves_bytes():
     assert with_option.bytes_accessed_with_half_residual_stream is None
 
 
+def with_fallback(w, x):
+    kernel = jls.in_half(lambda x, w: x @ w, fallback=jnp.matmul)
+    with jls.keep_float32():
+        y = kernel(x, w)
+    return jnp.mean(kernel(y, w))
+
+
+@pytest.mark.parametrize("transform", [lambda fun: fun, jax.jit])
+@pytest.mark.parametrize("fun", [network, residual, with_fallback])
+def test_report_is_the_same_for_a_decorated_function(fun, transform):
+    decorated = transform(jls.autocast(fun))
+    found, expected = autocast_report(decorated, W, X), autocast_report(fun, W, X)
+    assert str(found.summary) == str(expected.summary)
+    # `jax.jit` changes the order of the operations.
+    assert vars(found) | {"operations": ()} == vars(expected) | {"operations": ()}
+    # The report does not change the programs that are traced afterward.
+    assert "f16" in str(jax.make_jaxpr(decorated)(W, X))
+
+
 def test_half_residual_stream_is_not_suggested_without_effect():
     report = autocast_report(plain, W, X)
     assert report.bytes_accessed_with_half_residual_stream == report.bytes_accessed

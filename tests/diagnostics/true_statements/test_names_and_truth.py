@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import workloads
+from flax import linen as nn
 from lines import line
 
 from jax_lossscale import autocast
@@ -148,6 +149,11 @@ def added_mask(w, x):
     return jnp.mean((jax.nn.softmax(scores) * scores).astype(jnp.float32))
 
 
+def log_of_softmax(w, x):
+    y = jax.nn.softmax((w * x * jnp.array([[0.0, 1e3, 2e3, 3e3]])).astype(half))
+    return -jnp.mean(jnp.log(jnp.maximum(y, 1e-12)).astype(jnp.float32))  # here
+
+
 def epsilon_used_in_float32(w, x):
     y = (x * w).astype(half).astype(jnp.float32)
     square = jnp.mean(y * y, -1, keepdims=True)
@@ -164,10 +170,10 @@ def test_lost_epsilon_is_reported_even_if_the_model_trains():
     assert report.will_train
     assert report.verdict == (
         "Training in float16 will work. No loss scale is needed. "
-        f"The epsilon in `add` ({line(epsilon)}) rounds to 0 in half precision. The float32 "
-        "reference also uses this value. Keep this constant in float32."
+        f"The epsilon in `add` ({line(epsilon)}) is 0 in half precision. The float32 "
+        "reference also uses this value. If the source contains a different value, keep this constant in float32."
     )
-    sentence = "rounds to 0 in half precision. The float32 reference also uses this value."
+    sentence = "is 0 in half precision. The float32 reference also uses this value."
     assert f"The epsilon in `add` ({line(epsilon)}) {sentence}" in repr(range_report(epsilon, *args, loss_scale=1.0))
 
 
@@ -179,13 +185,14 @@ def test_lost_epsilon_is_reported_even_if_the_model_trains():
         (epsilon_used_in_float32, 0.0, "reference not finite", "The epsilon in `add`", "0"),
         (factor_used_in_float32, 1.0, "reference not finite", "The constant in `mul`", "inf"),
         (boltzmann, 1.0, "no gradients", "The constant in `mul`", "0"),
+        (log_of_softmax, 1.0, "reference not finite", "The constant in `max`", "0"),
         (added_mask, 1.0, "reference not finite", "The constant in `add`", "-inf"),
     ],
 )
 def test_lost_constant_is_named_first(fun, x, cause, constant, value):
     report = compare_gradients(fun, jnp.ones((1, 4)), jnp.full((2, 4), x), loss_scales=[1.0])
     assert report.cause == cause
-    assert report.verdict.startswith(f"{constant} ({line(fun)}) rounds to {value} in half precision")
+    assert report.verdict.startswith(f"{constant} ({line(fun)}) is {value} in half precision")
     assert report.verdict.count("in half precision") == 1
 
 
@@ -200,14 +207,34 @@ def with_a_zero_and_a_root_of_zero(w, x):
     return with_a_zero(w, x) + jnp.sum(jnp.zeros((1, 1)) * (x @ w)) + jnp.sum(jnp.sqrt(jnp.abs(w - w)))
 
 
+LOST = "The float32 reference also uses this value."
+
+
 def test_zero_constant_is_not_reported_as_lost():
     args = jnp.eye(8), jnp.ones((16, 8))
     verdict = compare_gradients(autocast(with_a_zero), *args, loss_scales=[1.0]).verdict
-    assert "rounds to" not in verdict
-    assert "rounds to" not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
+    assert LOST not in verdict
+    assert LOST not in repr(range_report(autocast(with_a_zero), *args, loss_scale=1.0))
     verdict = compare_gradients(autocast(with_a_zero_and_a_root_of_zero), *args, loss_scales=[1.0]).verdict
-    assert "rounds to" not in verdict
+    assert LOST not in verdict
     assert "a square root" in verdict
+
+
+def attention(y):
+    return nn.dot_product_attention(*[y[None, :, None]] * 3)
+
+
+@pytest.mark.parametrize(
+    "function", [jax.nn.softmax, jax.nn.log_softmax, attention, lambda y: jnp.maximum(y, -jnp.inf)]
+)
+def test_neutral_element_of_a_maximum_is_not_the_cause_of_a_nan(function):
+    def fun(w, x):
+        y = function(x.astype(half) @ w.astype(half))
+        return jnp.sum(jnp.sqrt(y - y))  # here
+
+    verdict = compare_gradients(fun, jnp.eye(4), workloads.draw(2, 4), loss_scales=[1.0]).verdict
+    assert re.search(rf"^The gradients .* \({re.escape(line(fun))}\) returns NaN", verdict)
+    assert LOST not in verdict + str(range_report(fun, jnp.eye(4), workloads.draw(2, 4), loss_scale=1.0))
 
 
 def test_less_accurate_leaves_are_named():
