@@ -13,6 +13,9 @@ batching dimension of the gather, or a dimension whose indices are an iota, as i
 embedding lookup, or the selection of one row of stacked weights, has no batch dimension. Its gradient is still a
 scatter-add, because a mask would be as large as the whole table.
 
+On a TPU, the gather itself is also computed with this mask, as a maximum over the selected positions. XLA for TPUs does
+not fuse a gather with other operations, so it would write all logits to memory a second time to read them by index.
+
 JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles into three kernels on GPUs.
 For each window, one of them writes the position of the maximum as one 32-bit index per dimension, and another kernel
 reads these indices. If the windows divide the array evenly, the gradient is computed with a mask, which is built from
@@ -127,7 +130,6 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
 
     @jax.custom_jvp
     def gather(x: Any, indices: Any) -> Any:
-        # XLA for TPUs does not fuse a gather with other operations, so it would write all of `x` to memory for it.
         return jax.lax.platform_dependent(x, indices, tpu=by_mask, default=by_index)
 
     @gather.defjvp
