@@ -16,7 +16,7 @@ import jax_lossscale as jls
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.slow, pytest.mark.as_for_users]
 
-WIDTH, BLOCKS = 512, 12
+WIDTH, BLOCKS = 256, 12
 ADAM = optax.adam(1e-3)
 
 
