@@ -8,16 +8,15 @@ import fnmatch
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TypeVar, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
 
-from jax_lossscale._check import check_flag, check_function, did_you_mean, is_number
+from jax_lossscale._check import Function, check_flag, check_function, did_you_mean, is_number
 from jax_lossscale._program.location import Location
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 KEEP_FLOAT32 = "keep_float32"
 _PRECISIONS = ("half", "float32", "float32_result")
 
@@ -219,7 +218,7 @@ def _sentence(rule: PrecisionRule) -> str:
 @overload
 def keep_float32() -> contextlib.AbstractContextManager[None]: ...
 @overload
-def keep_float32(function: _Function) -> _Function: ...
+def keep_float32(function: Function) -> Function: ...
 def keep_float32(function: Any = None) -> Any:
     """Compute part of a function in float32 under `autocast`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,26 +16,24 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import autocast_scope, with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
-from jax_lossscale._check import check_function, checked_dtype, is_dtype, shown
+from jax_lossscale._check import Function, check_function, checked_dtype, is_dtype, shown
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 
 @overload
 def autocast(
     dtype: str | np.dtype[Any] | type[np.generic], /, *, policy: PrecisionPolicy | None = None
-) -> Callable[[_Function], _Function]: ...
+) -> Callable[[Function], Function]: ...
 @overload
 def autocast(
     *, dtype: DTypeLike = jnp.float16, policy: PrecisionPolicy | None = None
-) -> Callable[[_Function], _Function]: ...
+) -> Callable[[Function], Function]: ...
 @overload
-def autocast(fun: _Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> _Function: ...
+def autocast(fun: Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Function: ...
 def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Any:
     """Transform a float32 function so that its matmuls are computed in half precision.
 
@@ -157,7 +155,7 @@ class _Decorator:
     dtype: jnp.dtype
     policy: PrecisionPolicy
 
-    def __call__(self, fun: _Function) -> _Function:
+    def __call__(self, fun: Function) -> Function:
         return autocast(fun, self.dtype, policy=self.policy)
 
     def __enter__(self) -> NoReturn:
