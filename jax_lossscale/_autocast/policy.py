@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -252,13 +251,8 @@ def keep_float32(function: Any = None) -> Any:
       >>> float(jls.autocast(distance)(x, x + 0.5))
       0.75
     """
+    scope = jax.named_scope(KEEP_FLOAT32)
     if function is None:
-        return jax.named_scope(KEEP_FLOAT32)
+        return scope
     check_function(function, "keep_float32(function=...)")
-
-    @functools.wraps(function)
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(KEEP_FLOAT32):
-            return function(*args, **kwargs)
-
-    return in_float32
+    return scope(function)
