@@ -23,6 +23,7 @@ from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._measure import AxisName, agree, axes_varied_over, finite_and_largest, vary
 
 Skip: TypeAlias = Literal["auto", "cond", "select"]
+_Branch: TypeAlias = Callable[[], chex.ArrayTree]  # computes the result of a step that is applied or skipped
 
 
 class StepInputs(NamedTuple):
@@ -143,9 +144,7 @@ def _all(*flags: jax.Array | None) -> jax.Array | None:
     return functools.reduce(operator.and_, given) if given else None
 
 
-def run_or_skip(
-    skip: Skip, should_apply: jax.Array | None, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
-) -> Any:
+def run_or_skip(skip: Skip, should_apply: jax.Array | None, run: _Branch, leave: _Branch) -> Any:
     """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
 
     If ``should_apply`` is traced, ``skip`` determines whether the compiled program contains a branch (``"cond"``) or
@@ -173,9 +172,7 @@ def run_or_skip(
     return cond() if skip == "cond" else select()
 
 
-def _with_same_varying_axes(
-    should_apply: jax.Array, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
-) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
+def _with_same_varying_axes(should_apply: jax.Array, run: _Branch, leave: _Branch) -> tuple[_Branch, _Branch]:
     """Return two functions whose corresponding results vary over the same mesh axes.
 
     Inside `jax.shard_map` with ``check_vma=True``, both branches of a `jax.lax.cond` must return values that vary over

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jax_lossscale._measure import all_finite
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
+from jax_lossscale.diagnostics._report import Progress
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
@@ -326,9 +327,7 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
     return max([scale for scale in scales if scale <= largest_finite * 2.0**-_LOG2_HEADROOM] or [scales[0]])
 
 
-def errors_by_scale(
-    gradients: TracedGradients, scales: Sequence[float] | None, progress: Callable[[Sequence[float]], Iterable[float]]
-) -> GradientErrors:
+def errors_by_scale(gradients: TracedGradients, scales: Sequence[float] | None, progress: Progress) -> GradientErrors:
     """Compute the errors of the gradients at several loss scales.
 
     If a callback raises an error at a loss scale, all gradients at this scale count as non-finite.
