@@ -479,8 +479,7 @@ def perturbed(call: LossCall, *, keep_dtypes: bool, by: float = PERTURBATION) ->
     most = max(map(np.size, leaves), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
     moved_leaves = [_perturbed(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
-    moved = dict(zip(call.positions, jax.tree.unflatten(structure, moved_leaves), strict=True))
-    return [moved.get(position, argument) for position, argument in enumerate(call.args)]
+    return _tree.with_replaced(call.args, call.positions, jax.tree.unflatten(structure, moved_leaves))
 
 
 @functools.partial(jax.jit, static_argnums=4)
