@@ -67,8 +67,6 @@ def _round_again(value: Any, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _round_cotangent(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent]
     # The optimization barrier prevents the compiler from using the unrounded value.
     return [as_dtype(jax.lax.optimization_barrier(as_dtype(cotangent, dtype)), cotangent.dtype)]
 
