@@ -6,14 +6,16 @@ import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Argnums = int | tuple[int, ...]
+# The type of a function for which a transformation returns a function with the same signature.
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FLOAT32 = np.finfo(np.float32)
 # Maximum number of characters of a value in an error message.

@@ -130,9 +130,15 @@ def _replace(
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     # All chosen leaves are passed in one call, so that an eager call compiles and runs a single program.
     replacements = function([leaves[position] for position in positions])
+    return jax.tree.unflatten(structure, with_replaced(leaves, positions, replacements))
+
+
+def with_replaced(values: Sequence[Any], positions: Sequence[int], replacements: Sequence[Any]) -> list[Any]:
+    """Return a list of the values, with replacements for the values at some positions."""
+    replaced = list(values)
     for position, replacement in zip(positions, replacements, strict=True):
-        leaves[position] = replacement
-    return jax.tree.unflatten(structure, leaves)
+        replaced[position] = replacement
+    return replaced
 
 
 def device_of(leaf: Any) -> Any:

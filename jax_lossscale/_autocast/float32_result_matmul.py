@@ -52,8 +52,6 @@ def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: A
 
 
 def _transpose(cotangent: Any, *operands: Any, matmul: Primitive, **params: Any) -> Any:
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(each.aval.to_tangent_aval()) if ad.is_undefined_primal(each) else None for each in operands]
     aval = next(each.aval for each in operands if ad.is_undefined_primal(each))
     params["preferred_element_type"] = aval.dtype
     return ad.primitive_transposes[matmul](as_dtype(cotangent, aval.dtype), *operands, **params)
@@ -77,6 +75,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
 _primitive.def_impl(_plain)
 _primitive.def_abstract_eval(_type)
 mlir.register_lowering(_primitive, mlir.lower_fun(_plain, multiple_results=False))
+# `deflinear2` also defines a rule for tangents, which `_differentiate` replaces.
+ad.deflinear2(_primitive, _transpose)
 ad.primitive_jvps[_primitive] = _differentiate
-ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch

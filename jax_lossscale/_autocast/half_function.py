@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jax_lossscale._check import check_function
+from jax_lossscale._check import Function, check_function
 from jax_lossscale._program.jaxpr import Traced, as_dtype
 from jax_lossscale._program.location import is_in_scope
 from jax_lossscale._program.primitives import IN_HALF
@@ -26,7 +26,6 @@ from jax_lossscale._program.primitives import IN_HALF
 _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _T = TypeVar("_T")
 # For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
 _Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
@@ -35,7 +34,7 @@ _primitive = Primitive(IN_HALF)
 _primitive.multiple_results = True
 
 
-def in_half(function: _Function, fallback: Callable[..., Any] | None = None) -> _Function:
+def in_half(function: Function, fallback: Callable[..., Any] | None = None) -> Function:
     """Compute a function in half precision under `autocast`, and a fallback in float32 everywhere else.
 
     Some kernels, such as cuDNN attention and many Pallas kernels, support only 16-bit dtypes. With `in_half`, a float32

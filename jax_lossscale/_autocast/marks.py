@@ -1,7 +1,8 @@
-"""Three identity primitives of `autocast`, which mark a value as saved, preserve a rounding, or round a cotangent.
+"""Identity primitives of `autocast`, which mark a value as saved, preserve a rounding, or round a cotangent.
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
-`jax.ad_checkpoint.checkpoint_name` cannot be transposed.
+`jax.ad_checkpoint.checkpoint_name` cannot be transposed. The optimization barriers of `autocast` are also lowered here,
+because programs for TPUs do not contain them.
 """
 
 from __future__ import annotations
@@ -69,8 +70,6 @@ def _round_again(value: Any, *, dtype: jnp.dtype) -> jax.Array:
 
 
 def _round_cotangent(cotangent: Any, value: Any, *, dtype: jnp.dtype) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent]
     # The barrier prevents the compiler from using the unrounded value.
     return [as_dtype(_barrier.bind(as_dtype(cotangent, dtype)), cotangent.dtype)]
 

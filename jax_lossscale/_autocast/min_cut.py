@@ -164,6 +164,11 @@ class MinCut(NamedTuple):
 
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
         """Return the result of `saved` without the use of earlier results."""
+        # Matmuls are never recomputed, and data movement is recomputed only together with other operations.
+        moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
+        plans = [node_plan for _, node_plan in nodes]
+        if any(node_plan.is_alone for node_plan in plans) or all(node_plan.kind in moving for node_plan in plans):
+            return None
         computed = [value_id for node, _ in nodes for value_id in node.outputs]
         if any(jaxpr.has_dtype(self.graph.types[n], jnp.complexfloating) for n in (*segment.inputs, *computed)):
             return None  # `jax.checkpoint` cannot save complex numbers.

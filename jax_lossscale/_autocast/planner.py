@@ -225,27 +225,13 @@ class Planner:
         ]
         bias_sums = uses.sums_with_a_bias(graph, node_plans, grouped, values.half)
         grouped = [segment._replace(rounds_cotangent=bias_sums.intersection(segment.nodes)) for segment in grouped]
-        return self._with_saved_values(grouped, graph, node_plans, values.half) if self._recomputes(within) else grouped
-
-    def _with_saved_values(
-        self, grouped: Sequence[Segment], graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId]
-    ) -> list[Segment]:
-        """Return the segments with the values that each segment saves.
-
-        The attribute ``saved`` of a segment is set only if all its nodes may be recomputed, and at least one of them is
-        neither a matmul nor data movement.
-        """
+        if not self._recomputes(within):
+            return grouped
         cost_saved = float(self.policy.recompute)
-        min_cut = MinCut(graph, half, self.dtype, cost_saved, self._known_cuts, self._known_operands)
-        found = []
-        for segment in grouped:
-            nodes = _nodes_of(segment, graph, node_plans)
-            moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
-            computes = any(plan.kind not in moving for _, plan in nodes)
-            if computes and not any(plan.is_alone for _, plan in nodes):
-                segment = segment._replace(saved=min_cut.saved(segment, nodes))
-            found.append(segment)
-        return found
+        min_cut = MinCut(graph, values.half, self.dtype, cost_saved, self._known_cuts, self._known_operands)
+        return [
+            segment._replace(saved=min_cut.saved(segment, _nodes_of(segment, graph, node_plans))) for segment in grouped
+        ]
 
     def _recomputes(self, within: Path) -> bool:
         """Return whether the backward pass recomputes segments that are inside the equations ``within``.

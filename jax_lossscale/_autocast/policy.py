@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TypeVar, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, overload
 
 import jax
 import numpy as np
 
-from jax_lossscale._check import check_flag, check_function, did_you_mean, is_number
+from jax_lossscale._check import Function, check_flag, check_function, did_you_mean, is_number
 from jax_lossscale._program.location import Location
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 KEEP_FLOAT32 = "keep_float32"
 _PRECISIONS = ("half", "float32", "float32_result")
 
@@ -219,7 +217,7 @@ def _sentence(rule: PrecisionRule) -> str:
 @overload
 def keep_float32() -> contextlib.AbstractContextManager[None]: ...
 @overload
-def keep_float32(function: _Function) -> _Function: ...
+def keep_float32(function: Function) -> Function: ...
 def keep_float32(function: Any = None) -> Any:
     """Compute part of a function in float32 under `autocast`.
 
@@ -253,13 +251,8 @@ def keep_float32(function: Any = None) -> Any:
       >>> float(jls.autocast(distance)(x, x + 0.5))
       0.75
     """
+    scope = jax.named_scope(KEEP_FLOAT32)
     if function is None:
-        return jax.named_scope(KEEP_FLOAT32)
+        return scope
     check_function(function, "keep_float32(function=...)")
-
-    @functools.wraps(function)
-    def in_float32(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(KEEP_FLOAT32):
-            return function(*args, **kwargs)
-
-    return in_float32
+    return scope(function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +17,12 @@ from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import autocast_scope, with_reasons
 from jax_lossscale._autocast.rewrite import Rewriting
-from jax_lossscale._check import check_function, checked_dtype, is_dtype, shown
+from jax_lossscale._check import Function, check_function, checked_dtype, is_dtype, shown
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # In the context `in_variant(variant)`, `autocast` behaves differently in all functions that are traced, including those
 # that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant. Before jax
@@ -37,13 +35,13 @@ HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to it
 @overload
 def autocast(
     dtype: str | np.dtype[Any] | type[np.generic], /, *, policy: PrecisionPolicy | None = None
-) -> Callable[[_Function], _Function]: ...
+) -> Callable[[Function], Function]: ...
 @overload
 def autocast(
     *, dtype: DTypeLike = jnp.float16, policy: PrecisionPolicy | None = None
-) -> Callable[[_Function], _Function]: ...
+) -> Callable[[Function], Function]: ...
 @overload
-def autocast(fun: _Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> _Function: ...
+def autocast(fun: Function, dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Function: ...
 def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: PrecisionPolicy | None = None) -> Any:
     """Transform a float32 function so that its matmuls are computed in half precision.
 
@@ -167,7 +165,7 @@ class _Decorator:
     dtype: jnp.dtype
     policy: PrecisionPolicy
 
-    def __call__(self, fun: _Function) -> _Function:
+    def __call__(self, fun: Function) -> Function:
         return autocast(fun, self.dtype, policy=self.policy)
 
     def __enter__(self) -> NoReturn:
@@ -181,7 +179,7 @@ class _Decorator:
         """Do nothing. Python looks up this method before it calls `__enter__`."""
 
 
-def without_autocast(fun: _Function) -> _Function:
+def without_autocast(fun: Function) -> Function:
     """Return a version of a function in which `autocast` has no effect, even if the function is decorated with it."""
 
     @functools.wraps(fun)

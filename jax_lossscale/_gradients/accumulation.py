@@ -159,9 +159,7 @@ def sum_over_microbatches(
     warn_if_frozen(loss_scale)
 
     def summands(carry: _Carry, microbatch: tuple[Any, ...]) -> tuple[_Carry, chex.ArrayTree, Any]:
-        arguments = list(args)
-        for position, argument in zip(batch_positions, microbatch, strict=True):
-            arguments[position] = argument
+        arguments = _tree.with_replaced(args, batch_positions, microbatch)
         carry, result, scaled_grads = value_and_grads(carry, tuple(arguments))
         value, aux = result if has_aux else (result, None)
         # The gradients are cast to float32 here because `NoOpLossScale.unscale` does not cast half-precision gradients.

@@ -42,64 +42,37 @@ SEEMS_UNSCALED = (
     "larger. Most likely, the gradients are not scaled."
 )
 
-# Causes, a situation (see `_situations`), and the fix for them. Several fixes can apply to the same step.
-_FIXES = (
-    ("gradients", "any", HOW_TO_RECORD),
-    ("gradients nan infinity", "at lower bound", "The loss scale is at its lower bound."),
-    (
-        "infinity",
-        "adapts",
-        "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need to do anything.",
-    ),
-    (
-        "gradients nan",
-        "adapts",
-        "If an overflow was the cause, a lower loss scale will fix the problem. You do not need to do anything.",
-    ),
-    (
-        "gradients nan",
-        "stays",
-        f"A lower loss scale fixes an overflow, but no other problem. {COMPARE} where the problem begins.",
-    ),
-    (
-        "infinity",
-        "fixed",
-        'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.',
-    ),
-    (
-        "gradients infinity",
-        "at lower bound",
-        "If the gradients are infinite but the loss is finite, decrease `min_loss_scale`.\n"
-        "If the gradients overflow even at a loss scale of 1, check whether the loss is a sum instead of a mean, and "
-        f"{INSIDE_THE_STEP}.",
-    ),
-    (
-        "gradients nan infinity",
-        "many",
-        "If several optimizers use the same `MixedPrecision` object, create one object for each optimizer. If the "
-        "optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
-        "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead.",
-    ),
-    (
-        "loss",
-        "any",
-        f"The loss does not depend on the loss scale. {COMPARE} whether the loss is finite in float32, and which "
-        "operation causes the problem.\n"
-        "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by "
-        "zero, and the learning rate.",
-    ),
-    ("grads_finite", "any", "Check how the argument `grads_finite` is computed."),
-    ("skip_if", "any", "`skip_if` is your own condition, and it does not change the loss scale."),
-    (
-        "zero_gradients",
-        "any",
-        f"{COMPARE} whether they are zero in float32.\n"
-        "If the gradients are zero in float32, the loss does not depend on the parameters, for example because all "
-        "rewards are equal.\n"
-        f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {HOW_TO_SCALE}",
-    ),
-    ("unscaled", "any", HOW_TO_SCALE),
-)
+# The fix for a problem, by its possible causes and by the situation of the run (see `_situations`). Several fixes can
+# apply to the same step.
+_FIXES = {
+    ("gradients", "any"): HOW_TO_RECORD,
+    ("gradients nan infinity", "at lower bound"): "The loss scale is at its lower bound.",
+    ("infinity", "adapts"): "Skipping steps is how the loss scale adapts to the size of the gradients. You do not need "
+    "to do anything.",
+    ("gradients nan", "adapts"): "If an overflow was the cause, a lower loss scale will fix the problem. You do not "
+    "need to do anything.",
+    ("gradients nan", "stays"): f"A lower loss scale fixes an overflow, but no other problem. {COMPARE} where the "
+    "problem begins.",
+    ("infinity", "fixed"): 'Use a smaller loss scale, or the "dynamic" loss scale, which finds a suitable value.',
+    ("gradients infinity", "at lower bound"): "If the gradients are infinite but the loss is finite, decrease "
+    "`min_loss_scale`.\n"
+    "If the gradients overflow even at a loss scale of 1, check whether the loss is a sum instead of a mean, and "
+    f"{INSIDE_THE_STEP}.",
+    ("gradients nan infinity", "many"): "If several optimizers use the same `MixedPrecision` object, create one object "
+    "for each optimizer. If the optimizer is inside `optax.MultiSteps`, it never recovers from an overflow. Use "
+    "`loss_scaled(optax.MultiSteps(...))` or `MixedPrecision(optax.MultiSteps(...))` instead.",
+    ("loss", "any"): f"The loss does not depend on the loss scale. {COMPARE} whether the loss is finite in float32, "
+    "and which operation causes the problem.\n"
+    "If the loss is not finite in float32 either, check the batch for NaN, the code for log(0) and division by zero, "
+    "and the learning rate.",
+    ("grads_finite", "any"): "Check how the argument `grads_finite` is computed.",
+    ("skip_if", "any"): "`skip_if` is your own condition, and it does not change the loss scale.",
+    ("zero_gradients", "any"): f"{COMPARE} whether they are zero in float32.\n"
+    "If the gradients are zero in float32, the loss does not depend on the parameters, for example because all "
+    "rewards are equal.\n"
+    f"If the gradients are nonzero in float32, they underflowed in float16 or were not scaled. {HOW_TO_SCALE}",
+    ("unscaled", "any"): HOW_TO_SCALE,
+}
 
 
 def cause_of_last_step(state: LossScaledState) -> str | None:
@@ -126,15 +99,15 @@ def clause_of(cause: str, state: LossScaledState, params: chex.ArrayTree | None 
 
 def advice(cause: str, state: LossScaledState) -> list[str]:
     """Return sentences that describe how to fix the cause of a problem in the last step."""
-    situations = _situations(state)
-    return [fix for causes, situation, fix in _FIXES if cause in causes.split() and situation in situations]
+    applies = _situations(state)
+    return [fix for (causes, situation), fix in _FIXES.items() if cause in causes.split() and applies[situation]]
 
 
-def _situations(state: LossScaledState) -> set[str]:
-    """Return the situations in the table of fixes that describe a run whose last steps were skipped."""
+def _situations(state: LossScaledState) -> dict[str, bool]:
+    """Return, for each situation in the table of fixes, whether it describes a run whose last steps were skipped."""
     is_fixed, is_at_floor = isinstance(state.loss_scale, FixedLossScale), bool(is_at_its_floor(state.loss_scale))
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
-    situations = {
+    return {
         "any": True,
         "fixed": is_fixed,
         "at lower bound": is_at_floor and not is_fixed,
@@ -142,7 +115,6 @@ def _situations(state: LossScaledState) -> set[str]:
         "adapts": not is_at_floor and not are_many,
         "stays": is_at_floor or are_many,
     }
-    return {name for name, applies in situations.items() if applies}
 
 
 def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | None) -> str:

@@ -1,8 +1,8 @@
 """Functions that decide whether a step is applied, compute the next loss scale, and run or skip the step.
 
-`decide` checks the step on each device, combines the results of the checks over all devices, and then decides whether
-the step is applied. A table in the docstring of `loss_scaled` shows how the loss scale is updated. `run_or_skip` then
-executes the decision with `jax.lax.cond` or `jax.lax.select`, both inside and outside `jax.shard_map`.
+`check` checks the step on each device and combines the results of the checks over all devices. `decide` then decides
+whether the step is applied. A table in the docstring of `loss_scaled` shows how the loss scale is updated. Finally,
+`run_or_skip` executes the decision with `jax.lax.cond` or `jax.lax.select`, both inside and outside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jax_lossscale._loss_scale.base import adjust
 from jax_lossscale._measure import AxisName, agree, axes_varied_over, finite_and_largest, vary
 
 Skip: TypeAlias = Literal["auto", "cond", "select"]
+_Branch: TypeAlias = Callable[[], chex.ArrayTree]  # computes the result of a step that is applied or skipped
 
 
 class StepInputs(NamedTuple):
@@ -58,35 +59,7 @@ class StepDecision(NamedTuple):
     gradient_scale: jax.Array  # float32[], the scale at which the gradients were computed
 
 
-def decide(
-    grads: chex.ArrayTree,
-    loss_scale: LossScale,
-    inputs: StepInputs,
-    axis_name: AxisName,
-    divisor: jax.Array | None,
-    gradient_scale: jax.Array | None,
-) -> StepDecision:
-    """Return the decision about a step, given its gradients and the loss scale in the state.
-
-    The devices along ``axis_name`` communicate in a single all-reduce.
-
-    Args:
-      grads: the gradients.
-      loss_scale: the loss scale in the state.
-      inputs: the optional arguments of ``update``.
-      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
-      divisor: the scale by which the gradients must be divided, or ``None`` if they are unscaled.
-      gradient_scale: the scale at which the gradients were computed, or ``None`` if it is the scale in the state.
-    """
-    checks = _check(grads, loss_scale, inputs, axis_name, divisor)
-    next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
-    must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
-    should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
-    applied_scale = loss_scale() if gradient_scale is None else gradient_scale
-    return StepDecision(should_apply, next_loss_scale, checks, applied_scale)
-
-
-def _check(
+def check(
     grads: chex.ArrayTree,
     loss_scale: LossScale,
     inputs: StepInputs,
@@ -95,7 +68,15 @@ def _check(
 ) -> StepChecks:
     """Return the results of a step's checks, combined over all devices along ``axis_name``.
 
-    A combined check passes if it passes on every device. The combined ``largest`` is the maximum over all devices.
+    A combined check passes if it passes on every device. The combined ``largest`` is the maximum over all devices. The
+    devices communicate in a single all-reduce.
+
+    Args:
+      grads: the gradients.
+      loss_scale: the loss scale in the state.
+      inputs: the optional arguments of ``update``.
+      axis_name: the name or names of the axes over which devices agree on whether to skip a step.
+      divisor: the scale by which the gradients must be divided, or ``None`` if they are unscaled.
     """
     allowed = None if inputs.skip_if is None else ~jnp.asarray(inputs.skip_if)
     grads_finite = largest = value_finite = None
@@ -116,6 +97,21 @@ def _check(
         # A user can pass `grads_finite=False` even though all gradients, and therefore `largest`, are finite.
         largest = jnp.where(grads_finite, largest, jnp.nan)
     return StepChecks(grads_finite, value_finite, allowed, largest)
+
+
+def decide(loss_scale: LossScale, checks: StepChecks, gradient_scale: jax.Array | None) -> StepDecision:
+    """Return the decision about a step.
+
+    Args:
+      loss_scale: the loss scale in the state.
+      checks: the results of the checks of the step.
+      gradient_scale: the scale at which the gradients were computed, or ``None`` if it is the scale in the state.
+    """
+    next_loss_scale = _next_loss_scale(loss_scale, checks, gradient_scale)
+    must_be_finite = checks.grads_finite if loss_scale.skip_nonfinite else None
+    should_apply = _all(must_be_finite, checks.value_finite, checks.allowed)
+    applied_scale = loss_scale() if gradient_scale is None else gradient_scale
+    return StepDecision(should_apply, next_loss_scale, checks, applied_scale)
 
 
 def _next_loss_scale(loss_scale: LossScale, checks: StepChecks, gradient_scale: jax.Array | None) -> LossScale:
@@ -148,9 +144,7 @@ def _all(*flags: jax.Array | None) -> jax.Array | None:
     return functools.reduce(operator.and_, given) if given else None
 
 
-def run_or_skip(
-    skip: Skip, should_apply: jax.Array | None, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
-) -> Any:
+def run_or_skip(skip: Skip, should_apply: jax.Array | None, run: _Branch, leave: _Branch) -> Any:
     """Return ``run()`` if ``should_apply`` is true or ``None``, and ``leave()`` otherwise.
 
     If ``should_apply`` is traced, ``skip`` determines whether the compiled program contains a branch (``"cond"``) or
@@ -178,9 +172,7 @@ def run_or_skip(
     return cond() if skip == "cond" else select()
 
 
-def _with_same_varying_axes(
-    should_apply: jax.Array, run: Callable[[], chex.ArrayTree], leave: Callable[[], chex.ArrayTree]
-) -> tuple[Callable[[], chex.ArrayTree], Callable[[], chex.ArrayTree]]:
+def _with_same_varying_axes(should_apply: jax.Array, run: _Branch, leave: _Branch) -> tuple[_Branch, _Branch]:
     """Return two functions whose corresponding results vary over the same mesh axes.
 
     Inside `jax.shard_map` with ``check_vma=True``, both branches of a `jax.lax.cond` must return values that vary over

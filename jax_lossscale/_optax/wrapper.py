@@ -23,7 +23,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import check_bool_scalar, did_you_mean, is_number, shown
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._measure import AxisName
-from jax_lossscale._optax.decision import Skip, StepInputs, decide, run_or_skip
+from jax_lossscale._optax.decision import Skip, StepInputs, check, decide, run_or_skip
 from jax_lossscale._optax.inner import check_rounding_is_last, paths_with_state, rounds_parameters, with_dtypes_of
 from jax_lossscale._optax.partition import combine, only_trained, updates_of_untrained
 from jax_lossscale._optax.state import LossScaledState, check_state, initial_state, next_state
@@ -240,7 +240,8 @@ class Wrapper:
         extra_args, scaled_grads, state, params, inputs = arguments
         loss_scale = state.loss_scale
         divisor, gradient_scale = self._divisor(loss_scale), self._gradient_scale(scaled_grads, loss_scale)
-        decision = decide(scaled_grads, loss_scale, inputs, self.axis_name, divisor, gradient_scale)
+        checks = check(scaled_grads, loss_scale, inputs, self.axis_name, divisor)
+        decision = decide(loss_scale, checks, gradient_scale)
         if inputs.value is not None:
             extra_args = {**extra_args, "value": inputs.value}
         if applies:

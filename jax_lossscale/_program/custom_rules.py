@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_lossscale._program.jaxpr import as_dtype, bind_here, in_context
 from jax_lossscale._program.remat3 import with_remat2
+from jax_lossscale._tree import with_replaced
 
 _T = TypeVar("_T")
 
@@ -335,10 +336,7 @@ def _as_function(eqn: Any, inputs: Sequence[Any], perturbed: Sequence[int], bind
     """Return a function that binds ``eqn`` to ``inputs``, with its arguments at the positions ``perturbed``."""
 
     def function(*values: Any) -> list[Any]:
-        operands = list(inputs)
-        for position, value in zip(perturbed, values, strict=True):
-            operands[position] = value
-        return bind(eqn, operands, eqn.params)
+        return bind(eqn, with_replaced(inputs, perturbed, values), eqn.params)
 
     return function
 

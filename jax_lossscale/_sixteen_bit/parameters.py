@@ -156,7 +156,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
             return split(weights, dtype)
 
-        updates, *new_state = _rounded_step(name, inner, rounded, updates, *state, params, extra_args)
+        updates, *new_state = _rounded_step(name, inner, rounded, updates, state, params, extra_args)
         return updates, MasterWeightsState(*new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -233,9 +233,7 @@ def stochastic_rounding(inner: optax.GradientTransformation, *, seed: int = 0) -
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
             return round_stochastically(weights, dtype, key_of(bits_seed, index), state.counter), None
 
-        updates, _, inner_state = _rounded_step(
-            name, inner, rounded, updates, None, state.inner_state, params, extra_args
-        )
+        updates, _, inner_state = _rounded_step(name, inner, rounded, updates, state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -259,8 +257,7 @@ def _rounded_step(
     inner: optax.GradientTransformationExtraArgs,
     rounded: Callable[[int, jax.Array, jnp.dtype], tuple[jax.Array, Any]],
     grads: optax.Updates,
-    remainders: chex.ArrayTree,
-    inner_state: optax.OptState,
+    state: MasterWeightsState | StochasticRoundingState,
     params: optax.Params,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, chex.ArrayTree, optax.OptState]:
@@ -272,8 +269,7 @@ def _rounded_step(
       rounded: a function that takes the index of a leaf, its new float32 weights and the dtype of the parameter. It
         returns the new parameter and its remainder.
       grads: the gradients.
-      remainders: the remainders of the parameters, or ``None`` if there are none.
-      inner_state: the state of the inner optimizer.
+      state: the state of the wrapper.
       params: the parameters.
       extra_args: the other arguments of the inner optimizer.
     """
@@ -285,11 +281,12 @@ def _rounded_step(
     trained_grads, trained = trained_leaves(name, grads, params)
     structure: Any
     leaves, structure = jax.tree.flatten(trained, is_leaf=is_empty)
-    rests = [None] * len(leaves) if remainders is None else _remainders_of(name, leaves, structure, remainders)
-
+    rests = [None] * len(leaves)
+    if isinstance(state, MasterWeightsState):
+        rests = _remainders_of(name, leaves, structure, state.remainders)
     weights = [weights_of(leaf, rest) for leaf, rest in zip(leaves, rests, strict=True)]
     updates, inner_state = inner.update(
-        _tree.cast_floating(trained_grads, jnp.float32), inner_state, structure.unflatten(weights), **extra_args
+        _tree.cast_floating(trained_grads, jnp.float32), state.inner_state, structure.unflatten(weights), **extra_args
     )
     new_updates = structure.flatten_up_to(updates)
     for index, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):

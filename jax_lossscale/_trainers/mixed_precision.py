@@ -7,9 +7,8 @@ they must use the same loss scale. `shared_loss_scale` explains how they share i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn
 
 import chex
 import jax
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 from jax_lossscale import _tree
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.transform import autocast, checked_half_precision, checked_policy
-from jax_lossscale._check import check_function, is_dtype, shown
+from jax_lossscale._check import Function, check_function, is_dtype, shown
 from jax_lossscale._gradients.cotangent import warn_if_half
 from jax_lossscale._loss_scale import LossScale
 from jax_lossscale._loss_scale.lookup import find_loss_scale
@@ -35,8 +34,6 @@ from jax_lossscale._optax.wrapper import StepArguments, Wrapper
 from jax_lossscale._trainers.scaled_backward import scaled_backward
 from jax_lossscale._trainers.shared_loss_scale import SharedLossScale
 from jax_lossscale._warn import warn_user
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class MixedPrecision:
@@ -132,7 +129,7 @@ class MixedPrecision:
         wrapper = _UnscaledWrapper(**options, shared=self._shared, dtype=self._dtype)
         self.optimizer = LossScaledTransformation(wrapper.init, wrapper.update)
 
-    def loss(self, fun: _Function, *arguments: Never, **keywords: Never) -> _Function:
+    def loss(self, fun: Function, *arguments: Never, **keywords: Never) -> Function:
         """Return a function that computes the values and gradients of ``fun`` in half precision.
 
         Args:
@@ -191,7 +188,7 @@ class MixedPrecision:
         identity.defjvps(warn)
         return _tree.map_inexact(lambda leaves: list(map(identity, leaves)), result)
 
-    def step(self, train_step: _Function, path: str | None = None) -> _Function:
+    def step(self, train_step: Function, path: str | None = None) -> Function:
         """Return a training step that finds the loss scale in its arguments and passes it to the loss function.
 
         Wrapping the training step is necessary only inside `jax.pmap`, `jax.shard_map` and `jax.vmap`, and for

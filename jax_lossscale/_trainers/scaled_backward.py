@@ -6,24 +6,22 @@ respect to arrays that it closes over are also unscaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_lossscale._check import check_function
+from jax_lossscale._check import Function, check_function
 from jax_lossscale._gradients.cotangent import constant_scale, scale_cotangents, unscale_cotangents
 from jax_lossscale._loss_scale import LossScaleOrState, NoOpLossScale
 from jax_lossscale._loss_scale.lookup import as_loss_scale
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def scaled_backward(fun: _Function, loss_scale: LossScaleOrState) -> _Function:
+def scaled_backward(fun: Function, loss_scale: LossScaleOrState) -> Function:
     """Return a function that computes the values and gradients of ``fun``, but runs the backward pass at a loss scale.
 
     ::

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jax_lossscale._measure import all_finite
 from jax_lossscale.diagnostics._bits import magnitudes, reduced
 from jax_lossscale.diagnostics._in_precision import Evaluator
 from jax_lossscale.diagnostics._loss_call import LossCall, value_and_leaves
+from jax_lossscale.diagnostics._report import Progress
 from jax_lossscale.diagnostics._traced_gradients import TracedGradients
 
 # If a change to the parameters by a few units in the last place of float32 changes the gradient of a leaf by more than
@@ -328,9 +329,7 @@ def _largest_with_headroom(scales: Sequence[float], largest_finite: float) -> fl
     return max([scale for scale in scales if scale <= largest_finite * 2.0**-_LOG2_HEADROOM] or [scales[0]])
 
 
-def errors_by_scale(
-    gradients: TracedGradients, scales: Sequence[float] | None, progress: Callable[[Sequence[float]], Iterable[float]]
-) -> GradientErrors:
+def errors_by_scale(gradients: TracedGradients, scales: Sequence[float] | None, progress: Progress) -> GradientErrors:
     """Compute the errors of the gradients at several loss scales.
 
     If a callback raises an error at a loss scale, all gradients at this scale count as non-finite.
@@ -482,8 +481,7 @@ def perturbed(call: LossCall, *, keep_dtypes: bool, by: float = PERTURBATION) ->
     most = max(map(np.size, leaves), default=0)
     signs = jnp.asarray(np.random.default_rng(0).choice(np.array([-1, 1], np.int8), most + len(leaves)))
     moved_leaves = [_perturbed(leaf, signs, n, by, keep_dtypes) for n, leaf in enumerate(leaves)]
-    moved = dict(zip(call.positions, jax.tree.unflatten(structure, moved_leaves), strict=True))
-    return [moved.get(position, argument) for position, argument in enumerate(call.args)]
+    return _tree.with_replaced(call.args, call.positions, jax.tree.unflatten(structure, moved_leaves))
 
 
 @functools.partial(jax.jit, static_argnums=4)

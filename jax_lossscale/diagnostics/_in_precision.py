@@ -9,8 +9,8 @@ parameters, in which the dtypes are replaced as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.typing import DTypeLike
 
-from jax_lossscale._check import check_function, checked_floating_dtype
+from jax_lossscale._check import Function, check_function, checked_floating_dtype
 from jax_lossscale._program import custom_rules, jaxpr
 from jax_lossscale._program.interpreters import Interpreter
 from jax_lossscale._program.primitives import BITS, OPAQUE, ROUNDED, name_in_reports
 from jax_lossscale._program.subjaxprs import REBOUND, subjaxprs, with_jaxprs
 from jax_lossscale._warn import warn_user
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def in_precision(fun: _Function, dtype: DTypeLike = jnp.float32) -> _Function:
+def in_precision(fun: Function, dtype: DTypeLike = jnp.float32) -> Function:
     """Return a version of a function in which all half-precision values are computed in another dtype.
 
     Wherever ``fun`` uses float16, bfloat16 or float8, the new function uses ``dtype``. If ``dtype`` is float32, the new

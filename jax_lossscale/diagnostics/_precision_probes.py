@@ -114,16 +114,15 @@ def _differentiate(primals: Any, tangents: Any, *, kind: str, **at: int) -> tupl
 
 
 def _transpose(cotangent: Any, number: Any, value: Any, *, kind: str, **at: int) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent, None]
     if ad.is_undefined_primal(value):
         # `jax.linear_transpose` transposes a function without evaluating it, so the forward-pass value is unknown.
         value = jnp.zeros_like(cotangent)
     return [_probe_primitive.bind(cotangent, value, kind="cotangent", **at), None]
 
 
+# `deflinear2` also defines a rule for tangents, which `_differentiate` replaces.
+ad.deflinear2(_probe_primitive, _transpose)
 ad.primitive_jvps[_probe_primitive] = _differentiate
-ad.primitive_transposes[_probe_primitive] = _transpose
 
 
 def _probe_float(value: Any, site: int, role: int) -> Any:

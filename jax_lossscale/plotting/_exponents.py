@@ -6,14 +6,13 @@ import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_lossscale._check import checked_floating_dtype, positive_normal_number
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._tree import widen
+from jax_lossscale._tree import instances, widen
 from jax_lossscale.diagnostics import ExponentHistogram, exponent_histogram
 from jax_lossscale.plotting._axes import BLUE, GRAY, PALE, PALER, VERMILLION, given_or_new_axes
 
@@ -134,8 +133,7 @@ def _one_histogram(tree: Any) -> ExponentHistogram:
     """Return the histogram of a tree of gradients. If the tree is already a histogram, return it unchanged."""
     if isinstance(tree, ExponentHistogram) and tree.counts.ndim == 1:
         return tree
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, ExponentHistogram))
-    if any(isinstance(node, ExponentHistogram) for node in nodes):
+    if instances(tree, ExponentHistogram):
         raise ValueError("`plot_exponents(tree_or_histogram=...)` contains several histograms. Plot one at a time.")
     # In float32, the subnormal numbers of float16 are normal, so the histogram contains their exponents. A bfloat16
     # tree is not cast, because bfloat16 has the same exponent range as float32.
