@@ -1,0 +1,696 @@
+"""Compare random programs under `autocast` with float32 and with manual casts.
+
+    python tools/random_programs.py --dtype bfloat16 --programs 1000 --results FILE.jsonl   resumes an interrupted run
+    python tools/random_programs.py --dtype float16 --programs 100 --no-jit --results FILE.jsonl
+    python tools/random_programs.py --dtype float16 --show 12      one program, shortened as long as it differs
+    python tools/random_programs.py --dtype float32 --programs 9   the plan for float16, executed in float32
+
+A program is a composition of operations and structures (`scan`, `cond`, `vmap`, ...), which its seed determines. Each
+program is traced three times, with its gradients: in float32, under `autocast`, and with manual casts, for which the
+operands and results of all matmuls of the float32 jaxpr are rounded with `reduce_precision`. XLA cannot remove this
+rounding. The tree structure, shapes, dtypes and weak types under `autocast` must be those in float32. An array differs
+if its error exceeds
+
+    FACTOR * (error of manual casts + sensitivity) + FACTOR * epsilon * (largest magnitude in float32)
+
+The sensitivity is the largest change of the array in float32 or with manual casts if the floating-point arguments
+change by a relative epsilon / 2 with random signs. It is large near discontinuities (`sort`, comparisons, `floor`). If
+an array differs, the program is evaluated again with more changes, and with other numbers of bits in the manual casts,
+before the difference counts.
+"""
+
+import argparse
+import collections
+import functools
+import itertools
+import json
+import random
+import traceback
+import zlib
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+import jax_lossscale as jls
+from jax_lossscale._autocast import transform
+from jax_lossscale._autocast.rewrite import Rewriting
+
+FACTOR = 2
+SMALLEST = 1e-6
+# For each dtype, the bits of the exponent and of the mantissa. For float32, the plan for float16 is executed in
+# float32. Because sums may then be computed in another order, five bits are ignored.
+BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
+EPSILON = {dtype: 2.0**-mantissa for dtype, (_, mantissa) in BITS.items()}
+# Options that save most of the compilation time. They are not used for the program under `autocast`.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+OUTCOMES = ("same", "rounding", "sensitive", "invalid", "types", "crash", "differs")
+PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+# --- Operations ---
+
+
+class Inputs:
+    """Everything that an operation may use: random choices, weights, indices, a condition and a key."""
+
+    def __init__(self, place, weights, given):
+        self.place, self.weights, self.given = place, weights, given
+        self.random, self.count = random.Random(place), itertools.count()
+
+    def weight(self, *shape):
+        """Return the next weight of this operation, or create it if the program is run for the first time."""
+        name = f"{self.place}/{next(self.count)}"
+        numbers = np.random.default_rng(zlib.crc32(name.encode()))
+        created = (numbers.normal(size=shape) / max(1, np.prod(shape[:-1])) ** 0.5).astype(np.float32)
+        return self.weights[name] if name in self.weights else CREATED.setdefault(name, created)
+
+    def choose(self, *values):
+        return self.random.choice(values)
+
+    def indices(self, size, count=4):
+        """Return indices of an axis. Some are out of bounds, unless the axis is empty."""
+        return self.given["indices"][:count] % (size + 2) - 1
+
+    def axis(self, x):
+        return self.random.randrange(x.ndim)
+
+
+CREATED = {}
+
+
+def ranked(x, rank):
+    """Return the array with this number of axes. The first axes are merged, or axes of size 1 are inserted."""
+    if x.ndim > rank:
+        x = x.reshape(-1 if x.size else 0, *x.shape[x.ndim - rank + 1 :]) if rank else x.mean()
+    return limited(x.reshape((1,) * (rank - x.ndim) + x.shape))
+
+
+def limited(x, size=6):
+    return x[tuple(slice(0, size) for _ in x.shape)] if max(x.shape, default=0) > size else x
+
+
+def fitted(y, x):
+    return jnp.resize(y, x.shape).astype(x.dtype)
+
+
+def rank(number):
+    """Give an operation only arrays with a certain number of axes."""
+    return lambda function: lambda x, i: function(ranked(x, number), i)
+
+
+def dot_general(x, i):
+    x, axis = ranked(x, 3), i.choose(1, 2)
+    batch = i.choose(True, False)
+    other = i.weight(x.shape[0], 3, x.shape[axis]) if batch else i.weight(x.shape[axis], 3)
+    numbers = (((axis,), (2,)), ((0,), (0,))) if batch else (((axis,), (0,)), ((), ()))
+    return lax.dot_general(x, other, numbers, preferred_element_type=i.choose(None, jnp.float32))
+
+
+def attention(x, i):
+    x = ranked(x, 2)
+    return jax.nn.softmax(x @ i.weight(x.shape[1], x.shape[1]) @ x.T / 2) @ x
+
+
+def convolution(x, i):
+    axes = i.choose(1, 2)
+    groups, batch_groups = i.choose((1, 1), (1, 1), (2, 1), (1, 2))
+    x = jnp.concatenate([ranked(x, axes + 2)[:3]] * batch_groups, 0)
+    x = jnp.concatenate([x[:, :3]] * groups, 1)
+    kernel = i.weight(2 * groups * batch_groups, x.shape[1] // groups, *[i.choose(1, 2, 3) for _ in range(axes)])
+    options = {name: [i.choose(1, 1, 2) for _ in range(axes)] for name in ("lhs_dilation", "rhs_dilation")}
+    padding = i.choose("SAME", "VALID", [(1, 2)] * axes, [(2, 0)] * axes)
+    if isinstance(padding, str):
+        options.pop("lhs_dilation")
+    strides = [i.choose(1, 2, 3) for _ in range(axes)]
+    groups = {"feature_group_count": groups, "batch_group_count": batch_groups}
+    return lax.conv_general_dilated(x, kernel.astype(x.dtype), strides, padding, **options, **groups)
+
+
+def pool(x, i):
+    x = ranked(x, i.choose(2, 3))
+    initial, function = i.choose((-jnp.inf, lax.max), (jnp.inf, lax.min), (0.0, lax.add), (-jnp.inf, lax.max))
+    window, strides, dilation = ([i.choose(1, 2, 3) for _ in x.shape] for _ in range(3))
+    padding = i.choose("SAME", "VALID", [(1, 2)] * x.ndim)
+    dilated = {"window_dilation": dilation} if i.choose(True, False) else {}
+    return lax.reduce_window(x, initial, function, window, strides, padding, **dilated)
+
+
+def gather(x, i):
+    x, mode = ranked(x, 2), i.choose("fill", "clip", "promise_in_bounds")
+    rows, columns = i.indices(x.shape[0]), i.indices(x.shape[1])
+    if mode == "promise_in_bounds":
+        rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
+    where = i.choose(rows, (slice(None), columns), (rows, columns), (rows[:, None], columns))
+    if not x.size:
+        return x
+    return x.at[where].get(mode=mode, fill_value=i.choose(None, 0, -2.0) if mode == "fill" else None)
+
+
+def scatter(x, i):
+    x, mode = ranked(x, 2), i.choose("drop", "clip", "promise_in_bounds")
+    method = i.choose("add", "set", "mul", "min", "max", "add")
+    rows, columns = i.indices(x.shape[0], 3), i.indices(x.shape[1], 3)
+    if mode == "promise_in_bounds":
+        rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
+    if method in ("set", "mul"):  # The result, or the derivative, is undefined if an index occurs twice.
+        rows, columns, mode = jnp.array([0, 2, 9]), jnp.array([1, 0, 9]), "drop"
+    at = x.at[i.choose(rows, (slice(None), columns), (rows, columns))]
+    values = i.choose(0.5, ranked(x, 0), i.weight(1, 1) if isinstance(at.index, int) else i.weight(1))
+    options = {"mode": mode, "unique_indices": method in ("set", "mul")}
+    return getattr(at, method)(values, **options) if x.size else x
+
+
+def along(function):
+    """Apply a function with the argument `axis`, such as `jnp.cumsum`."""
+
+    def operation(x, i):
+        x = ranked(x, max(1, x.ndim))
+        return function(x, axis=i.axis(x))
+
+    return operation
+
+
+def cumulative(x, i):
+    function = i.choose(
+        lax.cumsum, lax.cummax, lax.cummin, lax.cumlogsumexp, lambda x, **how: lax.cumprod(x / 2, **how)
+    )
+    x = ranked(x, max(1, x.ndim))
+    return function(x, axis=i.axis(x), reverse=i.choose(True, False))
+
+
+def sort_with_keys(x, i):
+    x = ranked(x, 2)
+    order = jnp.sin(7.0 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    return lax.sort((order, x, x * i.weight()), dimension=i.axis(x), num_keys=i.choose(1, 2))[i.choose(1, 2)]
+
+
+def dynamic_slices(x, i):
+    x = ranked(x, 2)
+    start = i.given["indices"][:2]
+    sizes = [max(0, size - 1) for size in x.shape]
+    part = lax.dynamic_slice(x, start, sizes)
+    return lax.dynamic_update_slice(x, part * 2, start[::-1]) if i.choose(True, False) else part
+
+
+def padded(x, i):
+    x = ranked(x, 2)
+    value = i.choose(0.0, 0.0, -1.0, i.weight())
+    return lax.pad(
+        x, jnp.asarray(value, x.dtype), [(i.choose(-1, 0, 1), i.choose(0, 1), i.choose(0, 1)) for _ in x.shape]
+    )
+
+
+def empty(x, i):
+    x = ranked(x, 2)
+    nothing = x[:, :0] @ i.weight(0, x.shape[1])
+    return i.choose(nothing + x, jnp.concatenate([x, x[:0] @ i.weight(x.shape[1], x.shape[1])]), x + x[:0].sum(), x[:0])
+
+
+def solve(x, i):
+    x = ranked(x, 2)
+    matrix = jnp.eye(x.shape[0]) * 2 + x @ x.T / 4
+    return i.choose(lambda: jnp.linalg.solve(matrix, x), lambda: jnp.linalg.cholesky(matrix) @ x)()
+
+
+def dropout(x, i):
+    return jnp.where(jax.random.bernoulli(i.given["key"], 0.7, x.shape), x / 0.7, 0)
+
+
+def integers(x, i):
+    x = ranked(x, 2)
+    whole = jnp.asarray(jnp.clip(jnp.nan_to_num(lax.stop_gradient(x)), -9, 9) * 3, jnp.int32)
+    return x + (whole @ whole.T % 5).sum() / 10
+
+
+def layer_norm(x, i):
+    centered = x - x.mean(-1, keepdims=True) if x.ndim else x
+    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 0.1) if x.ndim else x
+
+
+def selected(x, i):
+    return jnp.where(i.choose(x > 0.1, x < i.weight(), jnp.isfinite(x)), i.choose(x, jnp.sin(x)), i.choose(0.0, 2 * x))
+
+
+def converted(x, i):
+    return x.astype(i.choose(jnp.float16, jnp.bfloat16, jnp.float64 if jax.config.jax_enable_x64 else jnp.float16)) * 1
+
+
+def weak(x, i):
+    return i.choose(2.0 * jnp.asarray(1.0) * x, x + jnp.sum(1.0), jnp.asarray(1.0) - x / 2, lax.sin(0.5) * x)
+
+
+def solved_linearly(x, i):
+    diagonal = 2 + jnp.square(ranked(x, 1))
+    rule = lambda _, b: b / diagonal  # noqa: E731
+    return lax.custom_linear_solve(lambda y: diagonal * y, ranked(x, 1), rule, rule, symmetric=True)
+
+
+MATMULS = {
+    "dot": rank(2)(lambda x, i: x @ i.weight(x.shape[1], 4)),
+    "dot with its transpose": rank(2)(lambda x, i: x @ x.T / 2),
+    "dot of vectors": rank(1)(lambda x, i: x @ i.weight(x.shape[0])),
+    "dot with vector": rank(3)(lambda x, i: x @ i.weight(x.shape[-1])),
+    "batched dot": rank(3)(lambda x, i: x @ i.weight(x.shape[0], x.shape[2], 3)),
+    "dot_general": dot_general,
+    "outer product": rank(1)(lambda x, i: x[:, None] @ i.weight(1, 5)),
+    "dense": rank(2)(lambda x, i: jax.nn.gelu(x @ i.weight(x.shape[1], 5) + i.weight(1, 5))),
+    "exact dot": rank(2)(lambda x, i: jnp.matmul(x, i.weight(x.shape[1], 3), precision="highest")),
+    "dot with a constant": rank(2)(lambda x, i: x @ np.tri(x.shape[1], dtype=np.float32) / 3),
+    "embedding": rank(2)(lambda x, i: jax.nn.one_hot(i.indices(5), 5) @ i.weight(5, 3) + x.sum()),
+    "ragged dot": rank(2)(lambda x, i: lax.ragged_dot(x, i.weight(2, x.shape[1], 3), jnp.array([1, x.shape[0]]))),
+    "attention": attention,
+    "convolution": convolution,
+    "integer dot": integers,
+}
+OPERATIONS = MATMULS | {
+    # Arithmetic
+    "sin": lambda x, i: jnp.sin(x),
+    "tanh": lambda x, i: jnp.tanh(x),
+    "exp": lambda x, i: jnp.exp(-jnp.abs(x)),
+    "log": lambda x, i: jnp.log1p(jnp.square(x)),
+    "logistic": lambda x, i: lax.logistic(x),
+    "erf": lambda x, i: lax.erf(x),
+    "sqrt": lambda x, i: jnp.sqrt(jnp.abs(x) + 0.1),
+    "power": lambda x, i: i.choose(lax.integer_pow(jnp.clip(x, -2, 2), 3), (0.1 + jnp.abs(x)) ** 0.7),
+    "divide": lambda x, i: x / (1 + jnp.square(x)),
+    "add": lambda x, i: x + i.weight(*x.shape),
+    "multiply": lambda x, i: x * i.weight(*x.shape[-1:]).reshape((1,) * (x.ndim - 1) + x.shape[-1:]),
+    "subtract": lambda x, i: x - x[..., ::-1] if x.ndim else 1 - x,
+    "atan2": lambda x, i: jnp.arctan2(x, 1 + i.weight()),
+    "softmax": along(jax.nn.softmax),
+    "logsumexp": along(jax.nn.logsumexp),
+    "layer norm": layer_norm,
+    "standard deviation": lambda x, i: x / jnp.sqrt(jnp.var(x) + 0.1) if x.size else x,
+    "cumulative": cumulative,
+    "product": along(lambda x, axis: jnp.prod(jnp.clip(x, 0.5, 1.5), axis)),
+    "sum": along(jnp.sum),
+    "mean": lambda x, i: jnp.mean(x) if x.size else x.sum(),
+    "segment sum": rank(2)(lambda x, i: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) % 3, 3)),
+    "fft": rank(1)(lambda x, i: jnp.abs(jnp.fft.rfft(x) + 1) if x.size else x),
+    "large": lambda x, i: (x * 1e5 + 3e4) / 1e5,
+    "tiny": lambda x, i: (x * 1e-7)[..., None] * 1e7,
+    "dropout": dropout,
+    "integers": lambda x, i: x + jnp.floor(4 * x).astype(jnp.int32) % 3,
+    "normal": lambda x, i: x + 0.1 * jax.random.normal(i.given["key"], x.shape, x.dtype),
+    "solve": solve,
+    "solved linearly": solved_linearly,
+    # Selections
+    "relu": lambda x, i: jax.nn.relu(x),
+    "maximum": lambda x, i: jnp.maximum(x, i.weight()),
+    "minimum": lambda x, i: lax.min(x, i.weight(*x.shape).astype(x.dtype)),
+    "clip": lambda x, i: jnp.clip(x, -0.5, i.weight()),
+    "abs": lambda x, i: jnp.abs(x),
+    "largest": along(functools.partial(jnp.max, initial=-3.0)),
+    "argmax": along(lambda x, axis: x - jnp.argmax(x, axis, keepdims=True) if x.size else x),
+    "where": selected,
+    "pool": pool,
+    "sort": along(jnp.sort),
+    "sort with keys": sort_with_keys,
+    "top k": rank(2)(lambda x, i: lax.top_k(x, min(2, x.shape[1]))[0]),
+    # Data movement
+    "transpose": lambda x, i: jnp.transpose(x, i.random.sample(range(x.ndim), x.ndim)),
+    "reshape": lambda x, i: ranked(x, i.choose(1, 2, 3, 4)),
+    "reverse": along(lambda x, axis: lax.rev(x, (axis,))),
+    "roll": along(lambda x, axis: jnp.roll(x, 1, axis)),
+    "slice": lambda x, i: x[tuple(slice(0, None, i.choose(1, 2)) for _ in x.shape)],
+    "dynamic slice": dynamic_slices,
+    "concatenate": along(lambda x, axis: jnp.concatenate([x, -x, x], axis)),
+    "pad": padded,
+    "broadcast": lambda x, i: jnp.broadcast_to(x, (2, *x.shape[-3:])) if x.ndim < 4 else x[0],
+    "repeat": along(lambda x, axis: jnp.repeat(x, 2, axis)),
+    "gather": gather,
+    "take along axis": along(lambda x, axis: jnp.take_along_axis(x, jnp.argsort(x, axis), axis)),
+    "scatter": scatter,
+    "diagonal": rank(2)(lambda x, i: jnp.diagonal(x)),
+    "triangle": rank(2)(lambda x, i: jnp.tril(x)),
+    "empty": empty,
+    "scalar": lambda x, i: ranked(x, 0) if x.size else x.sum(),
+    # Types
+    "cast": converted,
+    "weak": weak,
+    "stop_gradient": lambda x, i: x + lax.stop_gradient(jnp.cos(x)),
+    "barrier": lambda x, i: lax.optimization_barrier((x, jnp.sin(x)))[0],
+    "bits": lambda x, i: x + lax.bitcast_convert_type(lax.stop_gradient(x), f"int{8 * x.dtype.itemsize}") % 2,
+}
+
+
+# --- Structures, which evaluate a part of the program ---
+
+
+def in_scan(body, inputs, x, i):
+    def step(carry, row):
+        out = body(inputs, carry + row)
+        return fitted(out, carry), out
+
+    rows = jnp.stack([x, x / 2, -x]) if i.choose(True, False) else jnp.linspace(-1.0, 1.0, 3, dtype=x.dtype)
+    carry, stacked = lax.scan(step, x, rows, reverse=i.choose(True, False), unroll=i.choose(1, 1, 2))
+    return i.choose(carry, stacked)
+
+
+def in_while(body, inputs, x, i):
+    inputs, start = lax.stop_gradient((inputs, x))
+    step = lambda state: (state[0] + 1, fitted(body(inputs, state[1]), x))  # noqa: E731
+    return x + lax.while_loop(lambda state: state[0] < inputs[1]["steps"], step, (0, start))[1]
+
+
+def in_cond(body, inputs, x, i):
+    condition = i.choose(inputs[1]["flag"], ~inputs[1]["flag"], jnp.sum(x) > 0.1)
+    return lax.cond(condition, body, lambda inputs, x: body(inputs, jnp.sin(x)), inputs, x)
+
+
+def in_switch(body, inputs, x, i):
+    branches = [lambda x: x, lambda x: fitted(body(inputs, x), x), jnp.sin, jnp.zeros_like]
+    return lax.switch(inputs[1]["indices"][0] % 4, branches, x)
+
+
+def in_vmap(body, inputs, x, i):
+    x = ranked(x, max(1, x.ndim))
+    axis = next((n for n in i.random.sample(range(x.ndim), x.ndim) if x.shape[n]), None)
+    return body(inputs, x) if axis is None else jax.vmap(body, (None, axis), i.choose(0, -1))(inputs, x)
+
+
+def in_custom_jvp(body, inputs, x, i):
+    function = jax.custom_jvp(body)
+    function.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
+    return function(inputs, x)
+
+
+def in_custom_vjp(body, inputs, x, i):
+    function = jax.custom_vjp(body)
+    function.defvjp(lambda *given: jax.vjp(body, *given), lambda pull_back, cotangent: pull_back(cotangent))
+    return function(inputs, x)
+
+
+def in_checkpoint(body, inputs, x, i):
+    names = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+    policy = i.choose(None, *(getattr(jax.checkpoint_policies, name) for name in names))
+    return jax.checkpoint(body, policy=policy, prevent_cse=i.choose(True, False))(inputs, x)
+
+
+def in_shard_map(body, inputs, x, i):
+    """Evaluate a part of the program on two devices."""
+    x = ranked(x, max(1, x.ndim))
+    if jax.sharding.get_abstract_mesh().manual_axes or jax.device_count() < 2:
+        return body(inputs, x)
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    combined = i.choose(lambda y: y, lambda y: y - lax.pmean(y, "data"), lambda y: lax.ppermute(y, "data", [(0, 1)]))
+    sharded, check = jax.P("data"), i.choose(True, False)
+    inside = lambda inputs, x: combined(ranked(y := body(inputs, x), max(1, y.ndim)))  # noqa: E731
+    function = jax.shard_map(inside, mesh=mesh, in_specs=(jax.P(), sharded), out_specs=sharded, check_vma=check)
+    return function(inputs, jnp.concatenate([x, x / 2]))
+
+
+STRUCTURES = {
+    "jit": lambda body, inputs, x, i: jax.jit(body)(inputs, x),
+    "scan": in_scan,
+    "fori_loop": lambda body, inputs, x, i: lax.fori_loop(0, 2, lambda n, x: fitted(body(inputs, x + n), x), x),
+    "map": lambda body, inputs, x, i: lax.map(functools.partial(body, inputs), jnp.stack([x, -x])),
+    "while": in_while,
+    "cond": in_cond,
+    "switch": in_switch,
+    "vmap": in_vmap,
+    "custom_jvp": in_custom_jvp,
+    "custom_vjp": in_custom_vjp,
+    "checkpoint": in_checkpoint,
+    "shard_map": in_shard_map,
+    "residual": lambda body, inputs, x, i: x + fitted(body(inputs, x), x),
+    "twice": lambda body, inputs, x, i: (compiled := jax.jit(body))(inputs, fitted(compiled(inputs, x), x)),
+    "grad": lambda body, inputs, x, i: jax.grad(lambda x: jnp.sum(jnp.sin(body(inputs, x))).astype(x.dtype))(x),
+    "jvp": lambda body, inputs, x, i: jax.jvp(functools.partial(body, inputs), (x,), (jnp.cos(x),))[1],
+}
+
+
+# --- Programs ---
+
+
+def random_part(numbers, size, depth=0):
+    """Return a tuple of names of operations, and of pairs of a structure and the part of the program inside it."""
+    part = []
+    while size > 0:
+        if depth < 2 and numbers.random() < 0.3:
+            inside = random_part(numbers, numbers.randint(1, min(size, 3)), depth + 1)
+            part.append((numbers.choice(list(STRUCTURES)), inside))
+            size -= len(inside)
+        else:
+            part.append(numbers.choice(numbers.choice([[*MATMULS], [*OPERATIONS], [*OPERATIONS]])))
+            size -= 1
+    return tuple(part)
+
+
+def run(part, place, inputs, x):
+    """Apply a part of a program to an array. `inputs` contains the weights and the other arguments."""
+    for n, step in enumerate(part):
+        name, inside = (step, None) if isinstance(step, str) else step
+        here = f"{place}/{n} {name}"
+        if inside is None:
+            x = OPERATIONS[name](x, Inputs(here, *inputs))
+        else:
+            x = STRUCTURES[name](functools.partial(run, inside, here), inputs, x, Inputs(here, *inputs))
+        x = limited(x)
+    return x
+
+
+def loss_of(part, seed):
+    """Return a function of weights, an array and other arguments, whose value is a weighted sum of the result."""
+
+    def loss(weights, x, given):
+        y = run(part, f"{seed}", (weights, given), x)
+        signs = (np.arange(y.size).reshape(y.shape) * 5 % 8 - 2.5) / 4
+        others = {"y": y, "weak": 2.0 * jnp.asarray(1.0), "indices": given["indices"]}
+        return jnp.sum(y * signs.astype(y.dtype)).astype(jnp.float32), others
+
+    return loss
+
+
+def gradient(loss):
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)
+
+
+def forward(function, weights, x, given):
+    return jax.jvp(lambda *args: function(*args, given), (weights, x), jax.tree.map(jnp.cos, (weights, x)))
+
+
+# Functions that are computed from a loss function. The argument `cast` is `autocast` or the identity.
+MODES = {
+    "gradient": lambda cast, loss: gradient(cast(loss)),
+    "of the gradient": lambda cast, loss: cast(gradient(loss)),
+    "forward": lambda cast, loss: functools.partial(forward, cast(loss)),
+    "vmap": lambda cast, loss: jax.vmap(gradient(cast(loss)), (None, 0, None)),
+    "of vmap": lambda cast, loss: cast(jax.vmap(gradient(loss), (None, 0, None))),
+    "second derivative": lambda cast, loss: functools.partial(forward, gradient(cast(loss))),
+}
+
+
+def rounded(value, bits, is_rounded):
+    """Round the operands and results of some float32 operations in a parameter of an equation, which may be a jaxpr."""
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(rounded(value.jaxpr, bits, is_rounded), value.consts)
+    if isinstance(value, tuple):
+        items = [rounded(item, bits, is_rounded) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if not isinstance(value, Jaxpr):
+        return value
+    eqns, new = [], core.gensym()
+    for eqn in value.eqns:
+        eqn = eqn.replace(params={name: rounded(param, bits, is_rounded) for name, param in eqn.params.items()})
+        old = [atom for atom in (*eqn.invars, *eqn.outvars) if getattr(atom.aval, "dtype", None) == np.float32]
+        if not is_rounded(eqn) or eqn.effects or list(core.jaxprs_in_params(eqn.params)):
+            eqns.append(eqn)
+            continue
+        params = dict(zip(("exponent_bits", "mantissa_bits"), bits, strict=True))
+        rounding = functools.partial(eqn.replace, primitive=lax.reduce_precision_p, params=params)
+        half = {id(atom): new(atom.aval) for atom in old}
+        eqns += [rounding(invars=[x], outvars=[half[id(x)]]) for x in eqn.invars if id(x) in half]
+        eqns += [eqn.replace(**{k: [half.get(id(x), x) for x in getattr(eqn, k)] for k in ("invars", "outvars")})]
+        eqns += [rounding(invars=[half[id(x)]], outvars=[x]) for x in eqn.outvars if id(x) in half]
+    return value.replace(eqns=eqns)
+
+
+# --- Comparison ---
+
+
+class InFloat32(Rewriting):
+    """Interpreter that executes a plan for float16 in float32."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dtype = jnp.dtype(jnp.float32)
+
+
+def in_float32(fun):
+    """Return the function under `autocast`, with the plan for float16 executed in float32."""
+    autocast = jls.autocast(fun)
+
+    @functools.wraps(fun)
+    def executed(*args, **kwargs):
+        with mock.patch.object(transform, "Rewriting", InFloat32):
+            return autocast(*args, **kwargs)
+
+    return executed
+
+
+class Comparison:
+    """Comparison of a program under `autocast` with the program in float32 and with manual casts."""
+
+    def __init__(self, seed, dtype, part=None):
+        numbers = random.Random(seed)
+        self.dtype, self.mode = dtype, numbers.choice(["gradient", "gradient", "gradient", *MODES])
+        self.part = random_part(numbers, numbers.randint(3, 8))
+        self.part = self.part if part is None else part
+        self.x64 = numbers.random() < 0.1
+        shape = [numbers.randint(1, 5) for _ in range(numbers.choice([0, 1, 2, 2, 2, 3, 3, 4]))]
+        with jax.enable_x64(self.x64):
+            values = np.random.default_rng(numbers.randrange(10**6))
+            x = values.normal(size=shape).astype(values.choice(["float32", "float64"]) if self.x64 else "float32")
+            given = {"indices": values.integers(-9, 9, 4, np.int32), "flag": values.random() < 0.5}
+            given |= {"key": jax.random.key(0), "steps": jnp.int32(2)}
+            self.loss = loss_of(self.part, seed)
+            CREATED.clear()
+            jax.eval_shape(self.loss, {}, x, given)
+            x = np.stack([x, -x]) if "vmap" in self.mode else x
+            self.args = jax.tree.map(jnp.asarray, (dict(CREATED), x, given))
+            self.plain, self.shapes = self.traced(lambda loss: loss)
+
+    def traced(self, cast):
+        return jax.make_jaxpr(MODES[self.mode](cast, self.loss), return_shape=True)(*self.args)
+
+    def run(self, is_jitted=True):
+        """Return the outcome of the comparison, and the errors of the array with the largest relative error."""
+        with jax.enable_x64(self.x64), np.errstate(all="ignore"):
+            expected = self.results(4, [self.rounded()])  # An error means that the program fails in float32.
+            try:
+                cast = in_float32 if self.dtype == "float32" else functools.partial(jls.autocast, dtype=self.dtype)
+                half, shapes = self.traced(cast)
+                if difference := self.difference(half, shapes):
+                    return {"outcome": "types", "detail": difference}
+                jitted = lambda *args: jax.jit(jaxpr_as_fun(half))(*jax.tree.leaves(args))  # noqa: E731
+                function = jitted if is_jitted else MODES[self.mode](cast, self.loss)
+                found = jax.tree.map(np.asarray, jax.tree.leaves(function(*self.args)))
+            except Exception as error:
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                detail = f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+                return {"outcome": "crash", "detail": detail}
+            result = self.worst(found, expected)
+            if result["outcome"] == "differs":
+                result = self.worst(found, self.results(30, [self.rounded(more) for more in (-2, -1, 0, 1, 2)]))
+            if result["outcome"] == "differs":
+                everything = [self.rounded(more, is_rounded=lambda eqn: True) for more in (-1, 0, 1)]
+                is_rounding = self.worst(found, self.results(4, everything))["outcome"] != "differs"
+                result["outcome"] = "rounding" if is_rounding else "differs"
+            return result
+
+    def difference(self, half, shapes):
+        """Describe the first difference between the structures or types, or return an empty string."""
+        if jax.tree.structure(shapes) != jax.tree.structure(self.shapes):
+            return f"{jax.tree.structure(self.shapes)} became {jax.tree.structure(shapes)}"
+        pairs = zip(map(str, self.plain.out_avals), map(str, half.out_avals), strict=True)
+        return next((f"{old} became {new}" for old, new in pairs if old != new), "")
+
+    def rounded(self, more_bits=0, is_rounded=lambda eqn: eqn.primitive.name in PRIMITIVES):
+        exponent, mantissa = BITS[self.dtype]
+        return rounded(self.plain, (exponent, mantissa + more_bits), is_rounded)
+
+    def results(self, changes, manual):
+        """Return the results in float32 and those with manual casts, also for changed arguments."""
+        args, unit = jax.tree.leaves(self.args), EPSILON[self.dtype] / 2
+        programs = lambda *args: [jaxpr_as_fun(program)(*args) for program in (self.plain, *manual)]  # noqa: E731
+        programs = jax.jit(programs, compiler_options=FAST)
+        all_results = [programs(*args), *(programs(*changed(args, unit, n)) for n in range(changes))]
+        return [[np.asarray(x) for x in result] for results in all_results for result in results]
+
+    def worst(self, found, expected):
+        """Return the outcome and the errors of the array with the largest error, relative to the allowed error."""
+        worst = {"outcome": "same", "ratio": 0.0}
+        for n, half in enumerate(found):
+            plain, *others = (result[n] for result in expected)
+            if not np.issubdtype(plain.dtype, np.floating):
+                if not np.array_equal(plain, half):
+                    return {"outcome": "differs", "detail": f"{plain} became {half}"}
+                continue
+            counts = np.all([np.isfinite(x) & (abs(x) < 6e4) for x in (plain, *others)], axis=0)
+            noise = np.max([abs(x - plain)[counts] for x in others], initial=0)
+            scale = np.max(abs(plain[counts]), initial=SMALLEST)
+            error = np.max(np.where(np.isfinite(half), abs(half - plain), np.inf)[counts], initial=0)
+            ratio = error / (FACTOR * (noise + EPSILON[self.dtype] * scale) + SMALLEST)
+            if ratio >= worst["ratio"]:
+                outcome = "differs" if ratio > 1 else "sensitive" if noise > scale / 2 else "same"
+                numbers = {"ratio": ratio, "error": error, "noise": noise, "scale": scale}
+                worst = {"outcome": outcome, "result": n} | {key: float(f"{x:.3g}") for key, x in numbers.items()}
+        return worst
+
+
+def changed(args, unit, seed):
+    """Multiply the elements of all arrays of floating-point numbers by 1 + unit or 1 - unit."""
+    numbers = np.random.default_rng(seed)
+    are_floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
+    factors = [numbers.choice([1 - unit, 1 + unit], x.shape) for x in args]
+    return [x * f.astype(x.dtype) if is_float else x for x, f, is_float in zip(args, factors, are_floats, strict=True)]
+
+
+def compared(seed, dtype, is_jitted, part=None):
+    """Return the record of a program. Programs that fail in float32 are invalid."""
+    try:
+        comparison = Comparison(seed, dtype, part)
+        record = comparison.run(is_jitted)
+    except Exception as error:
+        return {"seed": seed, "outcome": "invalid", "detail": f"{type(error).__name__}: {str(error)[:200]}"}
+    return {"seed": seed, **record, "mode": comparison.mode, "x64": comparison.x64, "part": comparison.part}
+
+
+def shorter(part):
+    """Yield the programs that have one operation or one structure fewer than a program."""
+    for n, step in enumerate(part):
+        before, after = part[:n], part[n + 1 :]
+        yield (*before, *after)
+        if not isinstance(step, str):
+            yield (*before, *step[1], *after)
+            yield from ((*before, (step[0], inside), *after) for inside in shorter(step[1]) if inside)
+
+
+def shortest(part, fails):
+    """Return the shortest part of a program that still fails."""
+    return next((shortest(each, fails) for each in shorter(part) if fails(each)), part)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=list(BITS), default="float16")
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--no-jit", action="store_true", help="evaluate the program under `autocast` without `jax.jit`")
+    parser.add_argument("--results", type=Path, help="the file of the known results")
+    parser.add_argument("--show", type=int, metavar="SEED", help="show and shorten one program")
+    given = parser.parse_args()
+    compare = functools.partial(compared, dtype=given.dtype, is_jitted=not given.no_jit)
+    if given.show is not None:
+        record = compare(given.show)
+        fails = lambda part: compare(given.show, part=part)["outcome"] == record["outcome"]  # noqa: E731
+        part = shortest(record["part"], fails)
+        print(json.dumps(record), json.dumps(compare(given.show, part=part)), sep="\n")
+        return
+    known = given.results.read_text().splitlines() if given.results and given.results.exists() else []
+    records = {record["seed"]: record for record in map(json.loads, known)}
+    seed = valid = 0
+    while valid < given.programs:
+        if seed not in records:
+            records[seed] = compare(seed)
+            if given.results:
+                with given.results.open("a") as file:
+                    file.write(json.dumps(records[seed]) + "\n")
+        valid += records[seed]["outcome"] != "invalid"
+        seed += 1
+        if seed % 50 == 0:
+            jax.clear_caches()
+    counts = collections.Counter(record["outcome"] for record in records.values())
+    print(*(f"{outcome:10} {counts[outcome]:5}" for outcome in OUTCOMES), sep="\n")
+    unexplained = [seed for seed, record in records.items() if record["outcome"] in OUTCOMES[-3:]]
+    print(f"Unexplained differences: {len(unexplained)} (seeds {unexplained})")
+
+
+if __name__ == "__main__":
+    main()
