@@ -66,19 +66,16 @@ class Inputs:
     def weight(self, *shape):
         """Return the next weight of this operation, or create it if the program is run for the first time."""
         name = f"{self.place}/{next(self.count)}"
-        numbers = np.random.default_rng(zlib.crc32(name.encode()))
-        created = (numbers.normal(size=shape) / max(1, np.prod(shape[:-1])) ** 0.5).astype(np.float32)
-        return self.weights[name] if name in self.weights else CREATED.setdefault(name, created)
+        if name not in self.weights:
+            numbers = np.random.default_rng(zlib.crc32(name.encode()))
+            CREATED[name] = (numbers.normal(size=shape) / max(1, np.prod(shape[:-1])) ** 0.5).astype(np.float32)
+        return (self.weights if name in self.weights else CREATED)[name]
 
     def choose(self, *values):
         return self.random.choice(values)
 
-    def indices(self, size, count=4):
-        """Return indices of an axis. Some are out of bounds, unless the axis is empty."""
-        return self.given["indices"][:count] % (size + 2) - 1
-
-    def axis(self, x):
-        return self.random.randrange(x.ndim)
+    def several(self, number, *values):
+        return self.random.choices(values, k=number)
 
 
 CREATED = {}
@@ -104,235 +101,178 @@ def rank(number):
     return lambda function: lambda x, i: function(ranked(x, number), i)
 
 
+def along(function):
+    """Give an operation an axis of the array, as the argument `axis`."""
+    return lambda x, i: function(x := ranked(x, max(1, x.ndim)), axis=i.random.randrange(x.ndim))
+
+
 def dot_general(x, i):
-    x, axis = ranked(x, 3), i.choose(1, 2)
-    batch = i.choose(True, False)
-    other = i.weight(x.shape[0], 3, x.shape[axis]) if batch else i.weight(x.shape[axis], 3)
-    numbers = (((axis,), (2,)), ((0,), (0,))) if batch else (((axis,), (0,)), ((), ()))
+    axis, is_batched = i.choose(1, 2), i.choose(True, False)
+    other = i.weight(*x.shape[:1] * is_batched, x.shape[axis], 3)
+    numbers = ((axis,), (int(is_batched),)), ((0,), (0,)) if is_batched else ((), ())
     return lax.dot_general(x, other, numbers, preferred_element_type=i.choose(None, jnp.float32))
 
 
 def attention(x, i):
-    x = ranked(x, 2)
     return jax.nn.softmax(x @ i.weight(x.shape[1], x.shape[1]) @ x.T / 2) @ x
 
 
 def convolution(x, i):
-    axes = i.choose(1, 2)
-    groups, batch_groups = i.choose((1, 1), (1, 1), (2, 1), (1, 2))
-    x = jnp.concatenate([ranked(x, axes + 2)[:3]] * batch_groups, 0)
-    x = jnp.concatenate([x[:, :3]] * groups, 1)
-    kernel = i.weight(2 * groups * batch_groups, x.shape[1] // groups, *[i.choose(1, 2, 3) for _ in range(axes)])
-    options = {name: [i.choose(1, 1, 2) for _ in range(axes)] for name in ("lhs_dilation", "rhs_dilation")}
+    axes, (groups, batches) = i.choose(1, 2), i.choose((1, 1), (1, 1), (2, 1), (1, 2))
+    x = jnp.concatenate([ranked(x, axes + 2)[:3, :3]] * batches, 0)
+    x = jnp.concatenate([x] * groups, 1)
+    kernel = i.weight(2 * groups * batches, x.shape[1] // groups, *i.several(axes, 1, 2, 3)).astype(x.dtype)
     padding = i.choose("SAME", "VALID", [(1, 2)] * axes, [(2, 0)] * axes)
-    if isinstance(padding, str):
-        options.pop("lhs_dilation")
-    strides = [i.choose(1, 2, 3) for _ in range(axes)]
-    groups = {"feature_group_count": groups, "batch_group_count": batch_groups}
-    return lax.conv_general_dilated(x, kernel.astype(x.dtype), strides, padding, **options, **groups)
+    options = {} if isinstance(padding, str) else {"lhs_dilation": i.several(axes, 1, 1, 2)}
+    options |= {"rhs_dilation": i.several(axes, 1, 1, 2), "batch_group_count": batches, "feature_group_count": groups}
+    return lax.conv_general_dilated(x, kernel, i.several(axes, 1, 2, 3), padding, **options)
 
 
 def pool(x, i):
     x = ranked(x, i.choose(2, 3))
-    initial, function = i.choose((-jnp.inf, lax.max), (jnp.inf, lax.min), (0.0, lax.add), (-jnp.inf, lax.max))
-    window, strides, dilation = ([i.choose(1, 2, 3) for _ in x.shape] for _ in range(3))
+    initial, function = i.choose((-jnp.inf, lax.max), (jnp.inf, lax.min), (0.0, lax.add))
+    window, strides, dilation = (i.several(x.ndim, 1, 2, 3) for _ in range(3))
+    options = {"window_dilation": dilation} if function is lax.add and i.choose(True, False) else {}
     padding = i.choose("SAME", "VALID", [(1, 2)] * x.ndim)
-    dilated = {"window_dilation": dilation} if i.choose(True, False) else {}
-    return lax.reduce_window(x, initial, function, window, strides, padding, **dilated)
+    return lax.reduce_window(x, initial, function, window, strides, padding, **options)
+
+
+def indexed(x, i, mode, is_unique=False):
+    """Return an indexed array for `.get()`, `.add()` and so on. Some indices are out of bounds if possible."""
+    rows, columns = (i.given["indices"][:3] % (size + 2) - 1 for size in x.shape)
+    if mode == "promise_in_bounds":
+        rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
+    if is_unique:
+        rows, columns = jnp.array([0, 2, 9]), jnp.array([1, 0, 9])
+    return x.at[i.choose(rows, (slice(None), columns), (rows, columns), (rows[:, None], columns))]
 
 
 def gather(x, i):
-    x, mode = ranked(x, 2), i.choose("fill", "clip", "promise_in_bounds")
-    rows, columns = i.indices(x.shape[0]), i.indices(x.shape[1])
-    if mode == "promise_in_bounds":
-        rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
-    where = i.choose(rows, (slice(None), columns), (rows, columns), (rows[:, None], columns))
-    if not x.size:
-        return x
-    return x.at[where].get(mode=mode, fill_value=i.choose(None, 0, -2.0) if mode == "fill" else None)
+    mode = i.choose("fill", "clip", "promise_in_bounds")
+    fill_value = i.choose(None, 0, -2.0) if mode == "fill" else None
+    return indexed(x, i, mode).get(mode=mode, fill_value=fill_value) if x.size else x
 
 
 def scatter(x, i):
-    x, mode = ranked(x, 2), i.choose("drop", "clip", "promise_in_bounds")
-    method = i.choose("add", "set", "mul", "min", "max", "add")
-    rows, columns = i.indices(x.shape[0], 3), i.indices(x.shape[1], 3)
-    if mode == "promise_in_bounds":
-        rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
-    if method in ("set", "mul"):  # The result, or the derivative, is undefined if an index occurs twice.
-        rows, columns, mode = jnp.array([0, 2, 9]), jnp.array([1, 0, 9]), "drop"
-    at = x.at[i.choose(rows, (slice(None), columns), (rows, columns))]
-    values = i.choose(0.5, ranked(x, 0), i.weight(1, 1) if isinstance(at.index, int) else i.weight(1))
-    options = {"mode": mode, "unique_indices": method in ("set", "mul")}
-    return getattr(at, method)(values, **options) if x.size else x
+    mode, method = i.choose("drop", "clip", "promise_in_bounds"), i.choose("add", "set", "mul", "min", "max", "add")
+    is_unique = method in ("set", "mul")  # The result, or the derivative, is undefined if an index occurs twice.
+    at = indexed(x, i, mode := "drop" if is_unique else mode, is_unique)
+    values = i.choose(0.5, jnp.sum(x), i.weight(1))
+    return getattr(at, method)(values, mode=mode, unique_indices=is_unique) if x.size else x
 
 
-def along(function):
-    """Apply a function with the argument `axis`, such as `jnp.cumsum`."""
-
-    def operation(x, i):
-        x = ranked(x, max(1, x.ndim))
-        return function(x, axis=i.axis(x))
-
-    return operation
-
-
-def cumulative(x, i):
-    function = i.choose(
-        lax.cumsum, lax.cummax, lax.cummin, lax.cumlogsumexp, lambda x, **how: lax.cumprod(x / 2, **how)
-    )
-    x = ranked(x, max(1, x.ndim))
-    return function(x, axis=i.axis(x), reverse=i.choose(True, False))
+def cumulative(x, axis, i):
+    functions = lax.cumsum, lax.cummax, lax.cummin, lax.cumlogsumexp, lax.cumprod
+    return i.choose(*functions)(x, axis=axis, reverse=i.choose(True, False))
 
 
 def sort_with_keys(x, i):
-    x = ranked(x, 2)
     order = jnp.sin(7.0 * jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-    return lax.sort((order, x, x * i.weight()), dimension=i.axis(x), num_keys=i.choose(1, 2))[i.choose(1, 2)]
+    return lax.sort((order, x, jnp.cos(x)), dimension=i.choose(0, 1), num_keys=i.choose(1, 2))[i.choose(1, 2)]
 
 
-def dynamic_slices(x, i):
-    x = ranked(x, 2)
-    start = i.given["indices"][:2]
-    sizes = [max(0, size - 1) for size in x.shape]
+def slices(x, i):
+    start, sizes = i.given["indices"][:2], [max(0, size - 1) for size in x.shape]
     part = lax.dynamic_slice(x, start, sizes)
-    return lax.dynamic_update_slice(x, part * 2, start[::-1]) if i.choose(True, False) else part
-
-
-def padded(x, i):
-    x = ranked(x, 2)
-    value = i.choose(0.0, 0.0, -1.0, i.weight())
-    return lax.pad(
-        x, jnp.asarray(value, x.dtype), [(i.choose(-1, 0, 1), i.choose(0, 1), i.choose(0, 1)) for _ in x.shape]
-    )
+    return i.choose(part, lax.dynamic_update_slice(x, part * 2, start[::-1]), x[::2, 1:])
 
 
 def empty(x, i):
-    x = ranked(x, 2)
-    nothing = x[:, :0] @ i.weight(0, x.shape[1])
-    return i.choose(nothing + x, jnp.concatenate([x, x[:0] @ i.weight(x.shape[1], x.shape[1])]), x + x[:0].sum(), x[:0])
+    nothing = x[:, :0] @ i.weight(0, x.shape[1]) + x
+    return i.choose(nothing, jnp.concatenate([x, x[:0] @ i.weight(*x.shape[1:] * 2)]), x + x[:0].sum(), x[:0])
 
 
 def solve(x, i):
-    x = ranked(x, 2)
     matrix = jnp.eye(x.shape[0]) * 2 + x @ x.T / 4
-    return i.choose(lambda: jnp.linalg.solve(matrix, x), lambda: jnp.linalg.cholesky(matrix) @ x)()
-
-
-def dropout(x, i):
-    return jnp.where(jax.random.bernoulli(i.given["key"], 0.7, x.shape), x / 0.7, 0)
+    with_rule = lax.custom_linear_solve(lambda y: y * 3, x, lambda _, b: b / 3, lambda _, b: b / 3)
+    return i.choose(jnp.linalg.solve(matrix, x), jnp.linalg.cholesky(matrix) @ x, with_rule)
 
 
 def integers(x, i):
-    x = ranked(x, 2)
-    whole = jnp.asarray(jnp.clip(jnp.nan_to_num(lax.stop_gradient(x)), -9, 9) * 3, jnp.int32)
-    return x + (whole @ whole.T % 5).sum() / 10
-
-
-def layer_norm(x, i):
-    centered = x - x.mean(-1, keepdims=True) if x.ndim else x
-    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 0.1) if x.ndim else x
-
-
-def selected(x, i):
-    return jnp.where(i.choose(x > 0.1, x < i.weight(), jnp.isfinite(x)), i.choose(x, jnp.sin(x)), i.choose(0.0, 2 * x))
-
-
-def converted(x, i):
-    return x.astype(i.choose(jnp.float16, jnp.bfloat16, jnp.float64 if jax.config.jax_enable_x64 else jnp.float16)) * 1
+    whole = (jnp.clip(jnp.nan_to_num(x), -9, 9) * 3).astype(jnp.int32)
+    return x + i.choose((whole @ whole.T % 5).sum(), whole % 3, lax.population_count(whole)) / 10
 
 
 def weak(x, i):
     return i.choose(2.0 * jnp.asarray(1.0) * x, x + jnp.sum(1.0), jnp.asarray(1.0) - x / 2, lax.sin(0.5) * x)
 
 
-def solved_linearly(x, i):
-    diagonal = 2 + jnp.square(ranked(x, 1))
-    rule = lambda _, b: b / diagonal  # noqa: E731
-    return lax.custom_linear_solve(lambda y: diagonal * y, ranked(x, 1), rule, rule, symmetric=True)
+def cast(x, i):
+    return x.astype(i.choose(jnp.float16, jnp.bfloat16, jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)) + 1
 
 
+FUNCTIONS = [
+    *(jnp.sin, jnp.tanh, lax.logistic, lax.erf, jax.nn.softplus, jnp.square, jnp.arctan, jnp.sign, jnp.round),
+    *(lambda x: jnp.exp(-jnp.abs(x)), lambda x: jnp.log1p(jnp.square(x)), lambda x: jnp.sqrt(jnp.abs(x) + 0.1)),
+    *(lambda x: lax.integer_pow(jnp.clip(x, -2, 2), 3), lambda x: (0.1 + jnp.abs(x)) ** 0.7, lambda x: x / (1 + x * x)),
+]
 MATMULS = {
     "dot": rank(2)(lambda x, i: x @ i.weight(x.shape[1], 4)),
     "dot with its transpose": rank(2)(lambda x, i: x @ x.T / 2),
     "dot of vectors": rank(1)(lambda x, i: x @ i.weight(x.shape[0])),
     "dot with vector": rank(3)(lambda x, i: x @ i.weight(x.shape[-1])),
-    "batched dot": rank(3)(lambda x, i: x @ i.weight(x.shape[0], x.shape[2], 3)),
-    "dot_general": dot_general,
+    "dot_general": rank(3)(dot_general),
     "outer product": rank(1)(lambda x, i: x[:, None] @ i.weight(1, 5)),
     "dense": rank(2)(lambda x, i: jax.nn.gelu(x @ i.weight(x.shape[1], 5) + i.weight(1, 5))),
     "exact dot": rank(2)(lambda x, i: jnp.matmul(x, i.weight(x.shape[1], 3), precision="highest")),
     "dot with a constant": rank(2)(lambda x, i: x @ np.tri(x.shape[1], dtype=np.float32) / 3),
-    "embedding": rank(2)(lambda x, i: jax.nn.one_hot(i.indices(5), 5) @ i.weight(5, 3) + x.sum()),
-    "ragged dot": rank(2)(lambda x, i: lax.ragged_dot(x, i.weight(2, x.shape[1], 3), jnp.array([1, x.shape[0]]))),
-    "attention": attention,
+    "embedding": rank(2)(lambda x, i: jax.nn.one_hot(i.given["indices"], 5) @ i.weight(5, 3) + x.sum()),
+    "attention": rank(2)(attention),
     "convolution": convolution,
-    "integer dot": integers,
 }
 OPERATIONS = MATMULS | {
     # Arithmetic
-    "sin": lambda x, i: jnp.sin(x),
-    "tanh": lambda x, i: jnp.tanh(x),
-    "exp": lambda x, i: jnp.exp(-jnp.abs(x)),
-    "log": lambda x, i: jnp.log1p(jnp.square(x)),
-    "logistic": lambda x, i: lax.logistic(x),
-    "erf": lambda x, i: lax.erf(x),
-    "sqrt": lambda x, i: jnp.sqrt(jnp.abs(x) + 0.1),
-    "power": lambda x, i: i.choose(lax.integer_pow(jnp.clip(x, -2, 2), 3), (0.1 + jnp.abs(x)) ** 0.7),
-    "divide": lambda x, i: x / (1 + jnp.square(x)),
+    "function": lambda x, i: i.choose(*FUNCTIONS)(x),
+    "another function": lambda x, i: i.choose(*FUNCTIONS)(x) + i.choose(*FUNCTIONS)(x),
     "add": lambda x, i: x + i.weight(*x.shape),
     "multiply": lambda x, i: x * i.weight(*x.shape[-1:]).reshape((1,) * (x.ndim - 1) + x.shape[-1:]),
     "subtract": lambda x, i: x - x[..., ::-1] if x.ndim else 1 - x,
-    "atan2": lambda x, i: jnp.arctan2(x, 1 + i.weight()),
     "softmax": along(jax.nn.softmax),
     "logsumexp": along(jax.nn.logsumexp),
-    "layer norm": layer_norm,
+    "normalize": along(lambda x, axis: jax.nn.standardize(x, axis, epsilon=0.1) if x.size else x),
     "standard deviation": lambda x, i: x / jnp.sqrt(jnp.var(x) + 0.1) if x.size else x,
-    "cumulative": cumulative,
+    "cumulative": lambda x, i: along(functools.partial(cumulative, i=i))(x / 2, i),
     "product": along(lambda x, axis: jnp.prod(jnp.clip(x, 0.5, 1.5), axis)),
     "sum": along(jnp.sum),
-    "mean": lambda x, i: jnp.mean(x) if x.size else x.sum(),
     "segment sum": rank(2)(lambda x, i: jax.ops.segment_sum(x, jnp.arange(x.shape[0]) % 3, 3)),
     "fft": rank(1)(lambda x, i: jnp.abs(jnp.fft.rfft(x) + 1) if x.size else x),
     "large": lambda x, i: (x * 1e5 + 3e4) / 1e5,
     "tiny": lambda x, i: (x * 1e-7)[..., None] * 1e7,
-    "dropout": dropout,
-    "integers": lambda x, i: x + jnp.floor(4 * x).astype(jnp.int32) % 3,
-    "normal": lambda x, i: x + 0.1 * jax.random.normal(i.given["key"], x.shape, x.dtype),
-    "solve": solve,
-    "solved linearly": solved_linearly,
+    "dropout": lambda x, i: jnp.where(jax.random.bernoulli(i.given["key"], 0.7, x.shape), x / 0.7, 0),
+    "random": lambda x, i: x + 0.1 * jax.random.normal(i.given["key"], x.shape, x.dtype),
+    "ragged dot": rank(2)(lambda x, i: lax.ragged_dot(x, i.weight(2, x.shape[1], 3), jnp.array([1, x.shape[0]]))),
+    "integers": rank(2)(integers),
+    "solve": rank(2)(solve),
     # Selections
     "relu": lambda x, i: jax.nn.relu(x),
-    "maximum": lambda x, i: jnp.maximum(x, i.weight()),
-    "minimum": lambda x, i: lax.min(x, i.weight(*x.shape).astype(x.dtype)),
+    "maximum": lambda x, i: i.choose(jnp.maximum, jnp.minimum)(x, i.weight(*x.shape)),
     "clip": lambda x, i: jnp.clip(x, -0.5, i.weight()),
-    "abs": lambda x, i: jnp.abs(x),
     "largest": along(functools.partial(jnp.max, initial=-3.0)),
     "argmax": along(lambda x, axis: x - jnp.argmax(x, axis, keepdims=True) if x.size else x),
-    "where": selected,
+    "where": lambda x, i: jnp.where(i.choose(x > 0.1, x < i.weight(), jnp.isfinite(x)), x, i.choose(0.0, 2 * x)),
     "pool": pool,
     "sort": along(jnp.sort),
-    "sort with keys": sort_with_keys,
+    "sort with keys": rank(2)(sort_with_keys),
     "top k": rank(2)(lambda x, i: lax.top_k(x, min(2, x.shape[1]))[0]),
     # Data movement
     "transpose": lambda x, i: jnp.transpose(x, i.random.sample(range(x.ndim), x.ndim)),
     "reshape": lambda x, i: ranked(x, i.choose(1, 2, 3, 4)),
+    "scalar": lambda x, i: ranked(x, 0) if x.size else x.sum(),
     "reverse": along(lambda x, axis: lax.rev(x, (axis,))),
     "roll": along(lambda x, axis: jnp.roll(x, 1, axis)),
-    "slice": lambda x, i: x[tuple(slice(0, None, i.choose(1, 2)) for _ in x.shape)],
-    "dynamic slice": dynamic_slices,
+    "slice": rank(2)(slices),
     "concatenate": along(lambda x, axis: jnp.concatenate([x, -x, x], axis)),
-    "pad": padded,
+    "pad": rank(2)(lambda x, i: lax.pad(x, i.weight().astype(x.dtype), [(i.choose(-1, 1), 1, 0), (0, -1, 1)])),
     "broadcast": lambda x, i: jnp.broadcast_to(x, (2, *x.shape[-3:])) if x.ndim < 4 else x[0],
     "repeat": along(lambda x, axis: jnp.repeat(x, 2, axis)),
-    "gather": gather,
+    "gather": rank(2)(gather),
     "take along axis": along(lambda x, axis: jnp.take_along_axis(x, jnp.argsort(x, axis), axis)),
-    "scatter": scatter,
+    "scatter": rank(2)(scatter),
     "diagonal": rank(2)(lambda x, i: jnp.diagonal(x)),
     "triangle": rank(2)(lambda x, i: jnp.tril(x)),
-    "empty": empty,
-    "scalar": lambda x, i: ranked(x, 0) if x.size else x.sum(),
+    "empty": rank(2)(empty),
     # Types
-    "cast": converted,
+    "cast": cast,
     "weak": weak,
     "stop_gradient": lambda x, i: x + lax.stop_gradient(jnp.cos(x)),
     "barrier": lambda x, i: lax.optimization_barrier((x, jnp.sin(x)))[0],
@@ -348,9 +288,8 @@ def in_scan(body, inputs, x, i):
         out = body(inputs, carry + row)
         return fitted(out, carry), out
 
-    rows = jnp.stack([x, x / 2, -x]) if i.choose(True, False) else jnp.linspace(-1.0, 1.0, 3, dtype=x.dtype)
-    carry, stacked = lax.scan(step, x, rows, reverse=i.choose(True, False), unroll=i.choose(1, 1, 2))
-    return i.choose(carry, stacked)
+    rows = i.choose(jnp.stack([x, x / 2, -x]), jnp.linspace(-1.0, 1.0, 3, dtype=x.dtype))
+    return i.choose(*lax.scan(step, x, rows, reverse=i.choose(True, False), unroll=i.choose(1, 1, 2)))
 
 
 def in_while(body, inputs, x, i):
@@ -371,8 +310,8 @@ def in_switch(body, inputs, x, i):
 
 def in_vmap(body, inputs, x, i):
     x = ranked(x, max(1, x.ndim))
-    axis = next((n for n in i.random.sample(range(x.ndim), x.ndim) if x.shape[n]), None)
-    return body(inputs, x) if axis is None else jax.vmap(body, (None, axis), i.choose(0, -1))(inputs, x)
+    axes = [n for n in range(x.ndim) if x.shape[n]]
+    return jax.vmap(body, (None, i.choose(*axes)), i.choose(0, -1))(inputs, x) if axes else body(inputs, x)
 
 
 def in_custom_jvp(body, inputs, x, i):
@@ -388,7 +327,7 @@ def in_custom_vjp(body, inputs, x, i):
 
 
 def in_checkpoint(body, inputs, x, i):
-    names = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+    names = "everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
     policy = i.choose(None, *(getattr(jax.checkpoint_policies, name) for name in names))
     return jax.checkpoint(body, policy=policy, prevent_cse=i.choose(True, False))(inputs, x)
 
@@ -398,31 +337,24 @@ def in_shard_map(body, inputs, x, i):
     x = ranked(x, max(1, x.ndim))
     if jax.sharding.get_abstract_mesh().manual_axes or jax.device_count() < 2:
         return body(inputs, x)
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     combined = i.choose(lambda y: y, lambda y: y - lax.pmean(y, "data"), lambda y: lax.ppermute(y, "data", [(0, 1)]))
-    sharded, check = jax.P("data"), i.choose(True, False)
     inside = lambda inputs, x: combined(ranked(y := body(inputs, x), max(1, y.ndim)))  # noqa: E731
-    function = jax.shard_map(inside, mesh=mesh, in_specs=(jax.P(), sharded), out_specs=sharded, check_vma=check)
+    mesh, specs = jax.sharding.Mesh(jax.devices()[:2], ("data",)), (jax.P(), jax.P("data"))
+    function = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=i.choose(True, False))
     return function(inputs, jnp.concatenate([x, x / 2]))
 
 
 STRUCTURES = {
     "jit": lambda body, inputs, x, i: jax.jit(body)(inputs, x),
-    "scan": in_scan,
     "fori_loop": lambda body, inputs, x, i: lax.fori_loop(0, 2, lambda n, x: fitted(body(inputs, x + n), x), x),
     "map": lambda body, inputs, x, i: lax.map(functools.partial(body, inputs), jnp.stack([x, -x])),
-    "while": in_while,
-    "cond": in_cond,
-    "switch": in_switch,
-    "vmap": in_vmap,
-    "custom_jvp": in_custom_jvp,
-    "custom_vjp": in_custom_vjp,
-    "checkpoint": in_checkpoint,
-    "shard_map": in_shard_map,
     "residual": lambda body, inputs, x, i: x + fitted(body(inputs, x), x),
     "twice": lambda body, inputs, x, i: (compiled := jax.jit(body))(inputs, fitted(compiled(inputs, x), x)),
     "grad": lambda body, inputs, x, i: jax.grad(lambda x: jnp.sum(jnp.sin(body(inputs, x))).astype(x.dtype))(x),
     "jvp": lambda body, inputs, x, i: jax.jvp(functools.partial(body, inputs), (x,), (jnp.cos(x),))[1],
+    **{"scan": in_scan, "while": in_while, "cond": in_cond, "switch": in_switch, "vmap": in_vmap},
+    **{"custom_jvp": in_custom_jvp, "custom_vjp": in_custom_vjp, "checkpoint": in_checkpoint},
+    "shard_map": in_shard_map,
 }
 
 
@@ -447,7 +379,7 @@ def run(part, place, inputs, x):
     """Apply a part of a program to an array. `inputs` contains the weights and the other arguments."""
     for n, step in enumerate(part):
         name, inside = (step, None) if isinstance(step, str) else step
-        here = f"{place}/{n} {name}"
+        here = f"{place}/{name} {part[:n].count(step)}"  # If other steps are removed, the choices remain the same.
         if inside is None:
             x = OPERATIONS[name](x, Inputs(here, *inputs))
         else:
