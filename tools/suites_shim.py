@@ -23,7 +23,6 @@ import traceback
 import types
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.extend
@@ -34,10 +33,9 @@ import pytest
 from jax import lax
 from jax._src import core, debugging, public_test_util
 from jax._src import test_util as jax_test_util
+from random_programs import in_float32
 
 import jax_lossscale as jls
-from jax_lossscale._autocast import transform
-from jax_lossscale._autocast.rewrite import Rewriting
 
 SMALLEST = 1e-6  # Smaller differences are ignored, because float16 also has an absolute error.
 OF_FUNCTIONS = ("jit", "grad", "value_and_grad", "jacfwd", "jacrev", "jacobian", "hessian", "checkpoint", "remat")
@@ -52,26 +50,6 @@ HALF = {"float16": (1e-2, 2**-11), "bfloat16": (8e-2, 2**-8)}
 STRICT = {"xla_allow_excess_precision": False}
 SECONDS = 40  # This is the time limit of a test in seconds.
 LARGEST = 200_000  # For jaxprs with more characters, only the types are compared.
-
-
-class InFloat32(Rewriting):
-    """Interpreter that executes a plan for float16 in float32."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.dtype = jnp.dtype(jnp.float32)
-
-
-def in_float32(fun):
-    """Return the function under `autocast`, with the plan for float16 executed in float32."""
-    autocast = jls.autocast(fun)
-
-    @functools.wraps(fun)
-    def executed(*args, **kwargs):
-        with mock.patch.object(transform, "Rewriting", InFloat32):
-            return autocast(*args, **kwargs)
-
-    return executed
 
 
 def in_jit(fun):
@@ -232,7 +210,7 @@ class Comparison:
 
     def __init__(self, kind, program, args, kwargs):
         self.kind, self.program, self.args, self.kwargs = kind, program, args, kwargs
-        self.outcomes, self.errors, self.details, self.text, self.digest = {}, {}, {}, "", None
+        self.outcomes, self.errors, self.sensitivities, self.details = {}, {}, {}, {}
         self.is_sampled = STATE.random.random() < STATE.fraction
         self.before = through_matmuls
         try:
@@ -307,7 +285,8 @@ class Comparison:
             error, in_bfloat16 = (self.errors.get(re.sub("b?float16", dtype, name), 0) for dtype in HALF)
             if np.isinf(error) and np.isfinite(in_bfloat16):
                 self.outcomes[name] = "overflow"
-            elif in_bfloat16 > 3 * error:  # Rounding errors in bfloat16 are 8 times as large.
+            # Rounding errors in bfloat16 are 8 times as large. However, rounding does not make a result infinite.
+            elif 3 * error < in_bfloat16 < np.inf:
                 self.outcomes[name] = "rounding"
 
     def is_of_jit(self, name):
@@ -375,15 +354,16 @@ class Comparison:
         outcome = next(outcome for outcome in ("differs", "sensitive", "same") if outcome in worst)
         if outcome == "sensitive" and name.startswith("jit"):
             outcome, worst["same"] = "same", worst[outcome]
-        self.outcomes[name], (self.errors[name], sensitivity) = outcome, worst[outcome]
+        self.outcomes[name], (self.errors[name], self.sensitivities[name]) = outcome, worst[outcome]
         if outcome != "same":
+            sensitivity = self.sensitivities[name]
             self.details[name] = f"error {self.errors[name]:.2g}, but {sensitivity:.2g} after the change"
 
     def as_dict(self):
         return {
             **{"program": self.digest, "kind": self.kind, "test": STATE.test},
             **{"matmuls": self.before is through_matmuls, "details": self.details},
-            **{"outcomes": self.outcomes, "errors": self.errors},
+            **{"outcomes": self.outcomes, "errors": self.errors, "sensitivities": self.sensitivities},
         }
 
 
@@ -630,10 +610,16 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    if report.when == "call":
+    if report.when == "call" or report.failed:  # A failed fixture has no call.
         message = report.longrepr.reprcrash.message[:500] if hasattr(report.longrepr, "reprcrash") else ""
         outcome = "out of time" if OutOfTime.__name__ in message else report.outcome
         STATE.write({"test": report.nodeid, "outcome": outcome, "message": message})
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        error = (str(report.longrepr).strip() or "?").splitlines()[-1]
+        STATE.write({"not run": f"the file cannot be collected: {error[:300]}", "test": report.nodeid})
 
 
 STATE = State()
