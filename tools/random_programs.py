@@ -46,10 +46,9 @@ SMALLEST = 1e-6
 # For each dtype, the bits of the exponent and of the mantissa. For float32, the plan for float16 is executed in
 # float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
-EPSILON = {dtype: 2.0**-mantissa for dtype, (_, mantissa) in BITS.items()}
 # Options that save most of the compilation time. They are not used for the program under `autocast`.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-EXPLAINED = ("same", "rounding", "sensitive", "invalid")
+EXPLAINED = ("same", "sensitive", "rounding", "as with jit", "invalid")
 OUTCOMES = (*EXPLAINED, "types", "crash", "differs")
 PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -468,6 +467,57 @@ def in_float32(fun):
     return executed
 
 
+class Reference:
+    """The results of a jaxpr in float32 and with manual casts, for some arguments and for slightly changed ones."""
+
+    def __init__(self, jaxpr, args, dtype):
+        self.jaxpr, self.args, self.dtype, self.epsilon = jaxpr, args, dtype, 2.0 ** -BITS[dtype][1]
+        self.known = self.results(4, [self.rounded()])
+
+    def rounded(self, more_bits=0, is_rounded=lambda eqn: eqn.primitive.name in PRIMITIVES):
+        exponent, mantissa = BITS[self.dtype]
+        return rounded(self.jaxpr, (exponent, mantissa + more_bits), is_rounded)
+
+    def results(self, changes, manual):
+        """Return the results of the jaxpr and of jaxprs with manual casts, for the arguments and for changed ones."""
+        programs = lambda *args: [jaxpr_as_fun(program)(*args) for program in (self.jaxpr, *manual)]  # noqa: E731
+        programs = jax.jit(programs, compiler_options=FAST)
+        args = [self.args, *(changed(self.args, self.epsilon / 2, n) for n in range(changes))]
+        return [[*map(on_host, result)] for each in args for result in programs(*each)]
+
+    def compared(self, found):
+        """Return a record for each result that `autocast` computes: the outcome, and the errors."""
+        records = self.judged(found, self.known)
+        if any(record["outcome"] == "differs" for record in records):
+            manual = [self.rounded(more) for more in (-2, -1, 0, 1, 2)]
+            records = self.judged(found, self.results(30, manual))
+        if any(record["outcome"] == "differs" for record in records):
+            everything = [self.rounded(more, is_rounded=lambda eqn: True) for more in (-1, 0, 1)]
+            for record, other in zip(records, self.judged(found, self.results(4, everything)), strict=True):
+                if record["outcome"] == "differs" and other["outcome"] != "differs":
+                    record["outcome"] = "rounding"
+        return records
+
+    @np.errstate(all="ignore")
+    def judged(self, found, results):
+        """Compare results with the first of several known results. The others show the noise."""
+        records = []
+        for half, plain, *others in zip(found, *results, strict=True):
+            if not jnp.issubdtype(plain.dtype, jnp.inexact):
+                half, others = np.where(np.array_equal(plain, half), 0.0, np.inf), []
+                plain = np.zeros(())
+            half, plain, *others = (x.astype(complex if x.dtype.kind == "c" else float) for x in (half, plain, *others))
+            counts = np.all([np.isfinite(x) & (abs(x) < 6e4) for x in (plain, *others)], axis=0)
+            noise = np.max([abs(x - plain)[counts] for x in others], initial=0)
+            scale = np.max(abs(plain[counts]), initial=SMALLEST)
+            error = np.max(np.where(np.isfinite(half), abs(half - plain), np.inf)[counts], initial=0)
+            ratio = error / (FACTOR * (noise + self.epsilon * scale) + SMALLEST)
+            outcome = "differs" if ratio > 1 else "sensitive" if noise > scale / 2 else "same"
+            numbers = {"ratio": ratio, "error": error, "noise": noise, "scale": scale}
+            records.append({"outcome": outcome} | {key: float(f"{x:.3g}") for key, x in numbers.items()})
+        return records
+
+
 class Comparison:
     """Comparison of a program under `autocast` with the program in float32 and with manual casts."""
 
@@ -494,9 +544,10 @@ class Comparison:
         return jax.make_jaxpr(MODES[self.mode](cast, self.loss), return_shape=True)(*self.args)
 
     def run(self, is_jitted=True):
-        """Return the outcome of the comparison, and the errors of the array with the largest relative error."""
-        with jax.enable_x64(self.x64), np.errstate(all="ignore"):
-            expected = self.results(4, [self.rounded()])  # An error means that the program fails in float32.
+        """Return the outcome of the comparison, and the errors of the result with the largest relative error."""
+        with jax.enable_x64(self.x64):
+            # If the program fails in float32, this line raises an error.
+            reference = Reference(self.plain, jax.tree.leaves(self.args), self.dtype)
             try:
                 cast = in_float32 if self.dtype == "float32" else functools.partial(jls.autocast, dtype=self.dtype)
                 half, shapes = self.traced(cast)
@@ -504,19 +555,12 @@ class Comparison:
                     return {"outcome": "types", "detail": difference}
                 jitted = lambda *args: jax.jit(jaxpr_as_fun(half))(*jax.tree.leaves(args))  # noqa: E731
                 function = jitted if is_jitted else MODES[self.mode](cast, self.loss)
-                found = jax.tree.map(np.asarray, jax.tree.leaves(function(*self.args)))
+                found = [*map(on_host, jax.tree.leaves(function(*self.args)))]
             except Exception as error:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 detail = f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
                 return {"outcome": "crash", "detail": detail}
-            result = self.worst(found, expected)
-            if result["outcome"] == "differs":
-                result = self.worst(found, self.results(30, [self.rounded(more) for more in (-2, -1, 0, 1, 2)]))
-            if result["outcome"] == "differs":
-                everything = [self.rounded(more, is_rounded=lambda eqn: True) for more in (-1, 0, 1)]
-                is_rounding = self.worst(found, self.results(4, everything))["outcome"] != "differs"
-                result["outcome"] = "rounding" if is_rounding else "differs"
-            return result
+            return worst(record | {"result": n} for n, record in enumerate(reference.compared(found)))
 
     def difference(self, half, shapes):
         """Describe the first difference between the structures or types, or return an empty string."""
@@ -525,45 +569,27 @@ class Comparison:
         pairs = zip(map(str, self.plain.out_avals), map(str, half.out_avals), strict=True)
         return next((f"{old} became {new}" for old, new in pairs if old != new), "")
 
-    def rounded(self, more_bits=0, is_rounded=lambda eqn: eqn.primitive.name in PRIMITIVES):
-        exponent, mantissa = BITS[self.dtype]
-        return rounded(self.plain, (exponent, mantissa + more_bits), is_rounded)
 
-    def results(self, changes, manual):
-        """Return the results in float32 and those with manual casts, also for changed arguments."""
-        args, unit = jax.tree.leaves(self.args), EPSILON[self.dtype] / 2
-        programs = lambda *args: [jaxpr_as_fun(program)(*args) for program in (self.plain, *manual)]  # noqa: E731
-        programs = jax.jit(programs, compiler_options=FAST)
-        all_results = [programs(*args), *(programs(*changed(args, unit, n)) for n in range(changes))]
-        return [[np.asarray(x) for x in result] for results in all_results for result in results]
+def worst(records):
+    return max(records, key=lambda record: (max(1, OUTCOMES.index(record["outcome"])), record["ratio"]))
 
-    def worst(self, found, expected):
-        """Return the outcome and the errors of the array with the largest error, relative to the allowed error."""
-        worst = {"outcome": "same", "ratio": 0.0}
-        for n, half in enumerate(found):
-            plain, *others = (result[n] for result in expected)
-            if not np.issubdtype(plain.dtype, np.floating):
-                if not np.array_equal(plain, half):
-                    return {"outcome": "differs", "detail": f"{plain} became {half}"}
-                continue
-            counts = np.all([np.isfinite(x) & (abs(x) < 6e4) for x in (plain, *others)], axis=0)
-            noise = np.max([abs(x - plain)[counts] for x in others], initial=0)
-            scale = np.max(abs(plain[counts]), initial=SMALLEST)
-            error = np.max(np.where(np.isfinite(half), abs(half - plain), np.inf)[counts], initial=0)
-            ratio = error / (FACTOR * (noise + EPSILON[self.dtype] * scale) + SMALLEST)
-            if ratio >= worst["ratio"]:
-                outcome = "differs" if ratio > 1 else "sensitive" if noise > scale / 2 else "same"
-                numbers = {"ratio": ratio, "error": error, "noise": noise, "scale": scale}
-                worst = {"outcome": outcome, "result": n} | {key: float(f"{x:.3g}") for key, x in numbers.items()}
-        return worst
+
+def on_host(x):
+    """Return an array as a NumPy array. Keys are replaced by their data."""
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def changed(args, unit, seed):
     """Multiply the elements of all arrays of floating-point numbers by 1 + unit or 1 - unit."""
     numbers = np.random.default_rng(seed)
-    are_floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
-    factors = [numbers.choice([1 - unit, 1 + unit], x.shape) for x in args]
-    return [x * f.astype(x.dtype) if is_float else x for x, f, is_float in zip(args, factors, are_floats, strict=True)]
+
+    def change(x):
+        factor = numbers.choice([1 - unit, 1 + unit], x.shape)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.device_put(x * factor.astype(x.dtype), x.sharding if x.committed else None)
+
+    return list(map(change, args))
 
 
 def compared(seed, dtype, is_jitted, part=None):
