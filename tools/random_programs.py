@@ -11,8 +11,12 @@ operands and results of all matmuls of the float32 jaxpr are rounded with `reduc
 rounding. The tree structure, shapes, dtypes and weak types under `autocast` must be those in float32. An array differs
 if its error exceeds
 
-    FACTOR * (error of manual casts + sensitivity) + FACTOR * epsilon * (largest magnitude in float32)
+    FACTOR * (error of manual casts + sensitivity + epsilon * largest magnitude of the array) + SMALLEST * largest
 
+where `largest` is at least 1 and at least the largest magnitude of all arrays, because float32 sums of these magnitudes
+may cancel.
+
+An error under `autocast` counts as "as with jit" if `jax.jit` in its place also raises an error or changes the results.
 The sensitivity is the largest change of the array in float32 or with manual casts if the floating-point arguments
 change by a relative epsilon / 2 with random signs. It is large near discontinuities (`sort`, comparisons, `floor`). If
 an array differs, the program is evaluated again with more changes, and with other numbers of bits in the manual casts,
@@ -46,8 +50,10 @@ SMALLEST = 1e-6
 # For each dtype, the bits of the exponent and of the mantissa. For float32, the plan for float16 is executed in
 # float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
-# Options that save most of the compilation time. They are not used for the program under `autocast`.
-FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+# Options for all jaxprs except those under `autocast`. The first two save most of the compilation time. The last one
+# keeps XLA from omitting the casts of the program.
+REFERENCE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+REFERENCE |= {"xla_allow_excess_precision": False}
 EXPLAINED = ("same", "sensitive", "rounding", "as with jit", "invalid")
 OUTCOMES = (*EXPLAINED, "types", "crash", "differs")
 PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -481,7 +487,7 @@ class Reference:
     def results(self, changes, manual):
         """Return the results of the jaxpr and of jaxprs with manual casts, for the arguments and for changed ones."""
         programs = lambda *args: [jaxpr_as_fun(program)(*args) for program in (self.jaxpr, *manual)]  # noqa: E731
-        programs = jax.jit(programs, compiler_options=FAST)
+        programs = jax.jit(programs, compiler_options=REFERENCE)
         args = [self.args, *(changed(self.args, self.epsilon / 2, n) for n in range(changes))]
         return [[*map(on_host, result)] for each in args for result in programs(*each)]
 
@@ -501,6 +507,8 @@ class Reference:
     @np.errstate(all="ignore")
     def judged(self, found, results):
         """Compare results with the first of several known results. The others show the noise."""
+        floats = [x for x in results[0] if jnp.issubdtype(x.dtype, jnp.inexact)]
+        largest = max([1.0, *(np.nanmax(abs(x.astype(complex)), initial=0, where=np.isfinite(x)) for x in floats)])
         records = []
         for half, plain, *others in zip(found, *results, strict=True):
             if not jnp.issubdtype(plain.dtype, jnp.inexact):
@@ -511,7 +519,7 @@ class Reference:
             noise = np.max([abs(x - plain)[counts] for x in others], initial=0)
             scale = np.max(abs(plain[counts]), initial=SMALLEST)
             error = np.max(np.where(np.isfinite(half), abs(half - plain), np.inf)[counts], initial=0)
-            ratio = error / (FACTOR * (noise + self.epsilon * scale) + SMALLEST)
+            ratio = error / (FACTOR * (noise + self.epsilon * scale) + SMALLEST * largest)
             outcome = "differs" if ratio > 1 else "sensitive" if noise > scale / 2 else "same"
             numbers = {"ratio": ratio, "error": error, "noise": noise, "scale": scale}
             records.append({"outcome": outcome} | {key: float(f"{x:.3g}") for key, x in numbers.items()})
@@ -559,8 +567,17 @@ class Comparison:
             except Exception as error:
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 detail = f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno})"
-                return {"outcome": "crash", "detail": detail}
+                return {"outcome": "as with jit" if self.is_wrong_with_jit(reference) else "crash", "detail": detail}
             return worst(record | {"result": n} for n, record in enumerate(reference.compared(found)))
+
+    def is_wrong_with_jit(self, reference):
+        """Return whether `jax.jit` in place of `autocast` also raises an error or changes the results."""
+        try:
+            function = jax.jit(jaxpr_as_fun(self.traced(jax.jit)[0]))
+            records = reference.compared([*map(on_host, function(*reference.args))])
+        except Exception:
+            return True
+        return worst(records)["outcome"] == "differs"
 
     def difference(self, half, shapes):
         """Describe the first difference between the structures or types, or return an empty string."""
