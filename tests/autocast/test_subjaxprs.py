@@ -60,6 +60,28 @@ def test_constants_of_a_checkpoint_become_operands():
     np.testing.assert_array_equal(gradient, factors)
 
 
+# Each entry contains a function and, for each result of its last operation, the positions of the operands that it
+# contains.
+DATA_MOVEMENT = {
+    "copy": (lambda w, x: jnp.array(w, copy=True), [[0]]),
+    "concatenate": (lambda w, x: jnp.concatenate([x, w]), [[0, 1]]),
+    "split": (lambda w, x: jnp.split(x, 2), [[0], [0]]),
+    "select": (lambda w, x: jax.lax.select(w > 0, x, w), [[1, 2]]),
+    "dynamic_slice": (lambda w, x: jax.lax.dynamic_slice(x, (w[0, 0].astype(int), 0), (2, 8)), [[0]]),
+    "dynamic_update_slice": (lambda w, x: jax.lax.dynamic_update_slice(x, w[:2], (w[0, 0].astype(int), 0)), [[0, 1]]),
+    "optimization_barrier": (lambda w, x: jax.lax.optimization_barrier((w, x)), [[0], [1]]),
+    "cast": (lambda w, x: x.astype(jnp.float16), [[0]]),
+    "add": (jnp.add, None),
+}
+
+
+@pytest.mark.parametrize(("program", "moved"), DATA_MOVEMENT.values(), ids=DATA_MOVEMENT)
+def test_moved_operands_of_data_movement(program, moved):
+    *_, eqn = jax.make_jaxpr(program)(jnp.ones((8, 8)), jnp.ones((8, 8))).eqns
+    found = primitives.moved_operands(eqn)
+    assert (found and list(map(list, found))) == moved
+
+
 @pytest.mark.parametrize(
     ("stack", "layer"),
     [
