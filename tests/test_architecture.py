@@ -143,8 +143,8 @@ ROOT = TESTS.parent
 LIMITS = {
     (PACKAGE,): 9_937,
     # Benchmarks and tools that no page cites any more should be removed before new ones are added.
-    (ROOT / "benchmarks", ROOT / "tools"): 7_800,
-    (TESTS,): 20_325,  # At the release of 0.8.0, at most 20,276, the number of lines of version 0.7.0.
+    (ROOT / "benchmarks", ROOT / "tools"): 7_796,
+    (TESTS,): 20_271,  # Version 0.7.0 had 20,276 lines.
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

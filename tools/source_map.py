@@ -101,6 +101,7 @@ OTHERS = {
     "examples": ["test_examples.py"],
     "notebooks": ["test_notebooks.py"],
     "tools/source_map.py": ["test_source_map.py"],
+    "tools/random_programs.py": ["autocast/test_random_programs.py"],
     "tools/suites.py": ["test_suites.py"],
 }
 MAP = {f"jax_lossscale/{name}": tests for name, tests in CORE.items()} | OTHERS

@@ -9,21 +9,19 @@
 CHECKOUT is a checkout of the installed version of the project. Its tests run unchanged. A pytest plugin
 (`suites_shim.py`) replaces `jax.jit`, `jax.grad` and similar functions. Programs are identified by their jaxpr, and
 each program counts once. Programs without float32 values, and programs that fail without `autocast`, do not count. The
-plugin performs four checks:
+plugin performs three checks:
 
 - *trace*: Types, structure, weak types, varying axes and shardings of results and gradients equal those of the original
   program.
 - *exact*: The plan for float16, executed in float32, gives the same results and gradients as the original program. The
   test receives these results. If it fails with them, it must also fail without `autocast`.
-- *numbers*: Results and gradients differ by at most 1% of the largest element in float16, and 8% in bfloat16. A program
-  with a larger difference is *sensitive* if a change of its arguments by half a unit in the last place has the same
-  effect. It counts as *rounding* if the error in bfloat16 is more than three times the error in float16, and as
-  *overflow* if only the float16 results are infinite.
-- *jit*: With the default options of XLA, the error is at most twice the error with `xla_allow_excess_precision=False`.
-  Otherwise, the forward and backward pass may use different values. Errors below 0.25% (float16) and 2% (bfloat16) are
-  ignored.
+- *numbers*: The errors of results and gradients in float16 and bfloat16 are at most twice those of manual casts.
+  `random_programs.py` describes this comparison and its outcomes. Because the program is compiled with the default
+  options of XLA, the check also fails if the forward and backward pass use different values.
 
-A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well.
+A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well. The column *not run* counts
+files that cannot be collected, processes that crash, and projects without any test. The column *failed* counts failed
+tests. Most of them also fail without `autocast`; otherwise, they count as *assertion* as well.
 
 ``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tools/suites_explained.json` explains
 differences. The keys in this file are regular expressions, and the values are reasons.
@@ -131,11 +129,16 @@ def run(given):
     files = sorted({file for pattern in patterns for file in given.checkout.glob(pattern)})
     files = [str(file.relative_to(given.checkout)) for file in files]
     files = [file for file in files if any(part in file for part in given.files)]
+    if not files:
+        sys.exit(f"{given.checkout} contains no test file of {given.project}.")
     random.Random(given.seed).shuffle(files)
     count = max(1, min(len(files), round(given.minutes / MINUTES)))
     for number in range(count):
         seconds, before = (end - time.time()) / (count - number), len(read(path))
-        pytest_of(given, files[number::count], path, seconds, is_exact=not given.fast)
+        status = pytest_of(given, files[number::count], path, seconds, is_exact=not given.fast)
+        if status not in STATUSES:
+            with path.open("a") as results:
+                results.write(json.dumps({"not run": f"pytest ended with status {status}", "test": ""}) + "\n")
         records = read(path)[before:]
         checked = {each["test"] for each in records if "program" in each}
         failed = {each["test"]: each for each in records if each.get("outcome") == "failed" and each["test"] in checked}
@@ -154,7 +157,7 @@ def run(given):
 
 
 def pytest_of(given, tests, path, seconds, is_exact=True, verbose=False):
-    """Run tests of a project in a subprocess."""
+    """Run tests of a project in a subprocess, and return its exit status."""
     about = {
         "file": str(path.resolve()),
         "seconds": seconds,
@@ -182,6 +185,7 @@ def pytest_of(given, tests, path, seconds, is_exact=True, verbose=False):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    return process.returncode
 
 
 def show(given):
@@ -212,14 +216,17 @@ def differences_in(records):
         yield from [("crash", found["crash"])] if "crash" in found else found.items()
         if "assertion" in record:
             yield "assertion", f"assertion: {record['assertion'].splitlines()[:1]} [{record['test']}]"
+        if "not run" in record:
+            yield "not run", f"not run: {record['not run']} [{record['test']}]"
         if "error of the shim" in record:
             yield "shim", f"error of the shim: {record['error of the shim'].splitlines()[-1][:300]} [{record['test']}]"
 
 
 MINUTES = 4  # Each process runs for about this number of minutes.
-COUNTED = ("tests", "programs", "values", "gradients", "in float32")
-OUTCOMES = ("as with jit", "sensitive", "rounding", "overflow")
-KINDS = ("crash", "trace", "exact", "assertion", "numbers", "jit", "shim")
+STATUSES = (0, 1, 2)  # The exit statuses of pytest if it ran tests: all passed, some failed, or the time was up.
+COUNTED = ("tests", "failed", "programs", "values", "gradients", "in float32")
+OUTCOMES = ("as with jit", "sensitive", "rounding")
+KINDS = ("crash", "trace", "exact", "assertion", "numbers", "shim", "not run")
 
 
 def report(results, save):
@@ -227,11 +234,16 @@ def report(results, save):
     reasons = json.loads(EXPLAINED.read_text()) if EXPLAINED.exists() else {}
     head = ("project", "version", "commit", "run on", *COUNTED, *OUTCOMES, *KINDS)
     rows, total = [head, ("---",) * 4 + ("--:",) * (len(head) - 4)], Counter()
-    explained, unexplained = Counter(), []
+    explained, unexplained, failures = Counter(), [], []
     for path in sorted(results.glob("*.jsonl")):
         records = read(path)
         about = next(record["run"] for record in reversed(records) if "run" in record)
         counts = Counter(tests=len({record["test"] for record in records if "outcome" in record}))
+        if not counts["tests"]:
+            records.append({"not run": "no test ran", "test": ""})
+        failed = {record["test"]: record for record in records if record.get("outcome") == "failed"}
+        failures += [f"{path.stem}: {each['message'].splitlines()[:1]} [{each['test']}]" for each in failed.values()]
+        counts["failed"] = len(failed)
         for record in records:
             outcomes = record.get("outcomes", {})
             counts["programs"] += bool(outcomes)
@@ -254,7 +266,8 @@ def report(results, save):
     lines = [("check", "number", "reason"), ("---", "--:", "---")]
     lines += [(kind, str(count), reason) for (kind, reason), count in explained.most_common()]
     table += "\n" + "".join(f"| {' | '.join(row)} |\n" for row in lines)
-    print(table, *grouped(unexplained), f"Differences without a reason: {len(unexplained)}.", sep="\n")
+    print(table, "Failed tests:", *grouped(failures), "Differences:", *grouped(unexplained), sep="\n")
+    print(f"Differences without a reason: {len(unexplained)}.")
     if save:
         # The metadata of an editable installation still contain the version at the time of the installation.
         ours = run_path(str(ROOT / "jax_lossscale" / "_version.py"))["__version__"]

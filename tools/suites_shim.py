@@ -23,7 +23,6 @@ import traceback
 import types
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.extend
@@ -34,12 +33,10 @@ import pytest
 from jax import lax
 from jax._src import core, debugging, public_test_util
 from jax._src import test_util as jax_test_util
+from random_programs import Reference, in_float32, on_host, worst
 
 import jax_lossscale as jls
-from jax_lossscale._autocast import transform
-from jax_lossscale._autocast.rewrite import Rewriting
 
-SMALLEST = 1e-6  # Smaller differences are ignored, because float16 also has an absolute error.
 OF_FUNCTIONS = ("jit", "grad", "value_and_grad", "jacfwd", "jacrev", "jacobian", "hessian", "checkpoint", "remat")
 # `autocast` is applied to the results of these functions, so that it has to handle their primitives.
 OF_PROGRAMS = ("vmap", "pmap", "shard_map")
@@ -47,31 +44,8 @@ NUMBERS = (bool, int, float, complex)
 AT_ONCE = ("vjp", "jvp", "linearize")
 LOOPS = ("associative_scan", "cond", "custom_linear_solve", "custom_root", "fori_loop", "map", "scan", "switch")
 LOOPS += ("while_loop",)
-# For each dtype, the allowed error and half a unit in the last place.
-HALF = {"float16": (1e-2, 2**-11), "bfloat16": (8e-2, 2**-8)}
-STRICT = {"xla_allow_excess_precision": False}
 SECONDS = 40  # This is the time limit of a test in seconds.
 LARGEST = 200_000  # For jaxprs with more characters, only the types are compared.
-
-
-class InFloat32(Rewriting):
-    """Interpreter that executes a plan for float16 in float32."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.dtype = jnp.dtype(jnp.float32)
-
-
-def in_float32(fun):
-    """Return the function under `autocast`, with the plan for float16 executed in float32."""
-    autocast = jls.autocast(fun)
-
-    @functools.wraps(fun)
-    def executed(*args, **kwargs):
-        with mock.patch.object(transform, "Rewriting", InFloat32):
-            return autocast(*args, **kwargs)
-
-    return executed
 
 
 def in_jit(fun):
@@ -158,14 +132,8 @@ class Traced:
             return "an array became a Python number"
         return ""
 
-    def __call__(self, inputs, **compiler_options):
-        if compiler_options:
-            self.compiled = jax.jit(jax.extend.core.jaxpr_as_fun(self.jaxpr), compiler_options=compiler_options)
-        return list(map(_on_host, self.compiled(*inputs)))
-
-    @functools.cached_property
-    def compiled(self):
-        return jax.jit(jax.extend.core.jaxpr_as_fun(self.jaxpr))
+    def __call__(self, inputs):
+        return list(map(on_host, jax.jit(jax.extend.core.jaxpr_as_fun(self.jaxpr))(*inputs)))
 
 
 def traced(fun, args, kwargs, is_differentiated=False):
@@ -213,11 +181,6 @@ def _weights(x):
     return ((np.arange(x.size).reshape(x.shape) * 5 % 8 - 2.5) / 4).astype(x.dtype)
 
 
-def _on_host(x):
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
 def _without_addresses(text):
     return re.sub(r"0x[0-9a-f]+|\bid=\d+", "", str(text))
 
@@ -232,7 +195,7 @@ class Comparison:
 
     def __init__(self, kind, program, args, kwargs):
         self.kind, self.program, self.args, self.kwargs = kind, program, args, kwargs
-        self.outcomes, self.errors, self.details, self.text, self.digest = {}, {}, {}, "", None
+        self.outcomes, self.errors, self.sensitivities, self.details = {}, {}, {}, {}
         self.is_sampled = STATE.random.random() < STATE.fraction
         self.before = through_matmuls
         try:
@@ -266,49 +229,37 @@ class Comparison:
         halves["bfloat16"] = self.trace(f"trace in bfloat16{suffix}", plain, has_gradient, dtype=jnp.bfloat16)
         if None in halves.values():
             return
+        checks = {
+            f"numbers in {dtype}": (dtype, functools.partial(half, half.inputs)) for dtype, half in halves.items()
+        }
+        if STATE.is_exact:
+            checks["exact"] = "float32", lambda: self.traced(in_float32, has_gradient)(plain.inputs)
         try:
-            expected = plain(plain.inputs)
-            changed = {dtype: plain([_changed(x, unit) for x in plain.inputs]) for dtype, (_, unit) in HALF.items()}
+            references = {dtype: Reference(plain.jaxpr, plain.inputs, dtype) for dtype, _ in checks.values()}
         except Exception:
             return
-        if STATE.is_exact:
-            exact = self.tried("exact", lambda: self.traced(in_float32, has_gradient)(plain.inputs))
-            if exact is not None:
-                self.compare_all("exact", expected, changed["float16"], exact, has_gradient, 1e-4, 2**-8)
-        for dtype, half in halves.items():
-            self.compare_numbers(dtype, half, expected, changed[dtype], has_gradient)
-        differing = [name for name, outcome in self.outcomes.items() if outcome == "differs" and name in self.errors]
-        if differing:
-            jitted = self.traced(in_jit, has_gradient)(plain.inputs)
-            self.compare_all("with jit", expected, changed["float16"], jitted, has_gradient, 1e-2)
-            for name in ("with jit", "with jit of the gradient"):
-                if self.outcomes.pop(name, "") == "differs":
-                    for check in ("exact", *(f"numbers in {dtype}" for dtype in HALF)):
-                        self.outcomes[name.replace("with jit", check)] = "as with jit"
-        for name in differing:
-            if self.outcomes[name] == "differs":
-                self.explain_rounding(name)
+        for name, (dtype, function) in checks.items():
+            found = self.tried(name, function)
+            if found is not None and len(found) == len(plain.jaxpr.out_avals):
+                self.compare(name, references[dtype], found, has_gradient)
 
-    def compare_numbers(self, dtype, half, expected, changed, has_gradient):
-        """Compare the results in half precision, with the default options of XLA and without excess precision."""
-        name, allowed = f"numbers in {dtype}", HALF[dtype][0]
-        found = self.tried(name, lambda: half(half.inputs))
-        if found is None:
-            return
-        self.compare_all(name, expected, changed, found, has_gradient, allowed)
-        # In most programs, both errors are small, and the second compilation is unnecessary.
-        if max(error for check, error in self.errors.items() if check.startswith(name)) > allowed / 4:
-            strict = half(half.inputs, **STRICT)
-            self.compare_all(f"jit in {dtype}", expected, strict, found, has_gradient, allowed / 4, 2)
-
-    def explain_rounding(self, name):
-        """Change the outcome of a difference that rounding or the range of float16 explains."""
-        if name.startswith("numbers"):
-            error, in_bfloat16 = (self.errors.get(re.sub("b?float16", dtype, name), 0) for dtype in HALF)
-            if np.isinf(error) and np.isfinite(in_bfloat16):
-                self.outcomes[name] = "overflow"
-            elif in_bfloat16 > 3 * error:  # Rounding errors in bfloat16 are 8 times as large.
-                self.outcomes[name] = "rounding"
+    def compare(self, name, reference, found, has_gradient):
+        """Record the outcome and the errors of the results and of the gradients."""
+        records = reference.compared(found)
+        if any(record["outcome"] == "differs" for record in records):
+            jitted = reference.compared(self.traced(in_jit, has_gradient)(reference.args))
+            for record, other in zip(records, jitted, strict=True):
+                if record["outcome"] == other["outcome"] == "differs":
+                    record["outcome"] = "as with jit"
+        results = len(self.plain.jaxpr.out_avals)
+        parts = {name: records[:results], f"{name} of the gradient": records[results:]}
+        for check, part in list(parts.items())[: 1 + has_gradient]:
+            found = worst([{"outcome": "same", "ratio": 0.0, "error": 0.0, "noise": 0.0, "scale": 0.0}, *part])
+            self.outcomes[check], self.errors[check], self.sensitivities[check] = (
+                found[key] for key in ("outcome", "error", "noise")
+            )
+            if found["outcome"] != "same":
+                self.details[check] = "error {error}, noise {noise}, largest magnitude {scale}".format(**found)
 
     def is_of_jit(self, name):
         """Return whether `jax.jit` in place of `autocast` also changes types or structure, or fails."""
@@ -323,12 +274,6 @@ class Comparison:
         if is_of_jit:
             self.outcomes[name] = "as with jit"
         return is_of_jit
-
-    def compare_all(self, name, expected, changed, found, has_gradient, *tolerance):
-        results = len(self.plain.jaxpr.out_avals)
-        self.compare(name, *(x[:results] for x in (expected, changed, found)), *tolerance)
-        if has_gradient:
-            self.compare(f"{name} of the gradient", *(x[results:] for x in (expected, changed, found)), *tolerance)
 
     def tried(self, name, function):
         """Return the result of a function, or record the error and return None if it raises."""
@@ -355,65 +300,12 @@ class Comparison:
                 return None if self.is_of_jit(name) else half
         return half
 
-    def compare(self, name, expected, changed, found, allowed, factor=8):
-        """Record whether the arrays are equal, up to an error that depends on the check.
-
-        The program is sensitive if changing the arguments by half a unit in the last place of the dtype changes the
-        results of the original program as much as `autocast` does.
-        """
-        is_exact = name.startswith("exact")
-        if len(expected) != len(found):
-            return
-        worst = {"same": (0.0, 0.0)}
-        for old, other, new in zip(expected, changed, found, strict=True):
-            error, sensitivity = _error(old, new, is_exact), _error(old, other, is_exact)
-            # If such a change leads to a completely different result, the result is noise, such as a derivative that
-            # should be zero.
-            is_sensitive = error <= factor * sensitivity or sensitivity > 0.5
-            outcome = "same" if error <= allowed else "sensitive" if is_sensitive else "differs"
-            worst[outcome] = max(worst.get(outcome, (0.0, 0.0)), (error, sensitivity))
-        outcome = next(outcome for outcome in ("differs", "sensitive", "same") if outcome in worst)
-        if outcome == "sensitive" and name.startswith("jit"):
-            outcome, worst["same"] = "same", worst[outcome]
-        self.outcomes[name], (self.errors[name], sensitivity) = outcome, worst[outcome]
-        if outcome != "same":
-            self.details[name] = f"error {self.errors[name]:.2g}, but {sensitivity:.2g} after the change"
-
     def as_dict(self):
         return {
             **{"program": self.digest, "kind": self.kind, "test": STATE.test},
             **{"matmuls": self.before is through_matmuls, "details": self.details},
-            **{"outcomes": self.outcomes, "errors": self.errors},
+            **{"outcomes": self.outcomes, "errors": self.errors, "sensitivities": self.sensitivities},
         }
-
-
-def _changed(x, unit):
-    """Return the array with its elements multiplied by 1 + unit or 1 - unit."""
-    if x.dtype != np.float32:
-        return x
-    signs = np.random.default_rng(0).choice(np.float32([-1, 1]), np.shape(x))
-    return jax.device_put(np.asarray(x) * (1 + np.float32(unit) * signs), x.sharding)
-
-
-def _error(old, new, is_exact):
-    """Return the largest error, relative to the largest element.
-
-    Elements that are nonfinite without `autocast`, or beyond the range of float16, are ignored. In an exact comparison,
-    only nonfinite elements are ignored, and they must be nonfinite in both results.
-    """
-    if old.shape != new.shape:
-        return np.inf
-    if not jnp.issubdtype(old.dtype, jnp.inexact):
-        return 0.0 if old.dtype == jax.dtypes.float0 or np.array_equal(old, new) else np.inf
-    old, new = (x.astype(complex if x.dtype.kind == "c" else float) for x in (old, new))
-    counts = np.isfinite(old) & (is_exact | (abs(old) < 60000))
-    if is_exact and not np.array_equal(np.isfinite(old), np.isfinite(new)):
-        return np.inf
-    old, new = old[counts], new[counts]
-    if not old.size:
-        return 0.0
-    error = np.max(np.where(np.isfinite(new), abs(np.nan_to_num(new) - old), np.inf))
-    return 0.0 if error < SMALLEST else float(error / np.max(abs(old), initial=SMALLEST))
 
 
 # --- Replaced functions of JAX ---
@@ -630,10 +522,16 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    if report.when == "call":
+    if report.when == "call" or report.failed:  # A failed fixture has no call.
         message = report.longrepr.reprcrash.message[:500] if hasattr(report.longrepr, "reprcrash") else ""
         outcome = "out of time" if OutOfTime.__name__ in message else report.outcome
         STATE.write({"test": report.nodeid, "outcome": outcome, "message": message})
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        error = (str(report.longrepr).strip() or "?").splitlines()[-1]
+        STATE.write({"not run": f"the file cannot be collected: {error[:300]}", "test": report.nodeid})
 
 
 STATE = State()

@@ -1,4 +1,4 @@
-"""Compile time of the optimizer step, for several numbers of leaves, and of a whole training step.
+"""Compile time of the optimizer step with 1,000 leaves, and of a whole training step.
 
 One table contains optimizer steps with 16-bit parameters and optimizer states.
 
@@ -37,7 +37,6 @@ from benchmarks.optimizer.peers import (
 
 _HANDWRITTEN = (HANDWRITTEN, HANDWRITTEN_IN_TWO_CALLS)
 _CONTENDERS: tuple[Contender, ...] = (BARE, *_HANDWRITTEN, OURS, *OTHER_KINDS, OURS_IN_TWO_CALLS, APPLY_IF_FINITE)
-_PATIENCE = 20.0  # The time limit in seconds for jmp, whose compile time grows faster than the number of leaves.
 _GOAL = 1.15  # relative to the handwritten step with the same number of calls
 # The contenders that are compiled in another process, which is stopped if it takes too long. The name of the contender
 # is passed to the process, because an optax optimizer cannot be pickled.
@@ -57,42 +56,29 @@ _SIXTEEN_BIT: dict[Contender, DTypeLike] = {
 }
 _SIXTEEN_BIT_GOAL = 3.0  # relative to `OURS_IN_TWO_CALLS`
 _COLUMNS = "step | trace, lower and compile {:.2f} s | over bare {:.2f}"
-_SHAPES = {"small": (64, 64), "large": (256, 512)}
+_SHAPE = (64, 64)
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return four tables: for small leaves, for large leaves, with 16-bit parameters, and for a training step.
-
-    Small leaves are checked together.
-    """
+    """Return three tables: for many leaves, for 16-bit parameters, and for a training step."""
     jax.config.update("jax_enable_compilation_cache", False)
-    kinds = list(_SHAPES)[:1] if quick else list(_SHAPES)
-    tables = [_measure(kind, quick, progress.part(n, 4, f"{kind} leaves")) for n, kind in enumerate(kinds)]
-    sixteen_bit = _measure_sixteen_bit(quick, progress.part(2, 4, "16-bit parameters"))
-    return [*tables, sixteen_bit, _measure_training(quick, progress.part(3, 4, "training step"))]
+    parts = [progress.part(n, 3, name) for n, name in enumerate(("many leaves", "16-bit parameters", "training step"))]
+    measures = (_measure, _measure_sixteen_bit, _measure_training)
+    return [measure(quick, part) for measure, part in zip(measures, parts, strict=True)]
 
 
-def _measure(kind: str, quick: bool, progress: Progress) -> Table:
-    shape = _SHAPES[kind]
+def _measure(quick: bool, progress: Progress) -> Table:
+    leaves = 200 if quick else _MARKED_LEAVES
+    _compile(BARE, 2)  # The first compilation in a process has an additional cost.
+    timings = _interleave(lambda it: _compile(it, leaves), _CONTENDERS, 1 if quick else 3, progress)
+    over_bare, over = _over(BARE, timings), _over(HANDWRITTEN, timings)
+    over[OURS_IN_TWO_CALLS.name] = _over(HANDWRITTEN_IN_TWO_CALLS, timings)[OURS_IN_TWO_CALLS.name]
     rows: list[tuple[Cell, ...]] = []
-    counts = (30, 200) if quick else (50, 300, _MARKED_LEAVES)
-    patience = _PATIENCE / 5 if quick else _PATIENCE
-    contenders = (*_CONTENDERS, JMP)
-    for n, leaves in enumerate(counts):
-        part = progress.part(n, len(counts), f"{leaves} leaves")
-        if JMP in contenders and call_apart(_compile_slow, JMP.name, leaves, shape, timeout=patience) is None:
-            contenders = _CONTENDERS
-        _compile(BARE, 2, shape)  # The first compilation in a process has an additional cost.
-        timings = _interleave(lambda it, n=leaves: _compile(it, n, shape), contenders, 1 if quick else 3, part)  # type: ignore[misc]
-        over_bare, over = _over(BARE, timings), _over(HANDWRITTEN, timings)
-        over[OURS_IN_TWO_CALLS.name] = _over(HANDWRITTEN_IN_TWO_CALLS, timings)[OURS_IN_TWO_CALLS.name]
-        rows += [(leaves, name, timings.minimum(name), over_bare[name], over[name]) for name in timings.seconds]
-        rows += [(leaves, JMP.name, f"> {patience:.0f} s", None, None)] if contenders is _CONTENDERS else []
-    mark = f"compile time of {{}} over handwritten, {_MARKED_LEAVES} {kind} leaves"
-    marks = _marks(
-        mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, f"--quick measures at most {leaves} leaves" if quick else ""
-    )
-    title = f"Compile time, leaves of {shape[0]} x {shape[1]}"
+    rows += [(leaves, name, timings.minimum(name), over_bare[name], over[name]) for name in timings.seconds]
+    unmeasured = f"--quick measures only {leaves} leaves" if quick else ""
+    mark = f"compile time of {{}} over handwritten, {_MARKED_LEAVES} small leaves"
+    marks = _marks(mark, (OURS, OURS_IN_TWO_CALLS), over, _GOAL, unmeasured)
+    title = f"Compile time, leaves of {_SHAPE[0]} x {_SHAPE[1]}"
     notes = [f"The step {OURS_IN_TWO_CALLS.name!r} is compared with the handwritten step in two calls."]
     return Table(title, columns(f"leaves | {_COLUMNS} | over handwritten {{:.2f}}"), rows, marks, notes, quick)
 
@@ -101,13 +87,13 @@ def _measure_sixteen_bit(quick: bool, progress: Progress) -> Table:
     rows: list[tuple[Cell, ...]] = []
     marks: list[Mark] = []
     dtypes = {BARE: jnp.float32, OURS_IN_TWO_CALLS: jnp.float32, **_SIXTEEN_BIT}
-    counts, shape = (50, 200), _SHAPES["small"]
-    _compile(BARE, 2, shape)  # The first compilation in a process has an additional cost.
+    counts = (50, 200)
+    _compile(BARE, 2)  # The first compilation in a process has an additional cost.
     for n, leaves in enumerate(counts):
         part = progress.part(n, len(counts), f"{leaves} leaves")
 
         def compile_one(contender: Contender, leaves: int = leaves) -> float:
-            return _compile(contender, leaves, shape, dtypes[contender])
+            return _compile(contender, leaves, dtypes[contender])
 
         timings = _interleave(compile_one, tuple(dtypes), 1 if quick else 3, part)
         over_bare, over = _over(BARE, timings), _over(OURS_IN_TWO_CALLS, timings)
@@ -115,7 +101,7 @@ def _measure_sixteen_bit(quick: bool, progress: Progress) -> Table:
         if leaves == counts[0]:
             name = "compile time over loss_scaled, {} small leaves, {}"
             marks = [Mark(name.format(leaves, it.name), over[it.name], _SIXTEEN_BIT_GOAL) for it in _SIXTEEN_BIT]
-    title = f"Compile time with 16-bit parameters and states, leaves of {shape[0]} x {shape[1]}"
+    title = f"Compile time with 16-bit parameters and states, leaves of {_SHAPE[0]} x {_SHAPE[1]}"
     return Table(title, columns(f"leaves | {_COLUMNS} | over loss_scaled {{:.2f}}"), rows, marks, quick=quick)
 
 
@@ -170,19 +156,14 @@ def _interleave(
     return Timings(seconds)
 
 
-def _compile(contender: Contender, leaves: int, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> float:
+def _compile(contender: Contender, leaves: int, dtype: DTypeLike = jnp.float32) -> float:
     """Return the processor time in seconds to trace, lower and compile an optimizer step, without any cache."""
-    params = trees.abstract([shape] * leaves, dtype)
+    params = trees.abstract([_SHAPE] * leaves, dtype)
     state = jax.eval_shape(contender.init, params)
     jax.clear_caches()
     start = time.process_time()
     jax.jit(contender.apply, donate_argnums=0).lower(state, params).compile()
     return time.process_time() - start
-
-
-def _compile_slow(name: str, leaves: int, shape: tuple[int, ...]) -> float:
-    """Return the result of `_compile` for a contender of `_SLOW`, which is given by name."""
-    return _compile(_SLOW[name], leaves, shape)
 
 
 def _compile_training(contender: Contender, layers: int) -> float:

@@ -7,7 +7,6 @@ A scale has arrived when it is close to the largest scale that does not overflow
 - `judge`: measurement of one loss scale;
 - `replay`: measurement of all loss scales;
 - `inside`: tables about values inside the backward pass that are much larger than the gradients;
-- `constants`: the reason for each constant of `AutoLossScale`;
 - `tables`: the benchmark, ``python -m benchmarks policies``;
 - `figure`: the plot of its results.
 """

@@ -23,14 +23,11 @@ class Trace(NamedTuple):
         gradients are zero; NaN after the end of the trace.
       log2_inside: ``float64[steps]``: the number of bits by which the value that overflows first exceeds the largest
         gradient, at least 0; infinity if the gradients are not finite at any scale.
-      log2_noise: the standard deviation of the noise in bits, on which the goal for this trace depends. For a recorded
-        trace, it is estimated from the differences between consecutive steps.
     """
 
     kind: str
     log2_largest: np.ndarray
     log2_inside: np.ndarray
-    log2_noise: float
 
     @property
     def log2_first(self) -> np.ndarray:
@@ -108,74 +105,74 @@ class _Maker(NamedTuple):
 _Kind = Callable[[_Maker], tuple[np.ndarray | float, np.ndarray | float]]
 
 
-def _synthetic() -> Iterator[tuple[str, float, _Kind]]:
-    """Yield the name, the noise and the function of each synthetic kind of trace."""
-    yield "constant", 0, lambda m: (0, 0)
-    yield "decaying", 0, lambda m: (-14 * m.time, 0)
-    yield "growing", 0, lambda m: (14 * m.time, 0)
+def _synthetic() -> Iterator[tuple[str, _Kind]]:
+    """Yield the name and the function of each synthetic kind of trace."""
+    yield "constant", lambda m: (0, 0)
+    yield "decaying", lambda m: (-14 * m.time, 0)
+    yield "growing", lambda m: (14 * m.time, 0)
     for noise in (0.5, 1.0, 1.5):
-        yield f"noise {noise}", noise, lambda m, noise=noise: (m.noise(noise), 0)
-        yield f"slow noise {noise}", noise, lambda m, noise=noise: (m.slow_noise(noise), 0)
-        yield f"decaying, noise {noise}", noise, lambda m, noise=noise: (-14 * m.time + m.noise(noise), 0)
-        yield f"growing, noise {noise}", noise, lambda m, noise=noise: (14 * m.time + m.noise(noise), 0)
-        yield f"inside 2^8, noise {noise}", noise, lambda m, noise=noise: (m.noise(noise), 8)
-    yield "jump up, noise 0.5", 0.5, lambda m: (m.jump(8) + m.noise(0.5), 0)
-    yield "jump down, noise 0.5", 0.5, lambda m: (m.jump(-8) + m.noise(0.5), 0)
-    yield "jump up", 0, lambda m: (m.jump(8), 0)
-    yield "jump down", 0, lambda m: (m.jump(-8), 0)
-    yield "spikes, noise 0.5", 0.5, lambda m: (m.spikes() + m.noise(0.5), 0)
-    yield "spikes on time", 0, lambda m: (m.spikes_on_time(), 0)
+        yield f"noise {noise}", lambda m, noise=noise: (m.noise(noise), 0)
+        yield f"slow noise {noise}", lambda m, noise=noise: (m.slow_noise(noise), 0)
+        yield f"decaying, noise {noise}", lambda m, noise=noise: (-14 * m.time + m.noise(noise), 0)
+        yield f"growing, noise {noise}", lambda m, noise=noise: (14 * m.time + m.noise(noise), 0)
+        yield f"inside 2^8, noise {noise}", lambda m, noise=noise: (m.noise(noise), 8)
+    yield "jump up, noise 0.5", lambda m: (m.jump(8) + m.noise(0.5), 0)
+    yield "jump down, noise 0.5", lambda m: (m.jump(-8) + m.noise(0.5), 0)
+    yield "jump up", lambda m: (m.jump(8), 0)
+    yield "jump down", lambda m: (m.jump(-8), 0)
+    yield "spikes, noise 0.5", lambda m: (m.spikes() + m.noise(0.5), 0)
+    yield "spikes on time", lambda m: (m.spikes_on_time(), 0)
     for inside in (3, 6, 12):
-        yield f"inside 2^{inside}", 0, lambda m, inside=inside: (0, inside)
-    yield "inside comes", 0, lambda m: (0, m.jump(8))
-    yield "inside passes", 0, lambda m: (0, 8 + m.jump(-8))
-    yield "inside waves", 0.3, lambda m: (m.noise(0.3), 6 + 2 * np.sin(6 * np.pi * m.time))
-    yield "inside is noisy", 1.0, lambda m: (0, np.maximum(6 + m.noise(1.0), 0))
-    yield "inside 2^6, decaying", 0.5, lambda m: (-14 * m.time + m.noise(0.5), 6)
-    yield "inside 2^6, growing", 0.5, lambda m: (14 * m.time + m.noise(0.5), 6)
-    yield "like a training", 0.6, lambda m: (m.training(), 0)
-    yield "like a training, inside", 0.7, lambda m: (m.training(), np.maximum(5 - 2 * m.time + m.noise(0.4), 0))
-    yield "layers in turn", 0.8, lambda m: (m.layers(), 0)
-    yield "every 2nd step zero", 0.5, lambda m: (m.zeros(np.arange(m.steps) % 2 == 1), 0)
-    yield "5 % of steps zero", 0.5, lambda m: (m.zeros(m.random.random(m.steps) < 0.05), 0)
-    yield "zero at first", 0.5, lambda m: (m.zeros(np.arange(m.steps) < min(200, m.steps // 3)), 0)
+        yield f"inside 2^{inside}", lambda m, inside=inside: (0, inside)
+    yield "inside comes", lambda m: (0, m.jump(8))
+    yield "inside passes", lambda m: (0, 8 + m.jump(-8))
+    yield "inside waves", lambda m: (m.noise(0.3), 6 + 2 * np.sin(6 * np.pi * m.time))
+    yield "inside is noisy", lambda m: (0, np.maximum(6 + m.noise(1.0), 0))
+    yield "inside 2^6, decaying", lambda m: (-14 * m.time + m.noise(0.5), 6)
+    yield "inside 2^6, growing", lambda m: (14 * m.time + m.noise(0.5), 6)
+    yield "like a training", lambda m: (m.training(), 0)
+    yield "like a training, inside", lambda m: (m.training(), np.maximum(5 - 2 * m.time + m.noise(0.4), 0))
+    yield "layers in turn", lambda m: (m.layers(), 0)
+    yield "every 2nd step zero", lambda m: (m.zeros(np.arange(m.steps) % 2 == 1), 0)
+    yield "5 % of steps zero", lambda m: (m.zeros(m.random.random(m.steps) < 0.05), 0)
+    yield "zero at first", lambda m: (m.zeros(np.arange(m.steps) < min(200, m.steps // 3)), 0)
 
 
-def _mixtures() -> Iterator[tuple[str, float, _Kind]]:
-    """Yield the name, the noise and the function of each kind of trace whose gradients have several magnitudes."""
+def _mixtures() -> Iterator[tuple[str, _Kind]]:
+    """Yield the name and the function of each kind of trace whose gradients have several magnitudes."""
     for size in (12, 24):
-        yield f"2^{size} apart in turns", 0, lambda m, size=size: (m.blocks(1, -size), 0)
-        yield f"2^{size} apart at random", 0, lambda m, size=size: (m.mostly(0.5, -size), 0)
+        yield f"2^{size} apart in turns", lambda m, size=size: (m.blocks(1, -size), 0)
+        yield f"2^{size} apart at random", lambda m, size=size: (m.mostly(0.5, -size), 0)
         name = f"2^{size} apart in turns, noise 0.5"
-        yield name, 0.5, lambda m, size=size: (m.blocks(1, -size) + m.noise(0.5), 0)
+        yield name, lambda m, size=size: (m.blocks(1, -size) + m.noise(0.5), 0)
     for share in (10, 50, 100):
-        yield f"1 in {share} 2^16 larger", 0, lambda m, share=share: (m.mostly(1 / share, 16), 0)
-    yield "1 in 10 2^16 larger, noise 0.5", 0.5, lambda m: (m.mostly(0.1, 16) + m.noise(0.5), 0)
+        yield f"1 in {share} 2^16 larger", lambda m, share=share: (m.mostly(1 / share, 16), 0)
+    yield "1 in 10 2^16 larger, noise 0.5", lambda m: (m.mostly(0.1, 16) + m.noise(0.5), 0)
     for length in (20, 50, 100, 200):
-        yield f"blocks of {length}, 2^24 apart", 0, lambda m, length=length: (m.blocks(length, -24), 0)
-    yield "blocks of 50, 2^24 apart, noise 0.5", 0.5, lambda m: (m.blocks(50, -24) + m.noise(0.5), 0)
-    yield "three sizes in turns", 0, lambda m: (np.choose(np.arange(m.steps) % 3, [0.0, -8.0, -20.0]), 0)
-    yield "2^12 apart, the small ones inside", 0, lambda m: (m.blocks(1, -12), m.blocks(1, 8))
-    yield "any size of 24 bits", 0, lambda m: (-24 * m.random.random(m.steps), 0)
-    yield "heavy tail", 0, lambda m: (-np.log2(m.random.random(m.steps)), 0)
+        yield f"blocks of {length}, 2^24 apart", lambda m, length=length: (m.blocks(length, -24), 0)
+    yield "blocks of 50, 2^24 apart, noise 0.5", lambda m: (m.blocks(50, -24) + m.noise(0.5), 0)
+    yield "three sizes in turns", lambda m: (np.choose(np.arange(m.steps) % 3, [0.0, -8.0, -20.0]), 0)
+    yield "2^12 apart, the small ones inside", lambda m: (m.blocks(1, -12), m.blocks(1, 8))
+    yield "any size of 24 bits", lambda m: (-24 * m.random.random(m.steps), 0)
+    yield "heavy tail", lambda m: (-np.log2(m.random.random(m.steps)), 0)
 
 
-def _events() -> Iterator[tuple[str, float, _Kind]]:
-    """Yield the name, the noise and the function of each kind of trace with a single event in the middle."""
-    yield "a NaN", 0.3, lambda m: (m.noise(0.3) - 12, m.during(1, np.inf))
-    yield "3 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(3, np.inf))
-    yield "30 NaN in a row", 0.3, lambda m: (m.noise(0.3) - 12, m.during(30, np.inf))
-    yield "zero for 300 steps", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 0)
-    yield "zero for 300 steps, inside 2^6", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 6)
-    yield "zero every 2nd step", 0.3, lambda m: (m.noise(0.3) - 12 + m.blocks(1, -np.inf), 0)
-    yield "down by 2^40, and up", 0.3, lambda m: (m.noise(0.3) + 5 + m.during(m.steps // 4, -40), 0)
-    yield "up by 2^40, and down", 0.3, lambda m: (m.noise(0.3) - 35 + m.during(m.steps // 4, 40), 0)
-    yield "a spike of 2^10", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(1, 10), 0)
-    yield "a spike of 2^30", 0.3, lambda m: (m.noise(0.3) - 12 + m.during(1, 30), 0)
-    yield "in a unit of 2^30", 0.3, lambda m: (m.noise(0.3) - 6 + 30, 0)
-    yield "in a unit of 2^-30", 0.3, lambda m: (m.noise(0.3) - 12 - 30, 0)
-    yield "2^12 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(12))
-    yield "2^20 inside comes", 0.3, lambda m: (m.noise(0.3) - 20, m.jump(20))
+def _events() -> Iterator[tuple[str, _Kind]]:
+    """Yield the name and the function of each kind of trace with a single event in the middle."""
+    yield "a NaN", lambda m: (m.noise(0.3) - 12, m.during(1, np.inf))
+    yield "3 NaN in a row", lambda m: (m.noise(0.3) - 12, m.during(3, np.inf))
+    yield "30 NaN in a row", lambda m: (m.noise(0.3) - 12, m.during(30, np.inf))
+    yield "zero for 300 steps", lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 0)
+    yield "zero for 300 steps, inside 2^6", lambda m: (m.noise(0.3) - 12 + m.during(300, -np.inf), 6)
+    yield "zero every 2nd step", lambda m: (m.noise(0.3) - 12 + m.blocks(1, -np.inf), 0)
+    yield "down by 2^40, and up", lambda m: (m.noise(0.3) + 5 + m.during(m.steps // 4, -40), 0)
+    yield "up by 2^40, and down", lambda m: (m.noise(0.3) - 35 + m.during(m.steps // 4, 40), 0)
+    yield "a spike of 2^10", lambda m: (m.noise(0.3) - 12 + m.during(1, 10), 0)
+    yield "a spike of 2^30", lambda m: (m.noise(0.3) - 12 + m.during(1, 30), 0)
+    yield "in a unit of 2^30", lambda m: (m.noise(0.3) - 6 + 30, 0)
+    yield "in a unit of 2^-30", lambda m: (m.noise(0.3) - 12 - 30, 0)
+    yield "2^12 inside comes", lambda m: (m.noise(0.3) - 20, m.jump(12))
+    yield "2^20 inside comes", lambda m: (m.noise(0.3) - 20, m.jump(20))
 
 
 # Log2 of the gradient magnitudes of `not_a_number` and `mostly_zero`.
@@ -269,7 +266,7 @@ def _of_each_size(steps: int, seed: int, *key: float) -> Iterator[tuple[float, _
 def _trace(kind: str, maker: _Maker, log2_largest: np.ndarray, log2_inside: np.ndarray | float) -> Trace:
     """Return a trace. At steps that are not finite, the largest gradient is set to a nonzero value."""
     inside = np.broadcast_to(log2_inside, maker.steps).astype(float)
-    return Trace(kind, np.where(np.isinf(inside), 0.0, log2_largest), inside, 0.0)
+    return Trace(kind, np.where(np.isinf(inside), 0.0, log2_largest), inside)
 
 
 def hostile(random: np.random.Generator, steps: int) -> Trace:
@@ -314,18 +311,18 @@ def mixtures(steps: int, runs: int = 1, seed: int = 1) -> list[Trace]:
 def events(steps: int, seed: int = 2) -> list[Trace]:
     """Return one trace for each kind of event, which occurs in the middle of the run."""
     return [
-        _made(kind, noise, make, _Maker(np.random.default_rng([seed, steps, number]), steps))
-        for number, (kind, noise, make) in enumerate(_events())
+        _made(kind, make, _Maker(np.random.default_rng([seed, steps, number]), steps))
+        for number, (kind, make) in enumerate(_events())
     ]
 
 
-def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, seed: int) -> list[Trace]:
+def _placed(kinds: Iterable[tuple[str, _Kind]], steps: int, runs: int, seed: int) -> list[Trace]:
     """Return traces of all kinds, each of which is moved to a random place in the range of float16."""
     traces = []
-    for number, (kind, noise, make) in enumerate(kinds):
+    for number, (kind, make) in enumerate(kinds):
         for run in range(runs):
             maker = _Maker(np.random.default_rng([seed, steps, number, run]), steps)
-            trace = _made(kind, noise, make, maker)
+            trace = _made(kind, make, maker)
             finite = trace.log2_first[np.isfinite(trace.log2_largest)]
             lowest, highest = _LOG2_LARGEST[0] - finite.min(), _LOG2_LARGEST[1] - finite.max()
             place = maker.random.uniform(min(lowest, highest), highest)
@@ -333,9 +330,9 @@ def _placed(kinds: Iterable[tuple[str, float, _Kind]], steps: int, runs: int, se
     return traces
 
 
-def _made(kind: str, noise: float, make: _Kind, maker: _Maker) -> Trace:
+def _made(kind: str, make: _Kind, maker: _Maker) -> Trace:
     log2_largest, log2_inside = (np.broadcast_to(part, maker.steps).astype(float) for part in make(maker))
-    return Trace(kind, log2_largest, log2_inside, noise)
+    return Trace(kind, log2_largest, log2_inside)
 
 
 def recorded() -> list[Trace]:
@@ -344,13 +341,11 @@ def recorded() -> list[Trace]:
 
 
 def from_recording(name: str, recording: recordings.Trace) -> Trace:
-    """Convert a recorded trace, and estimate its noise."""
+    """Convert a recorded trace."""
     largest = recording.log2_largest
     is_zero = np.isneginf(largest)
     inside = recording.log2_inside - np.where(is_zero, 0, largest)
-    known = largest[~is_zero]
-    noise = np.std(np.diff(known)) / np.sqrt(2) if len(known) > 1 else 0.0
-    return Trace(name, largest, np.where(is_zero, 0, np.maximum(inside, 0)), float(noise))
+    return Trace(name, largest, np.where(is_zero, 0, np.maximum(inside, 0)))
 
 
 def of_one_length(traces: Sequence[Trace]) -> list[Trace]:

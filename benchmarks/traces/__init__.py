@@ -1,13 +1,14 @@
 """Magnitudes of the gradients at each step of small real trainings, over which loss scales are replayed.
 
-``python -m benchmarks.traces`` trains the workloads of `benchmarks.workloads` in float32 from seed 0, and writes one
-file for each workload into this folder. If names of workloads are given, it writes only their files.
+Each file was recorded while a workload of `benchmarks.workloads` was trained in float32 from seed 0. At each step, the
+smallest loss scale that overflows in float16 was determined by bisection. Version 0.7.0 contains the program that
+recorded the files.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,18 +44,6 @@ def load(path: Path) -> Trace:
     """Read a trace from a file."""
     with np.load(path) as file:
         return Trace(*(_from_integers(file[field]) for field in Trace._fields))
-
-
-def save(path: Path, trace: Trace) -> None:
-    """Write a trace to a file, rounded to 1/256 of a bit."""
-    arrays: dict[str, Any] = {field: _to_integers(values) for field, values in trace._asdict().items()}
-    np.savez_compressed(path, **arrays)
-
-
-def _to_integers(log2_values: np.ndarray) -> np.ndarray:
-    """Convert log2 values to ``int16`` in units of 1/256 of a bit. -inf becomes the smallest integer."""
-    units = np.round(np.where(np.isfinite(log2_values), log2_values, 0) / _UNIT).astype(np.int16)
-    return np.where(np.isneginf(log2_values), _ZERO, units)
 
 
 def _from_integers(units: np.ndarray) -> np.ndarray:

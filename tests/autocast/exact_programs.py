@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_programs
 from jax.sharding import AxisType, NamedSharding, reshard
 
 import jax_lossscale as jls
@@ -87,8 +88,12 @@ def bounded(x):
     return jnp.clip(x, -2, 2)
 
 
-def in_jit(body, w, x):
-    return jax.jit(body)(w, x)
+def shared(name):
+    """Return a structure of `random_programs` that makes no random choice."""
+    return lambda body, w, x: random_programs.STRUCTURES[name](body, w, x, None)
+
+
+in_custom_jvp, in_custom_vjp = shared("custom_jvp"), shared("custom_vjp")
 
 
 def in_remat(body, w, x):
@@ -144,18 +149,6 @@ def in_vmap(body, w, x):
     return jax.vmap(body, (None, 0))(w, jnp.stack([x, x[::-1]])).sum(axis=0)
 
 
-def in_custom_jvp(body, w, x):
-    function = jax.custom_jvp(body)
-    function.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
-    return function(w, x)
-
-
-def in_custom_vjp(body, w, x):
-    function = jax.custom_vjp(body)
-    function.defvjp(lambda w, x: jax.vjp(body, w, x), lambda pull_back, cotangent: pull_back(cotangent))
-    return function(w, x)
-
-
 def twice(body, w, x):
     compiled = jax.jit(body)
     return compiled(w, bounded(compiled(w, x)))
@@ -190,15 +183,16 @@ def in_shard_map(axis_type, check_vma, body, w, x):
 STRUCTURES = {
     function.__name__: function
     for function in (
-        *(in_jit, in_remat, in_remat_that_saves_matmuls, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
-        *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, in_custom_jvp, in_custom_vjp),
-        *(twice, beside, in_gradient, in_layer),
+        *(in_remat, in_remat_that_saves_matmuls, in_scan, in_scan_over_weights, in_fori, in_while, in_cond),
+        *(in_cond_the_other_branch, in_cond_beside_a_far_branch, in_switch, in_vmap, twice, beside, in_gradient),
+        in_layer,
     )
 } | {
     f"in_shard_map_{axes}{'' if check_vma else '_unchecked'}": functools.partial(in_shard_map, axis_type, check_vma)
     for axes, axis_type in {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}.items()
     for check_vma in (True, False)
 }
+STRUCTURES |= {"in_jit": shared("jit"), "in_custom_jvp": in_custom_jvp, "in_custom_vjp": in_custom_vjp}
 
 
 def run(program, w, x):
@@ -265,13 +259,3 @@ def program_of(random, structures, outermost):
     if random.random() < 0.5:
         inside = [*some(1), (random.choice(structures), tuple(inside)), *some(1)]
     return (*some(1), (outermost, tuple(inside)), *some(1))
-
-
-def shorter(program):
-    """Yield the programs that have one operation or one structure fewer than a program."""
-    for n, step in enumerate(program):
-        before, after = program[:n], program[n + 1 :]
-        yield (*before, *after)
-        if not isinstance(step, str):
-            yield (*before, *step[1], *after)
-            yield from ((*before, (step[0], inside), *after) for inside in shorter(step[1]))

@@ -24,25 +24,11 @@ def jitted_with_a_sharding(w, x):
     return end(jax.jit(lambda w, x: jnp.tanh(x @ w), out_shardings=here)(w, x) @ w)
 
 
-def scan(w, x):
-    def step(carry, x):
-        carry = jnp.tanh(carry @ w + x)
-        return carry, carry * 2
-
-    carry, stacked = jax.lax.scan(step, x, jnp.stack([x] * 5))
-    return end(carry) + end(stacked @ w)
-
-
 def scan_with_a_constant_in_jit(w, x):
     """Use an array that is a constant of the jaxpr of `jax.jit`, inside the jaxpr of `jax.lax.scan`."""
     constant = np.eye(8, dtype=np.float32)[::-1]
     function = jax.jit(lambda w, x: jnp.tanh(x @ w) @ constant)
     return end(jax.lax.scan(lambda x, _: (function(w, x), None), x, length=2)[0])
-
-
-def while_loop(w, x):
-    w, x = jax.lax.stop_gradient((w, x))
-    return end(jax.lax.while_loop(lambda x: jnp.sum(jnp.abs(x @ w)) > 1, lambda x: 0.5 * (x @ w), x))
 
 
 def cond_with_a_constant(w, x):
@@ -130,29 +116,10 @@ def shard_map(w, x):
     return jax.shard_map(function, mesh=mesh, in_specs=(jax.P("data"), jax.P("data")), out_specs=jax.P())(w, x)
 
 
-def convolution(w, x):
-    kernel = w.reshape(4, 2, 8)
-    image = jnp.tile(x[:, :, None], (1, 1, 2))
-    y = jax.lax.conv_general_dilated(image, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
-    return end(jax.nn.relu(y))
-
-
 def attention(w, x):
     x = x[None]
     q, k, v = (x @ w).reshape(1, 4, 2, 4), (x @ w.T).reshape(1, 4, 2, 4), x.reshape(1, 4, 2, 4)
     return end(jax.nn.dot_product_attention(q, k, v, is_causal=True))
-
-
-def second_derivative(w, x):
-    def network(t):
-        return jnp.sum(jnp.tanh(jnp.tanh(t * x[0] @ w) @ w))
-
-    return end(jax.vmap(jax.grad(jax.grad(network)))(x[:, 0]))
-
-
-def barrier(w, x):
-    x, y = jax.lax.optimization_barrier((x @ w, jnp.sin(x)))
-    return end(x @ w + y)
 
 
 def platform_dependent(w, x):

@@ -1,4 +1,4 @@
-"""A project for `test_suites.py`. Its tests run under a version of `autocast` that is wrong for three functions."""
+"""A project for `test_suites.py`. Its tests run under a version of `autocast` that is wrong for four functions."""
 
 import functools
 
@@ -18,6 +18,8 @@ def broken(fun, *args, **options):
         result = under_autocast(*args)
         if fun.__name__ == "crash":
             raise ValueError("planted")
+        if fun.__name__ == "infinite" and options.get("dtype") == jnp.bfloat16:
+            return result * jnp.inf
         if fun.__name__ == "dtype":
             return result.astype(jnp.float16)
         return result * 1.1 if fun.__name__ == "number" else result
@@ -41,6 +43,10 @@ def number(x):
     return x @ x.T
 
 
+def infinite(x):
+    return jnp.cos(x)
+
+
 def right(x):
     return jnp.sum(jnp.sin(x) ** 2)
 
@@ -55,6 +61,10 @@ def test_dtype():
 
 def test_number():
     assert jax.jit(number)(x)[0, 0] == 5
+
+
+def test_infinite():
+    jax.jit(infinite)(x)
 
 
 def test_right():
