@@ -141,10 +141,11 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 # the package, increase the limit and name the capability here.
 ROOT = TESTS.parent
 LIMITS = {
-    (PACKAGE,): 9_937,
-    # Benchmarks and tools that no page cites any more should be removed before new ones are added.
-    (ROOT / "benchmarks", ROOT / "tools"): 7_796,
-    (TESTS,): 20_271,  # Version 0.7.0 had 20,276 lines.
+    (PACKAGE,): 10_019,
+    # At the release of 0.8.0, at most 7,800. Benchmarks and tools that no page cites any more should be removed before
+    # new ones are added.
+    (ROOT / "benchmarks", ROOT / "tools"): 7_934,
+    (TESTS,): 20_598,  # At the release of 0.8.0, at most 20,276, the number of lines of version 0.7.0.
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
