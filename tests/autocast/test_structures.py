@@ -1,6 +1,7 @@
 """The rule of `autocast` inside the higher-order primitives and transformations of JAX."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,16 @@ def test_value_between_matmuls_is_half_precision_if_its_dtype_is_not_fixed(funct
     names = {"remat2": ("remat2", "checkpoint"), "jit": ("jit", "pjit")}.get(primitive, (primitive,))
     eqn = next(eqn for eqn in eqns if eqn.primitive.name in names)
     assert getattr(eqn, which)[-1].aval.dtype == dtype
+
+
+@each_program
+def test_autocast_twice_equals_autocast_once(program):
+    once, twice = (
+        # The addresses of functions are removed because they differ.
+        re.sub(r"0x\w+", "", str(jax.make_jaxpr(jax.value_and_grad(function))(W, X)))
+        for function in (jls.autocast(program), jls.autocast(jls.autocast(program)))
+    )
+    assert once == twice
 
 
 def in_two_layers(w, x):
