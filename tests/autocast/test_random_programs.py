@@ -7,7 +7,8 @@ from random_programs import BITS, EXPLAINED, compared
 pytestmark = needs_jax("0.10.0", "some of the operations do not exist")
 
 
-TENS = [pytest.param(first, marks=pytest.mark.slow if first >= 30 else ()) for first in range(0, 100, 10)]
+MARKS = [(), pytest.mark.ci, pytest.mark.ci, *7 * [pytest.mark.slow]]
+TENS = [pytest.param(10 * n, marks=marks) for n, marks in enumerate(MARKS)]
 
 
 @pytest.mark.parametrize("first", TENS)
