@@ -833,7 +833,6 @@ def test_errors_about_other_wrappers_name_the_class():
     [
         ({"optimizer": 3}, "optimizer"),
         ({"loss_scale": "fast"}, "loss_scale"),
-        ({"loss_scale": jnp.bfloat16}, "loss_scale"),
         ({"dtype": jnp.int8}, "dtype"),
         ({"policy": 3}, "policy"),
         ({"skip": "never"}, "skip"),
@@ -844,6 +843,11 @@ def test_errors_about_other_wrappers_name_the_class():
 def test_invalid_arguments_are_named(arguments, name):
     with pytest.raises(ValueError, match=rf"`MixedPrecision\({name}=\.\.\.\)`"):
         jls.MixedPrecision(**{"optimizer": adam(), **arguments})
+
+
+def test_a_dtype_in_place_of_the_loss_scale_is_explained():
+    with pytest.raises(ValueError, match=r"`MixedPrecision\(loss_scale=.* Pass it as `dtype=\.\.\.`"):
+        jls.MixedPrecision(adam(), jnp.bfloat16)
 
 
 def test_functions_must_be_callable():
