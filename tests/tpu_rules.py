@@ -1,4 +1,7 @@
-"""Apply the rules of `autocast` for TPUs on a CPU. To run tests with them: ``python -m pytest -p tests.tpu_rules``."""
+"""Apply the rules of `autocast` for TPUs on a CPU. To run tests with them: ``python -m pytest -p tests.tpu_rules``.
+
+The test in `test_tpu.py` that compares programs for several platforms then fails, because the programs are the same.
+"""
 
 import contextlib
 from collections.abc import Iterator

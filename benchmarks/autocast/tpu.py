@@ -7,6 +7,7 @@ On a TPU, the steps are also timed.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import statistics
@@ -32,7 +33,6 @@ _MODELS = (
     *("transformer 4 x 512", "transformer 12 x 768", "12 x 768, scan and remat", "50,304 words", "ResNet-18"),
     *("convolution net", "LSTM", "Mamba", "experts", "MLP-Mixer", "LoRA", "DiT", "diffusion UNet", "Mamba-2", "Llama"),
 )
-_QUICK_MODELS = ("LSTM",)
 _WAYS = (FLOAT32, MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program.
 # For each way that is compared with, the largest permitted median and maximum of the cycles and the temporaries.
@@ -71,7 +71,9 @@ def run(quick: bool, progress: Progress, resume: bool = False) -> list[Table]:
       progress: the progress.
       resume: whether to reuse the stored estimates of an earlier run.
     """
-    names = _QUICK_MODELS if quick else _MODELS
+    if importlib.util.find_spec("libtpu") is None:
+        raise RuntimeError("the benchmark tpu needs libtpu: pip install -e '.[bench]' --group bench-tpu")
+    names = ("LSTM",) if quick else _MODELS
     if not quick and not resume:
         ESTIMATES.unlink(missing_ok=True)
     known = {} if quick else dict(_stored())
@@ -80,7 +82,6 @@ def run(quick: bool, progress: Progress, resume: bool = False) -> list[Table]:
         progress(n / len(cases), ", ".join(case))
         if case not in known and (found := call_apart(estimate, *case, timeout=_PATIENCE)):
             known[case] = found
-            print(*case, *found, flush=True)
             if not quick:
                 with ESTIMATES.open("a") as file:
                     file.write(json.dumps([*case, *found]) + "\n")
@@ -110,11 +111,8 @@ def compile_for_one(function: Any, *arguments: Any, kind: str) -> jax.stages.Com
 def read(program: jax.stages.Compiled) -> Estimate:
     """Return the estimates of a program that is compiled for a TPU."""
     computations, entry = parse(program.as_text() or "")
-    analysis = program.cost_analysis()
-    assert analysis is not None
-    return Estimate(
-        _cycles(computations, entry), program.memory_analysis().temp_size_in_bytes, analysis["bytes accessed"]
-    )
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    return Estimate(_cycles(computations, entry), temporaries, program.cost_analysis()["bytes accessed"])
 
 
 def _cycles(computations: Mapping[str, Computation], computation: Computation) -> int:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmarks.autocast import tpu
 from benchmarks.autocast.tpu import Estimate
 from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS
@@ -17,33 +19,27 @@ PROGRAM = """
   %twice = f32[4]{0:T(512)} add(%x, %x), backend_config={"estimated_cycles":"10"}
   ROOT %t = (s32[]{:T(128)}, f32[4]{0:T(512)}) tuple(%next, %twice)
 }
-
 %condition (p: (s32[], f32[4])) -> pred[] {
   %limit = s32[]{:T(128)} constant(256)
   %p = (s32[]{:T(128)}, f32[4]{0:T(512)S(1)}) parameter(0)
   %n = s32[]{:T(128)} get-tuple-element(%p), index=0
   ROOT %less = pred[]{:T(512)} compare(%n, %limit), direction=LT
 }
-
 %slow (x: f32[4]) -> f32[4] {
   %x = f32[4]{0:T(512)} parameter(0)
   ROOT %e = f32[4]{0:T(512)} exponential(%x), backend_config={"estimated_cycles":"7"}
 }
-
 %fast (x: f32[4]) -> f32[4] {
   %x = f32[4]{0:T(512)} parameter(0)
   ROOT %n = f32[4]{0:T(512)} negate(%x), backend_config={"estimated_cycles":"3"}
 }
-
-ENTRY %main (x: f32[4], on: pred[]) -> f32[4] {
+ENTRY %main (x: f32[4]) -> f32[4] {
   %x = f32[4]{0:T(512)} parameter(0)
-  %on = pred[]{:T(512)} parameter(1)
   %zero = s32[]{:T(128)} constant(0)
   %start = (s32[]{:T(128)}, f32[4]{0:T(512)}) tuple(%zero, %x)
   %loop = (s32[]{:T(128)}, f32[4]{0:T(512)}) while(%start), condition=%condition, body=%body
-  %y = f32[4]{0:T(512)} get-tuple-element(%loop), index=1
-  %add.1 = f32[4]{0:T(512)} add(%y, %y), backend_config={"window":{"estimated_cycles":"100"}}
-  ROOT %c = f32[4]{0:T(512)} conditional(%on, %add.1, %add.1), true_computation=%slow, false_computation=%fast
+  %add.1 = f32[4]{0:T(512)} add(%x, %x), backend_config={"window":{"estimated_cycles":"100"}}
+  ROOT %c = f32[4]{0:T(512)} conditional(%add.1, %add.1, %add.1), true_computation=%slow, false_computation=%fast
 }
 """
 
@@ -75,6 +71,7 @@ def test_estimates_are_stored_and_reused(monkeypatch, tmp_path):
             return None  # The program was not compiled in time.
         return Estimate(sizes[way], sizes[way], sizes[way])
 
+    monkeypatch.setattr("importlib.util.find_spec", bool)
     monkeypatch.setattr(tpu, "call_apart", call_apart)
     monkeypatch.setattr(tpu, "ESTIMATES", tmp_path / "tpu.jsonl")
     monkeypatch.setattr(tpu, "_MODELS", ("LSTM", "Mamba"))
@@ -86,3 +83,9 @@ def test_estimates_are_stored_and_reused(monkeypatch, tmp_path):
     calls.clear()
     tpu.run(False, lambda *_: None, resume=True)
     assert calls == [("v6e", "LSTM", AUTOCAST)]
+
+
+def test_missing_libtpu_raises_an_error_that_names_the_group(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="--group bench-tpu"):
+        tpu.run(True, lambda *_: None)
