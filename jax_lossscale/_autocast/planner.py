@@ -113,6 +113,7 @@ class Planner:
           half precision.
         """
         rounded = uses.going_into_matmuls(graph, node_plans) | values.half_outputs
+        rounded |= uses.rounded_and_passed_on(graph, node_plans)
         passed_in_half = itertools.compress(graph.inputs, context.half_inputs)
         values.half.update(value_id for value_id in passed_in_half if is_float32(graph.types[value_id]))
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of

@@ -15,13 +15,18 @@ from typing import Any, TypeAlias
 from jax.extend.core import ClosedJaxpr
 
 from jax_lossscale._autocast.plan import FOLLOWING, NodeKind, NodePlan, operands_in_half
-from jax_lossscale._autocast.segments import Segment
+from jax_lossscale._autocast.segments import Segment, segments
 from jax_lossscale._program import primitives
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.interpreters import Propagation
 from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location, Path
 from jax_lossscale._program.subjaxprs import subjaxprs
+
+# Operations that add two arrays, and operations whose result is a sum if their only large operand is a sum. A
+# subtraction of a smaller array is not among them, because it is part of a norm.
+_ADDITIONS = ("add", "add_any", "sub")
+_PRESERVING = ("add", "add_any", "custom_jvp_call", "div", "mul", "neg")
 
 
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
@@ -110,6 +115,60 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     is_pool = name in primitives.POOLS
     has_overlaps = is_pool and any(map(operator.gt, params["window_dimensions"], params["window_strides"]))
     return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
+
+
+def rounded_and_passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+    """Return the activations that a half-precision matmul rounds and that another segment also uses.
+
+    If such a value is stored in half precision, one array is written to memory instead of two: the rounded array for
+    the matmul, and the float32 array for the other segment. Manual casts round the value in the same way. Sums such as
+    the residual stream (see `_sums`), results of the graph, and values that a float32 matmul uses are not returned.
+    """
+    is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
+    grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
+    into_half = set[ValueId]()
+    in_float32 = {*value_ids(graph.outputs)}
+    for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
+        is_float32_matmul = node_plan.kind is NodeKind.MATMUL and not node_plan.is_half
+        for used, uses_it in (into_half, takes_half(node_plan)), (in_float32, is_float32_matmul):
+            is_moved = node_plan.kind is NodeKind.DATA_MOVEMENT and not used.isdisjoint(node.outputs)
+            used.update(_float32_operands(graph, node) if uses_it or is_moved else ())
+    computed = set[ValueId]()
+    sources: dict[ValueId, ValueId] = {}  # for each result of data movement, the value that is moved
+    for node, node_plan in zip(graph.nodes, node_plans, strict=True):
+        if node_plan.kind is NodeKind.DATA_MOVEMENT:
+            (moved, *_) = [*value_ids(node.inputs), None]
+            sources.update(dict.fromkeys(node.outputs, sources.get(moved, moved)))
+        elif node_plan.kind in (NodeKind.OTHER, NodeKind.SELECTION) and not node_plan.is_alone:
+            computed.update(node.outputs)
+    passed_on = {sources.get(value, value) for segment in grouped for value in segment.outputs}
+    return (passed_on & into_half & computed) - _sums(graph, node_plans) - in_float32
+
+
+def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+    """Return the sums of two arrays of the same size, such as a residual stream or the state of a recurrence.
+
+    The result of data movement, and of adding, multiplying or dividing by smaller arrays, is a sum if an operand is a
+    sum. However, a sum is not returned if both of its terms are results of half-precision matmuls, or are computed from
+    such results by the same operations.
+    """
+    products, sums, broadcasts = set[ValueId](), set[ValueId](), set[ValueId]()
+    for node, node_plan in zip(graph.nodes, node_plans, strict=True):
+        name, operands = node.eqn.primitive.name, _float32_operands(graph, node)
+        size = max((size_of(graph.types[result]) for result in node.outputs), default=0)
+        whole = {operand for operand in operands if size_of(graph.types[operand]) == size} - broadcasts
+        is_sum = name in _ADDITIONS and len(whole) == 2
+        if node_plan.kind is NodeKind.DATA_MOVEMENT:
+            terms = operands
+        else:
+            terms = whole if is_sum or (name in _PRESERVING and len(whole) == 1) else set()
+        if name == "broadcast_in_dim":
+            broadcasts.update(node.outputs)
+        if takes_half(node_plan) or (terms and products >= terms):
+            products.update(node.outputs)
+        elif is_sum or not sums.isdisjoint(terms):
+            sums.update(node.outputs)
+    return sums
 
 
 def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: ClosedJaxpr) -> list[int]:

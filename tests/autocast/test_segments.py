@@ -631,3 +631,69 @@ def test_float32_operations_use_the_rounded_results_of_matmuls(dtype):
     rounded = jax.jit(lambda x, w: x.astype(dtype) @ w.astype(dtype))(x, w)
     result = jax.jit(jls.autocast(lambda x, w: jnp.exp(0.1 * (x @ w)), dtype))(x, w)
     np.testing.assert_allclose(result, np.exp(0.1 * np.float32(rounded)), rtol=1e-6)
+
+
+def gated(w, x):
+    m = jax.nn.silu(x @ w)
+    return m * jax.nn.sigmoid(m @ w)
+
+
+def gated_by_a_part(w, x):
+    gate, y = jnp.split(jax.nn.silu(x @ jnp.concatenate([w, w], axis=1)), 2, axis=1)
+    return gate * (y @ w)
+
+
+def of_two_matmuls(w, x):
+    total = (x @ w + jnp.broadcast_to(w[0], x.shape)) + jnp.sin(x) @ w
+    return jnp.sin(total) * (total @ w)
+
+
+def residual_stream(w, x):
+    x = jnp.sin(x) + jnp.tanh(x @ w)
+    return jnp.sin(x) * (x @ w)
+
+
+def relu_of_residual_stream(w, x):
+    x = 2 * jax.nn.relu(jnp.sin(x) + jnp.tanh(x @ w) + 1)
+    return jnp.sin(x) * (x @ w)
+
+
+def recurrence(w, x):
+    z, n = jax.nn.sigmoid(x @ w), jnp.tanh(x @ w.T)
+    h = (1 - z) * n + z * jnp.sin(x)
+    return jnp.sin(h) * (h @ w)
+
+
+def in_a_float32_matmul(w, x):
+    m = jax.nn.silu(x @ w)
+    return m * (m @ w), jnp.matmul(m.T, m, precision="highest")
+
+
+# For each function, whether a float32 array of the size of `X` is passed from one segment to another.
+PASSED_ON = {
+    gated: False,
+    gated_by_a_part: False,
+    of_two_matmuls: False,
+    residual_stream: True,
+    relu_of_residual_stream: True,
+    recurrence: True,
+    in_a_float32_matmul: True,
+}
+
+
+@pytest.mark.parametrize(("function", "is_float32"), PASSED_ON.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_activation_that_a_matmul_rounds_is_passed_on_in_half_precision(function, is_float32):
+    program = jax.make_jaxpr(jls.autocast(function))(W, X)
+    segments = [eqn for eqn in program.eqns if eqn.primitive.name == "remat2"]
+    passed_on = {value for eqn in segments for value in eqn.outvars} - {*program.jaxpr.outvars}
+    types = {value.aval.str_short() for value in passed_on}
+    assert not types.isdisjoint({"float32[4,16]", "float32[4,32]"}) == is_float32
+
+
+def test_rounded_activation_that_is_a_result_is_not_rounded():
+    def loss(w, x):
+        activation = jax.nn.silu(x @ w)
+        return activation, activation * (activation @ w)
+
+    activation, _ = jls.autocast(loss)(W, jnp.sin(jnp.arange(64.0)).reshape(4, 16))
+    assert not jnp.array_equal(activation, activation.astype(jnp.float16))
