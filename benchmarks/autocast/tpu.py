@@ -31,7 +31,7 @@ ESTIMATES = Path(__file__).parents[1] / "results" / "tpu.jsonl"
 _TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 _MODELS = (
     *("transformer 4 x 512", "transformer 12 x 768", "12 x 768, scan and remat", "50,304 words", "ResNet-18"),
-    *("convolution net", "LSTM", "Mamba", "experts", "MLP-Mixer", "LoRA", "DiT", "diffusion UNet", "Mamba-2", "Llama"),
+    *("convolution net", "LSTM", "Mamba", "experts", "MLP-Mixer", "LoRA", "DiT", "Mamba-2", "Llama"),
 )
 _WAYS = (FLOAT32, MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program.
