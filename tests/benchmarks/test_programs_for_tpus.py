@@ -62,22 +62,27 @@ def test_cycles_of_all_iterations_and_of_the_slowest_branch_are_added():
 
 
 def test_estimates_are_stored_and_reused(monkeypatch, tmp_path):
-    sizes = {FLOAT32: 4, MANUAL_CASTS: 2, AUTOCAST: 1, HALF_RESIDUAL_STREAM: 1}
+    sizes = {FLOAT32: 4, MANUAL_CASTS: 2, AUTOCAST: 1, HALF_RESIDUAL_STREAM: 3, "Adam": 2, "SGD": 1}
     calls = []
 
     def call_apart(function, kind, name, way, timeout):
         calls.append((kind, name, way))
-        if len(calls) > 10 and name == "LSTM" and way == AUTOCAST and kind == "v6e":
+        if len(calls) > 9 and name == "LSTM" and way == AUTOCAST and kind == "v6e":
             return None  # The program was not compiled in time.
-        return Estimate(sizes[way], sizes[way], sizes[way])
+        size = 4 if name == "Mamba" and way == AUTOCAST else sizes[way]
+        return Estimate(size, size, size)
 
     monkeypatch.setattr("importlib.util.find_spec", bool)
     monkeypatch.setattr(tpu, "call_apart", call_apart)
     monkeypatch.setattr(tpu, "ESTIMATES", tmp_path / "tpu.jsonl")
     monkeypatch.setattr(tpu, "_MODELS", ("LSTM", "Mamba"))
-    tables = tpu.run(False, lambda *_: None)
+    monkeypatch.setattr(tpu, "optimizers", lambda: {"Adam": (), "SGD": ()})
+    *tables, of_optimizers = tpu.run(False, lambda *_: None)
+    assert of_optimizers.rows == [("Adam", 2 / 1e6, 1.0, 2 / 2**20), ("SGD", 1 / 1e6, 0.5, 1 / 2**20)]
     assert [row[1] for table in tables for row in table.rows] == [2 / 1e6, 2 / 1e6, "not compiled", 2 / 1e6]
-    assert [mark.value for mark in tables[0].marks] == [0.5] * 4 + [0.25] * 4
+    # Only Mamba misses a goal and is compiled with a half residual stream.
+    assert [row[4] for row in tables[0].rows] == [None, 1.5]
+    assert [mark.value for mark in tables[0].marks] == [1.25, 2, 1.25, 2, 0.625, 1, 0.625, 1]
     assert len(calls) == len(tpu.ESTIMATES.read_text().splitlines()) + 1 == 16
     assert json.loads(tpu.ESTIMATES.read_text().splitlines()[0]) == ["v5e", "LSTM", FLOAT32, 4, 4, 4]
     calls.clear()
