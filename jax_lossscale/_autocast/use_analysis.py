@@ -23,10 +23,8 @@ from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location, Path
 from jax_lossscale._program.subjaxprs import subjaxprs
 
-# Operations that add two arrays, and operations whose result is a sum if their only large operand is a sum. A
-# subtraction of a smaller array is not among them, because it is part of a norm.
-_ADDITIONS = ("add", "add_any", "sub")
-_PRESERVING = ("add", "add_any", "custom_jvp_call", "div", "mul", "neg")
+# Operations whose result is a sum (see `_sums`) if their only large operand is a sum.
+_PRESERVING = ("add", "custom_jvp_call", "div", "mul", "neg")
 
 
 def going_into_matmuls(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
@@ -126,47 +124,37 @@ def rounded_and_passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[V
     """
     is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
     grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)
-    into_half = set[ValueId]()
-    in_float32 = {*value_ids(graph.outputs)}
+    into_half, in_float32 = set[ValueId](), {*value_ids(graph.outputs)}
     for node, node_plan in zip(reversed(graph.nodes), reversed(node_plans), strict=True):
         is_float32_matmul = node_plan.kind is NodeKind.MATMUL and not node_plan.is_half
         for used, uses_it in (into_half, takes_half(node_plan)), (in_float32, is_float32_matmul):
             is_moved = node_plan.kind is NodeKind.DATA_MOVEMENT and not used.isdisjoint(node.outputs)
             used.update(_float32_operands(graph, node) if uses_it or is_moved else ())
-    computed = set[ValueId]()
-    sources: dict[ValueId, ValueId] = {}  # for each result of data movement, the value that is moved
+    sources: dict[ValueId, ValueId] = {}  # for an activation or a moved copy, the activation
     for node, node_plan in zip(graph.nodes, node_plans, strict=True):
         if node_plan.kind is NodeKind.DATA_MOVEMENT:
-            (moved, *_) = [*value_ids(node.inputs), None]
-            sources.update(dict.fromkeys(node.outputs, sources.get(moved, moved)))
+            moved = [sources[operand] for operand in value_ids(node.inputs) if operand in sources]
+            sources.update(itertools.product(node.outputs, moved[-1:]))
         elif node_plan.kind in (NodeKind.OTHER, NodeKind.SELECTION) and not node_plan.is_alone:
-            computed.update(node.outputs)
-    passed_on = {sources.get(value, value) for segment in grouped for value in segment.outputs}
-    return (passed_on & into_half & computed) - _sums(graph, node_plans) - in_float32
+            sources.update(zip(node.outputs, node.outputs, strict=True))
+    passed_on = {sources[value] for segment in grouped for value in segment.outputs if value in sources}
+    return (passed_on & into_half) - _sums(graph, node_plans) - in_float32
 
 
 def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the sums of two arrays of the same size, such as a residual stream or the state of a recurrence.
 
     The result of data movement, and of adding, multiplying or dividing by smaller arrays, is a sum if an operand is a
-    sum. However, a sum is not returned if both of its terms are results of half-precision matmuls, or are computed from
-    such results by the same operations.
+    sum. The subtraction of a smaller array, such as a mean, is part of a norm, and its result is not a sum.
     """
-    products, sums, broadcasts = set[ValueId](), set[ValueId](), set[ValueId]()
+    broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
+    sums = set[ValueId]()
     for node, node_plan in zip(graph.nodes, node_plans, strict=True):
         name, operands = node.eqn.primitive.name, _float32_operands(graph, node)
         size = max((size_of(graph.types[result]) for result in node.outputs), default=0)
         whole = {operand for operand in operands if size_of(graph.types[operand]) == size} - broadcasts
-        is_sum = name in _ADDITIONS and len(whole) == 2
-        if node_plan.kind is NodeKind.DATA_MOVEMENT:
-            terms = operands
-        else:
-            terms = whole if is_sum or (name in _PRESERVING and len(whole) == 1) else set()
-        if name == "broadcast_in_dim":
-            broadcasts.update(node.outputs)
-        if takes_half(node_plan) or (terms and products >= terms):
-            products.update(node.outputs)
-        elif is_sum or not sums.isdisjoint(terms):
+        preserves = node_plan.kind is NodeKind.DATA_MOVEMENT or (name in _PRESERVING and len(whole) == 1)
+        if (name in ("add", "sub") and len(whole) == 2) or (preserves and not sums.isdisjoint(operands)):
             sums.update(node.outputs)
     return sums
 

@@ -643,9 +643,14 @@ def gated_by_a_part(w, x):
     return gate * (y @ w)
 
 
-def of_two_matmuls(w, x):
-    total = (x @ w + jnp.broadcast_to(w[0], x.shape)) + jnp.sin(x) @ w
-    return jnp.sin(total) * (total @ w)
+def with_dropout(w, x):
+    m = jnp.where(x > 0, jax.nn.silu(x @ w), 0)
+    return m * (m @ w)
+
+
+def with_a_bias(w, x):
+    m = x @ w + jnp.broadcast_to(w[0], x.shape)
+    return jnp.sin(m) * (m @ w)
 
 
 def residual_stream(w, x):
@@ -673,7 +678,8 @@ def in_a_float32_matmul(w, x):
 PASSED_ON = {
     gated: False,
     gated_by_a_part: False,
-    of_two_matmuls: False,
+    with_dropout: False,
+    with_a_bias: False,
     residual_stream: True,
     relu_of_residual_stream: True,
     recurrence: True,
