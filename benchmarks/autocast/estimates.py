@@ -30,8 +30,8 @@ _NOTES = (
 
 def run(quick: bool, progress: Progress) -> list[Table]:
     """Return the table of all models that were measured."""
-    times = {} if cuda.missing() else measured()
-    names, options = list(times)[-2 if quick else 0 :], dict(WITHOUT_AUTOTUNING)
+    true = {} if cuda.missing() else measured()
+    names, options = list(true)[-2 if quick else 0 :], dict(WITHOUT_AUTOTUNING)
     estimated = {}
     for n, name in enumerate(names):
         progress(n / len(names), name)
@@ -39,8 +39,8 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         estimated[name] = [program.seconds() for program in programs]
     rows, marks = [], []
     for place, other in (1, MANUAL_CASTS), (0, FLOAT32):
-        ratios = [[each[name][-1] / each[name][place] for each in (times, estimated)] for name in names]
-        errors = [estimate / true - 1 for true, estimate in ratios]
+        ratios = [(true[name][place], estimated[name][-1] / estimated[name][place]) for name in names]
+        errors = [estimate / ratio - 1 for ratio, estimate in ratios]
         rows += [(name, other, *pair, error) for name, pair, error in zip(names, ratios, errors, strict=True)]
         what = f"GPU program (compiled, not run): estimated time of autocast over {other}"
         decorrelation = 1 - spearmanr(ratios).statistic if ratios else None
@@ -50,6 +50,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 
 def measured() -> dict[str, list[float]]:
-    """Return the measured times of all models in milliseconds: in float32, with manual casts and under `autocast`."""
-    rows = re.findall(r"^\| (\S.*?) +\|" + 3 * r" +([\d.]+) ms \|", _MEASURED.read_text(), re.MULTILINE)
-    return {name: [float(time) for time in times] for name, *times in rows}
+    """Return the measured times under `autocast` over those in float32 and over those with manual casts, by model."""
+    row = r"^\| (\S.*?) +\|" + 3 * r" +[\d.]+ ms \|" + 2 * r" +([\d.]+) \|"
+    rows = re.findall(row, _MEASURED.read_text(), re.MULTILINE)
+    return {name: [float(ratio) for ratio in ratios] for name, *ratios in rows}

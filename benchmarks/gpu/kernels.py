@@ -90,9 +90,7 @@ def kernels(computations: Mapping[str, Computation], computation: Computation) -
             work = _bytes_moved(inside), _matmuls(computations, inside), _atomics(computations, inside)
             yield Kernel(instruction.name, *work, _LAUNCH + is_copy * _COPY)
         elif instruction.opcode not in _NO_KERNEL:
-            raise NotImplementedError(
-                f"Unknown instruction {instruction.name} ({instruction.opcode!r}). Add it to _KERNELS or _NO_KERNEL."
-            )
+            raise NotImplementedError(f"Add {instruction.opcode!r} ({instruction.name}) to `_KERNELS` or `_NO_KERNEL`.")
 
 
 def turns(computations: Mapping[str, Computation], computation: Computation, loop: Instruction) -> int:
