@@ -49,6 +49,7 @@ ON_REQUEST = {
         "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
     ),
     "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (5 minutes)"),
+    "estimates": Benchmark("autocast.estimates", "estimates of training steps, compared with on_gpu (`bench-cuda`)"),
     "optimizer_on_gpu": Benchmark(
         "optimizer.step_on_gpu", "time of an optimizer step on a GPU: Adam over 100 M and 1,000 M parameters"
     ),

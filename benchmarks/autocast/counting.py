@@ -14,7 +14,7 @@ from benchmarks.gpu.kernels import Kernel
 
 def dtypes_of_matmuls(kernels: Iterable[Kernel]) -> Counter[str]:
     """Return the number of kernels that compute matmuls in each dtype."""
-    return Counter(dtype for kernel in kernels for dtype in kernel.matmuls)
+    return Counter(dtype for kernel in kernels for dtype in dict(kernel.matmuls))
 
 
 def bytes_saved(loss: Callable[..., Any], params: Any, batch: Any) -> int:

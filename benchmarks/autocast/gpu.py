@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,11 +44,11 @@ def networks() -> dict[str, Model]:
     return models.networks() | untuned.networks()
 
 
-def compiled(name: str, way: str, gpu: Gpu = H100) -> Program:
+def compiled(name: str, way: str, gpu: Gpu = H100, options: Mapping[str, Any] | None = None) -> Program:
     """Compile a training step of one of the `networks` for a GPU. `compiled` must run in its own process."""
     cuda.start()
     step, begin = training_step(networks()[name], way)
-    program = cuda.compile_for_one(step, *jax.eval_shape(begin), gpu=gpu)
+    program = cuda.compile_for_one(step, *jax.eval_shape(begin), gpu=gpu, **(options or {}))
     return read(program.as_text() or "", program.memory_analysis().temp_size_in_bytes)
 
 

@@ -90,11 +90,11 @@ def devices(topology: str, gpu: Gpu = H100) -> list[Any]:
     return topologies.get_topology_desc(name, "cuda", target_config=gpu.description, topology=topology).devices
 
 
-def compile_for_one(function: Any, *arguments: Any, gpu: Gpu = H100) -> jax.stages.Compiled:
-    """Compile a jitted function for one GPU. Only the shapes and dtypes of the arguments are used."""
+def compile_for_one(function: Any, *arguments: Any, gpu: Gpu = H100, **options: Any) -> jax.stages.Compiled:
+    """Compile a jitted function for one GPU with options of XLA. Only shapes and dtypes of the arguments are used."""
     there = jax.sharding.SingleDeviceSharding(devices("1x1x1", gpu)[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
-    return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile(options)
 
 
 def _abstract(quick: bool, dtype: str) -> tuple[Any, Any]:
@@ -115,7 +115,7 @@ def _measure(dtype: str, quick: bool, progress: Progress) -> Table:
     rows = [
         (
             *(name, len(program.kernels), program.bytes / trees.size(params)),
-            *(program.bytes / bare.bytes, 1e3 * program.seconds, program.copies, program.conditionals),
+            *(program.bytes / bare.bytes, 1e3 * program.seconds(), program.copies, program.conditionals),
             program.temporaries / trees.bytes_of(params),
         )
         for name, program in programs.items()

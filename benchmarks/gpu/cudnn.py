@@ -142,7 +142,8 @@ def run(quick: bool, progress: Progress) -> list[Table]:
             text = compiled.as_text() or ""
             program = programs[way] = read(text, compiled.memory_analysis().temp_size_in_bytes)
             counts = text.count(_FORWARD), text.count(_BACKWARD), _casts_beside(text)
-            rows.append((case, key_heads, way, *counts, 1e3 * program.seconds, *program.over(programs["manual casts"])))
+            times = 1e3 * program.seconds(), *program.over(programs["manual casts"])
+            rows.append((case, key_heads, way, *counts, *times))
     marks = [
         Mark(f"{what}: kernels missing", max(_BLOCKS - min(row[3:5]) for row in rows), 0, exactly=True),
         Mark(f"{what}: casts beside them", max(row[5] for row in rows), 0, exactly=True),

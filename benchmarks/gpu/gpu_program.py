@@ -31,18 +31,13 @@ class Program:
         """The number of bytes that all kernels read and write."""
         return round(sum(kernel.launches * kernel.bytes for kernel in self.kernels))
 
-    @property
-    def seconds(self) -> float:
-        """The predicted time of all kernels on one H100 in seconds."""
-        return self.seconds_on(H100)
-
-    def seconds_on(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: Gpu = H100) -> float:
         """Return the predicted time of all kernels on a GPU in seconds."""
-        return sum(kernel.seconds_on(gpu) for kernel in self.kernels)
+        return sum(kernel.seconds(gpu) for kernel in self.kernels)
 
     def over(self, other: Program, gpu: Gpu = H100) -> tuple[float, float]:
         """Return the ratios of the predicted times and of the temporaries of this program and another program."""
-        return self.seconds_on(gpu) / other.seconds_on(gpu), self.temporaries / other.temporaries
+        return self.seconds(gpu) / other.seconds(gpu), self.temporaries / other.temporaries
 
 
 def read(text: str, temporaries: int) -> Program:

@@ -187,7 +187,7 @@ def compiled(name: str, batch: int) -> tuple[Cell, ...]:
     count = trees.size(state[0])
     return (
         trees.bytes_of(state) / count,
-        1e3 * result.seconds,
+        1e3 * result.seconds(),
         temporaries / count,
         result.bytes / 1e9,
         len(result.kernels),
@@ -267,8 +267,7 @@ def _steps(quick: bool, progress: Progress) -> Table:
                 marks.append(Mark(f"{_NOT_RUN}: {what}", time / reference, goal))
     notes = [
         "Bytes per parameter are the sizes of all arrays that the step takes and returns, except for the tokens. The "
-        "time is a prediction: the sum over all kernels of the time to move the bytes of the kernel at 3.35 TB/s or to "
-        "compute its matmuls at peak throughput, whichever is longer.",
+        "time is a prediction from the bytes, matmuls, atomic operations and launches of all kernels.",
         "The last step uses `optax.adamw` with bfloat16 parameters and no wrapper, which also stores its moments in "
         "bfloat16 and loses small updates.",
     ]

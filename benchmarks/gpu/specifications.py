@@ -1,7 +1,8 @@
 """Specifications of the GPUs for which programs are compiled: an H100, a V100 and a T4.
 
-The peak rates are from NVIDIA's data sheets, except for the memory bandwidth of a T4, which is from its product brief.
-The other values are from the tables of compute capabilities in the CUDA C++ Programming Guide.
+The peak rates are from NVIDIA's data sheets, except for the memory bandwidth of a T4, which is from its product brief,
+and the rate of an H100 in TF32. The other values are from the tables of compute capabilities in the CUDA C++
+Programming Guide.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ class Gpu:
       description: the description from which XLA compiles, a `GpuTargetConfigProto` as text.
       bandwidth: the memory bandwidth in bytes per second.
       peak: the peak rate of matmuls in operations per second, by the dtype of the operands.
+      tf32_cores: the number of cores (streaming multiprocessors) with support for TF32.
+      cache: the size of the L2 cache in bytes.
     """
 
     name: str
     description: str
     bandwidth: float
     peak: Mapping[str, float]
+    tf32_cores: float
+    cache: float
 
 
 # If one of these values is missing, XLA fails or compiles a different program. For example, without the versions and
@@ -47,14 +52,16 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 
 
 def _gpu(name: str, bandwidth: float, peak: Mapping[str, float], **values: float) -> Gpu:
-    return Gpu(name, _DESCRIPTION.format(bandwidth=bandwidth, **values), bandwidth, peak)
+    cores = values["cores"] if peak["f32"] > peak["f32, not TF32"] else 0
+    return Gpu(name, _DESCRIPTION.format(bandwidth=bandwidth, **values), bandwidth, peak, cores, values["cache"])
 
 
-# An H100 SXM5. JAX computes float32 matmuls in TF32 by default.
+# An H100 SXM5. JAX computes float32 matmuls in TF32 by default. Their rate was fitted to the times in
+# `benchmarks/results/on_gpu.md`. It is 42% of the rate in the data sheet.
 H100 = _gpu(
     "H100",
     3.35e12,
-    {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 4.95e14, "f32, not TF32": 6.7e13, "f64": 6.7e13},
+    {"f8": 1.979e15, "f16": 9.89e14, "bf16": 9.89e14, "f32": 2.1e14, "f32, not TF32": 6.7e13, "f64": 6.7e13},
     **{"major": 9, "minor": 0, "cores": 132, "units": 128, "clock": 1.98, "threads": 2048},
     **{"shared": 233_472, "optin": 232_448, "cache": 52_428_800, "memory": 80_000_000_000},
 )

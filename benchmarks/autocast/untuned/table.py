@@ -51,7 +51,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
         time, temporaries = ratios[name]
         half = call_apart(gpu.compiled, name, HALF_RESIDUAL_STREAM, timeout=_PATIENCE) if time > TIME_GOAL else None
         in_half = half.over(manual) if half else (None, None)
-        rows.append((name, 1e3 * manual.seconds, time, manual.temporaries / 2**20, temporaries, *in_half))
+        rows.append((name, 1e3 * manual.seconds(), time, manual.temporaries / 2**20, temporaries, *in_half))
     title = "Training steps of models that `autocast` was not tuned for, for an H100, not run"
     return [Table(title, _COLUMNS, rows, _marks(ratios), (*_NOTES, *_missed(ratios)), quick)]
 
