@@ -8,21 +8,9 @@ each minor version of JAX.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
-
-
-def new_cache_context() -> Any:
-    """Return a function from a value to a context manager that adds the value to the keys of JAX's tracing caches.
-
-    JAX then reuses a traced function only if the value is the same as when the function was traced. The attribute
-    ``value`` of the returned function is the current value. Outside of the context manager, it is ``None``.
-    """
-    if hasattr(jax, "make_user_context"):
-        return jax.make_user_context()
-    return type("WithoutValue", (contextlib.nullcontext,), {"value": None})  # needed before jax 0.7.2
 
 
 def as_varying(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

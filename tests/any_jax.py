@@ -8,7 +8,6 @@ import jax
 import optax
 import pytest
 
-MORE_COLLECTIVES = "XLA does not combine the all-reduces of the finiteness check, and may reshard the gradients"
 FLOAT8S = (
     "float8_e3m4",
     "float8_e4m3",

@@ -40,9 +40,7 @@ def dotted_names(path):
 
 
 # Names that the package uses only if JAX has them, and the versions that introduced them.
-NEWER = {"jax.new_ref": "0.8.0"} | dict.fromkeys(
-    ("jax.extend.core.primitives.name_p", "jax.extend.core.primitives.remat_p"), "0.10.0"
-)
+NEWER = dict.fromkeys(("jax.extend.core.primitives.name_p", "jax.extend.core.primitives.remat_p"), "0.10.0")
 
 
 def is_there(name):

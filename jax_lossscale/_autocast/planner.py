@@ -112,8 +112,7 @@ class Planner:
           The `CallPlan` of each node whose jaxprs are rewritten, and the reasons why matmuls in the jaxprs are not in
           half precision.
         """
-        rounded = uses.going_into_matmuls(graph, node_plans) | values.half_outputs
-        rounded |= uses.rounded_and_passed_on(graph, node_plans)
+        rounded = uses.going_into_matmuls(graph, node_plans) | uses.passed_on(graph, node_plans) | values.half_outputs
         passed_in_half = itertools.compress(graph.inputs, context.half_inputs)
         values.half.update(value_id for value_id in passed_in_half if is_float32(graph.types[value_id]))
         # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of

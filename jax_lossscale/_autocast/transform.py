@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from jax_lossscale import _compat
 from jax_lossscale._autocast.planner import Planner
 from jax_lossscale._autocast.policy import PrecisionPolicy
 from jax_lossscale._autocast.reasons import autocast_scope, with_reasons
@@ -25,9 +25,8 @@ from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
 # In the context `in_variant(variant)`, `autocast` behaves differently in all functions that are traced, including those
-# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant. Before jax
-# 0.7.2, this context has no effect.
-in_variant = _compat.new_cache_context()
+# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant.
+in_variant = jax.make_user_context()
 _OMITTED = "omitted"  # `autocast` has no effect
 HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to its policy
 

@@ -115,7 +115,7 @@ def _is_plain_data_movement(node: Node, node_plan: NodePlan) -> bool:
     return node_plan.kind in FOLLOWING and name not in others and not has_overlaps
 
 
-def rounded_and_passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
+def passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the activations that a half-precision matmul rounds and that another segment also uses.
 
     If such a value is stored in half precision, one array is written to memory instead of two: the rounded array for
@@ -137,8 +137,8 @@ def rounded_and_passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[V
             sources.update(itertools.product(node.outputs, moved[-1:]))
         elif node_plan.kind in (NodeKind.OTHER, NodeKind.SELECTION) and not node_plan.is_alone:
             sources.update(zip(node.outputs, node.outputs, strict=True))
-    passed_on = {sources[value] for segment in grouped for value in segment.outputs if value in sources}
-    return (passed_on & into_half) - _sums(graph, node_plans) - in_float32
+    crossing = {sources[value] for segment in grouped for value in segment.outputs if value in sources}
+    return (crossing & into_half) - _sums(graph, node_plans) - in_float32
 
 
 def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
@@ -226,10 +226,11 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    Two other cotangents are computed from this cotangent: summing it over the broadcast axes gives the cotangent of the
-    bias, and rounding it gives the cotangent of the half-precision value to which the bias is added. If the cotangent
-    of the result is already in half precision, it is not rounded, because the optimization barrier of the rounding
-    would prevent fusion.
+    The bias is added to a half-precision value or to a normalized value (see `_normalized`). Summing the cotangent over
+    the broadcast axes gives the cotangent of the bias. Rounding it gives the cotangent of the half-precision value. The
+    gradients of a normalized value are computed by several kernels, which all read the rounded cotangent. If the
+    cotangent of the result is already in half precision, it is not rounded, because the optimization barrier of the
+    rounding would prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     in_float32 = _with_float32_cotangents(graph, node_plans, segments, half)
@@ -238,7 +239,7 @@ def sums_with_a_bias(
     for segment in segments:
         # A sum with a bias may be the operand of another such sum, which has the same cotangent.
         operands = {n for position in segment.nodes for n in value_ids(graph.nodes[position].inputs)}
-        summands = half & (operands - segment.upcast)
+        summands = (half & (operands - segment.upcast)) | _normalized(graph, segment)
         for position in segment.nodes:
             node = graph.nodes[position]
             if _adds_a_bias(graph, node, summands, broadcasts) and not in_float32.isdisjoint(node.outputs):
@@ -247,19 +248,34 @@ def sums_with_a_bias(
     return frozenset(found)
 
 
-def _adds_a_bias(graph: Graph, node: Node, half: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to a half-precision value.
+def _normalized(graph: Graph, segment: Segment) -> set[ValueId]:
+    """Return the products in a segment that are computed from a sum over other axes than the last one.
+
+    The normalized values of a batch norm, a group norm and an instance norm are such products.
+    """
+    from_sums, products = set[ValueId](), set[ValueId]()
+    for node in (graph.nodes[position] for position in segment.nodes):
+        eqn, name = node.eqn, node.eqn.primitive.name
+        is_sum = name == "reduce_sum" and eqn.params["axes"] != (eqn.invars[0].aval.ndim - 1,)
+        if is_sum or not from_sums.isdisjoint(value_ids(node.inputs)):
+            from_sums.update(node.outputs)
+            products.update(node.outputs if name == "mul" else ())
+    return products
+
+
+def _adds_a_bias(graph: Graph, node: Node, summands: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
+    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to one of certain values.
 
     Args:
       graph: the graph.
       node: the node.
-      half: the values in half precision.
+      summands: the values to which the bias may be added.
       broadcasts: the results of broadcasts.
     """
-    if node.eqn.primitive.name != "add" or half.isdisjoint(value_ids(node.inputs)):
+    if node.eqn.primitive.name != "add" or summands.isdisjoint(value_ids(node.inputs)):
         return False
     size = size_of(graph.types[node.outputs[0]])
-    others = [operand for operand in value_ids(node.inputs) if operand not in half]
+    others = [operand for operand in value_ids(node.inputs) if operand not in summands]
     return any(operand in broadcasts or size_of(graph.types[operand]) < size for operand in others)
 
 

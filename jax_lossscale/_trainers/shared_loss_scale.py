@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_lossscale import _compat
 from jax_lossscale._gradients.cotangent import is_frozen
 from jax_lossscale._loss_scale import FixedLossScale, LossScale
 from jax_lossscale._optax.wrapper import is_concrete_array
@@ -26,7 +25,7 @@ _AnyMesh: TypeAlias = Mesh | AbstractMesh  # the mesh of a traced array is abstr
 
 # `MixedPrecision.step` enters this context. Otherwise, JAX would reuse functions that it traced in another step, such
 # as the argument of `jax.checkpoint`, although they contain the loss scale of that step.
-_in_step = _compat.new_cache_context()
+_in_step = jax.make_user_context()
 
 _USE_STEP = "Wrap the training step before it is compiled: `train_step = mp.step(train_step)`."
 
@@ -137,7 +136,6 @@ class SharedLossScale:
           arguments: the arguments of the method, which determine the devices if they are on a mesh.
 
         Raises:
-          RuntimeError: if JAX is older than 0.7.2.
           ValueError: if the method is called inside `jax.pmap` or `jax.shard_map`, if the number of devices differs
             from that of the stored scale, or if the devices of the step cannot be determined.
         """
@@ -202,8 +200,6 @@ class SharedLossScale:
           mesh: the mesh of the arguments or of the context, or ``None`` if there is none.
           is_context: whether the mesh was set with `jax.set_mesh`.
         """
-        if not hasattr(jax, "new_ref"):
-            raise RuntimeError(f"`MixedPrecision` requires jax 0.7.2 or newer, got {jax.__version__}. {_USE_STEP}")
         with jax.core.eval_context(), jax.transfer_guard("allow"):
             # Under `jax.set_mesh`, the results of a compiled function are placed on all devices of the mesh.
             scale = jax.jit(lambda: jnp.asarray(self.initial(), jnp.float32))()

@@ -128,13 +128,13 @@ def platform_dependent(w, x):
 
 def reference(w, x):
     """Write the result of a matmul to a mutable array, and read it again."""
-    ref = NEW_REF(jnp.zeros_like(x))
+    ref = jax.new_ref(jnp.zeros_like(x))
     ref[...] = x @ w
     return end(ref[...] @ w)
 
 
 def reference_in_a_loop(w, x):
-    ref = NEW_REF(x)
+    ref = jax.new_ref(x)
 
     def step(carry, _):
         ref[...] = jnp.tanh(ref[...] @ w)
@@ -144,12 +144,8 @@ def reference_in_a_loop(w, x):
     return end(ref[...] @ w)
 
 
-# The name of `jax.new_ref` was `jax.array_ref` before jax 0.8.
-NEW_REF = jax.new_ref if hasattr(jax, "new_ref") else getattr(jax, "array_ref", None)
 PROGRAMS = [
     value for value in list(globals().values()) if getattr(value, "__module__", "") == __name__ and value is not end
 ]
-if NEW_REF is None:  # JAX before 0.7.1 has neither `new_ref` nor `array_ref`.
-    PROGRAMS = [program for program in PROGRAMS if program not in (reference, reference_in_a_loop)]
 if jax.__version_info__ < (0, 8):  # JAX 0.7.2 does not support a barrier for only some of the arguments.
     PROGRAMS.remove(remat_with_a_barrier_for_one)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_jax import is_older_than, needs_jax
+from any_jax import is_older_than
 from exact import InexactError, evaluated, exact_in
 from exact_programs import EXCEPTIONS, FLOAT32, MODES, STRUCTURES, arrays, loss_of, program_of
 from jax.extend.core.primitives import convert_element_type_p
@@ -47,8 +47,6 @@ AS_WRITTEN = ("in_custom_vjp", "in_custom_jvp")
 UNSUPPORTED = {"jvp": ("in_custom_vjp",), "linearize": ("in_custom_vjp",)}
 if is_older_than("0.9.0") and not is_older_than("0.8.1"):  # These versions cannot batch the operation `psum_invariant`.
     UNSUPPORTED["vmap"] = ("in_shard_map_automatic", "in_shard_map_explicit")
-NEEDS_RESHARD = needs_jax("0.7.2", "the gradient of `reshard` fails if no mesh is set")
-ALL_STRUCTURES = [pytest.param(name, marks=[NEEDS_RESHARD] if "explicit" in name else []) for name in STRUCTURES]
 
 
 def type_of(aval):
@@ -133,7 +131,7 @@ ignored = pytest.mark.filterwarnings("ignore:.*no operation matches")
 
 
 @ignored
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_exact_programs_are_unchanged_by_autocast(structure):
     """Each structure is tested in every fifth mode. The slow test below covers all combinations."""
     check_some(structure, 1, list(MODES)[list(STRUCTURES).index(structure) % 5 :: 5])
@@ -141,7 +139,7 @@ def test_exact_programs_are_unchanged_by_autocast(structure):
 
 @ignored
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_thousands_of_exact_programs_are_unchanged_by_autocast(structure):
     check_some(structure, 30)
 

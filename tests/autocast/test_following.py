@@ -130,6 +130,18 @@ def test_only_biases_have_rounded_cotangents(added, is_bias):
     assert primitives_of(jax.grad(jls.autocast(loss)), W, X).count("optimization_barrier") == is_bias
 
 
+@pytest.mark.parametrize(("axes", "is_rounded"), [((0,), True), ((0, 1), True), ((1,), False)])
+def test_result_of_a_norm_over_other_axes_than_the_last_one_has_a_rounded_cotangent(axes, is_rounded):
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        centered = y - y.mean(axes, keepdims=True)
+        normed = centered * jax.lax.rsqrt(jnp.square(centered).mean(axes, keepdims=True) + 1e-6) * w[:1] + w[1:2]
+        return jnp.sum(jnp.sin(jax.nn.silu(normed) @ w))
+
+    assert primitives_of(jax.grad(jls.autocast(loss)), W, X).count("optimization_barrier") == is_rounded
+    assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)) < 0.02
+
+
 # Functions of the result of a bias addition, and whether the cotangent of this result is computed in float32.
 USES_OF_BIASED = {
     "a matmul": (lambda w, y: y @ w, False),

@@ -104,7 +104,6 @@ def test_functions_with_constants_inside_shard_map_are_supported(function, dtype
             assert distance(expected, jax.jit(half)(W, X)) < error
 
 
-@needs_jax("0.7.2", "`jax.sharding.use_abstract_mesh` does not exist")
 @pytest.mark.parametrize(
     "axis_type",
     [

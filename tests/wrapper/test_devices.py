@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import MORE_COLLECTIVES, needs_jax, set_mesh
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -303,7 +303,6 @@ def test_nonfinite_batch_or_gradient_skips_the_training_step_on_a_mesh(layout, a
         assert shard_bits((after, after_state.inner_state)) == shard_bits((params, state.inner_state))
 
 
-@needs_jax("0.7.2", MORE_COLLECTIVES)
 @on_every_mesh
 def test_training_step_on_a_mesh_does_not_transfer_parameters_or_moments(layout, axis_type, skip):
     run = training(layout, axis_type, skip)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_jax import enable_x64, needs_jax, set_mesh
+from any_jax import enable_x64, set_mesh
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from kinds import assert_same_bits
@@ -308,12 +308,9 @@ def mixed_precision(optimizer, scale, dtype):
     return mp.optimizer, lambda params, state: jax.grad(mp.loss(loss_fn))(params, X, Y)
 
 
-needs_new_ref = needs_jax("0.7.2", "there is no `jax.new_ref`")
-
-
 @pytest.mark.filterwarnings("ignore:.*float16 parameters")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
-@pytest.mark.parametrize("way", [scaled_grad, accumulated, pytest.param(mixed_precision, marks=needs_new_ref)])
+@pytest.mark.parametrize("way", [scaled_grad, accumulated, mixed_precision])
 def test_training_in_16_bits_reaches_the_loss_of_float32(way, dtype, scale):
     optimizer = optax.adam(1e-3)
     exact = final_loss(*way(optimizer, scale, dtype), model_params(F32))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.ci, any_jax.needs_jax("0.7.2", "there is no `jax.new_ref`")]
+pytestmark = pytest.mark.ci
 
 RANDOM = np.random.default_rng(0)
 X = jnp.asarray(RANDOM.normal(size=(64, 8)), jnp.float32)
@@ -773,13 +773,6 @@ def test_bfloat16(loss_scale):
 def test_copies_raise_an_error_with_the_reason(copied):
     with pytest.raises(TypeError, match="share one loss scale"):
         copied(jls.MixedPrecision(adam()))
-
-
-def test_old_jax_is_named(monkeypatch):
-    monkeypatch.delattr(jax, "new_ref")
-    mp = jls.MixedPrecision(adam())
-    with pytest.raises(RuntimeError, match=r"requires jax 0\.7\.2"):
-        mp.loss(loss_fn)(PARAMS, DATA)
 
 
 def test_a_copied_optimizer_shares_the_scale():

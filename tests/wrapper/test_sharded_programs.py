@@ -9,7 +9,7 @@ import jax.export
 import numpy as np
 import optax
 import pytest
-from any_jax import MORE_COLLECTIVES, needs_jax, set_mesh
+from any_jax import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,7 +65,6 @@ CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:-1])
 CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
 
 
-@needs_jax("0.7.2", MORE_COLLECTIVES)
 @pytest.mark.parametrize("axis_type", MESH)
 @pytest.mark.parametrize(("split", "program"), CASES)
 def test_number_of_scalar_all_reduces_does_not_depend_on_the_number_of_leaves(split, axis_type, program):
