@@ -63,7 +63,7 @@ def networks() -> dict[str, Model]:
         "LRU": _paired(LRU, (32, 1024, 64), blocks=2, width=512, states=256),
         "Fourier operator": _paired(FourierOperator, (16, 128, 128, 3), blocks=4, width=64, modes=16),
         "normalizing flow": model_of(Flow, (16_384, 64), layers=8, width=512),
-        "Evoformer": _evoformer(1, 256, blocks=2, width=128, heads=4),
+        "Evoformer": _evoformer(1, 256, blocks=1, width=128, heads=4),
     }
 
 
