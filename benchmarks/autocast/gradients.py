@@ -47,8 +47,8 @@ class Trained:
         """Return the relative error of the gradients at the best loss scale in `_SCALES`.
 
         The error is the norm of the difference from the float32 gradient, divided by the norm of the float32 gradient.
-        The result is the median over the batches, because in a few batches, the gradient depends on a very small number
-        whose rounding changes the whole gradient.
+        The result is the median over the batches, because in some batches, the rounding of a small number has a large
+        effect, for example if it changes the sign of the input of a relu.
         """
 
         @jax.jit
