@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.autocast import gpu, tracing
+from benchmarks.autocast import costs, gpu, tracing
 from benchmarks.autocast.counting import bytes_saved, dtypes_of_matmuls
 from benchmarks.autocast.models import Transformer, model_of
 from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
@@ -45,10 +45,11 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     """Return all tables."""
     models = _QUICK_MODELS if quick else tuple(_GOALS)
     return [
-        _steps(models, quick, progress.part(0, 3, "for an H100")),
-        _compile_time(quick, progress.part(1, 3, "compile time")),
-        tracing.table(quick, progress.part(2, 3, "trace time")),
+        _steps(models, quick, progress.part(0, 4, "for an H100")),
+        _compile_time(quick, progress.part(1, 4, "compile time")),
+        tracing.table(quick, progress.part(2, 4, "trace time")),
         _saved(quick),
+        *costs.tables(quick, progress.part(3, 4, "other costs")),
     ]
 
 
