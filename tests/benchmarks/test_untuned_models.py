@@ -14,8 +14,8 @@ QUICK = ("WaveNet", "PPO", "experts by ragged_dot", "NeRF", "DLRM")
 # The gradients of these models have larger errors, with manual casts as well as under `autocast`.
 LESS_ACCURATE = ("U-Net", "PPO", "nnU-Net 3D")
 # In some batches, rounding changes the sign of the input of a relu in these models, with manual casts as well as under
-# `autocast`. The gradient then changes by 0.5 to 2%, so the median over several batches is compared.
-WITH_CHANGED_SIGNS = ("T5", "StyleGAN2")
+# `autocast`. The gradient then changes by 0.3 to 2%, so the median over several batches is compared.
+WITH_CHANGED_SIGNS = ("T5", "StyleGAN2", "Evoformer")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, small()))
