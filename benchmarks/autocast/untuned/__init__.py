@@ -59,7 +59,8 @@ def networks() -> dict[str, Model]:
         "EGNN": _egnn(16_384, 131_072, blocks=4, width=128),
         "HSTU": _decoder(HSTU, 16, 513, vocabulary=8192, blocks=4, width=512, heads=8),
         "autoencoder": _autoencoder(8, 128, widths=(128, 256, 512), latent=4),
-        "Swin": _classifier(Swin, 32, 224, stages=(2, 2, 2), width=96, heads=3, window=7),
+        # XLA fails to compile windows of 7 x 7 pixels. These are the sizes of Swin V2 (arXiv 2111.09883).
+        "Swin": _classifier(Swin, 32, 256, stages=(2, 2, 2), width=96, heads=3, window=8),
         "LRU": _paired(LRU, (32, 1024, 64), blocks=2, width=512, states=256),
         "Fourier operator": _paired(FourierOperator, (16, 128, 128, 3), blocks=4, width=64, modes=16),
         "normalizing flow": model_of(Flow, (16_384, 64), layers=8, width=512),
