@@ -38,7 +38,7 @@ BENCHMARKS = {
         "`jls.autocast` compared with manual casts: steps for an H100 (group `bench-cuda`), saved bytes",
     ),
     "untuned": Benchmark(
-        "autocast.untuned.table", "training steps of 24 models that `jls.autocast` was not tuned for (`bench-cuda`)"
+        "autocast.untuned.table", "training steps of 32 models that `jls.autocast` was not tuned for (`bench-cuda`)"
     ),
     "cuda": Benchmark("gpu.cuda", "the optimizer step, compiled for an H100 but not run (group `bench-cuda`)"),
 }

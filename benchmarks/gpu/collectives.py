@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -159,23 +159,41 @@ def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
     mesh = mesh_of(devices, layout.mesh, layout.axis_type)
     options = dict(WAYS[way])
     cast = options.pop("cast", lambda loss: loss)
-    loss_fn = cast(loss_of(layout, **options))
     tx = jls.loss_scaled(optax.adam(1e-3), None if way == "float32" else "auto")
+    return compile_step(mesh, cast(loss_of(layout, **options)), tx, layout.params(mesh, width))
+
+
+def compile_step(
+    mesh: Mesh, loss: Callable[..., Any], tx: jls.LossScaledTransformation, params: Any
+) -> jax.stages.Compiled:
+    """Return a compiled training step for parameters with shardings, as XLA partitions it for a mesh."""
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        loss, grads = jls.value_and_scaled_grad(loss_fn, opt_state)(params, tokens)
-        return *tx.update_and_apply(grads, opt_state, params, value=loss), loss
+        value, grads = jls.value_and_scaled_grad(loss, opt_state)(params, tokens)
+        return *tx.update_and_apply(grads, opt_state, params, value=value), value
 
-    params = layout.params(mesh, width)
     tokens = jax.ShapeDtypeStruct((_BATCH, _CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    state = optax.tree.map_params(
-        *(tx, lambda leaf, param: param, jax.eval_shape(tx.init, params), params),
-        transform_non_params=lambda leaf: leaf.update(sharding=NamedSharding(mesh, P())),
-    )
     with jax.set_mesh(mesh):
+        state = _placed(jax.eval_shape(tx.init, params), params, NamedSharding(mesh, P()))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
         traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)).trace(params, state, tokens)
         return traced.lower(lowering_platforms=("cpu",) if cuda.missing() else ("cuda",)).compile()
+
+
+def _placed(state: Any, params: Any, replicated: NamedSharding) -> Any:
+    """Return the shapes of an optimizer state with shardings.
+
+    Each array has the sharding of the parameter whose path is the end of the path of the array.
+    """
+    by_path = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def place(path: Any, leaf: Any) -> Any:
+        ends = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
+        param = next((by_path[end] for end in ends if end in by_path), None)
+        is_alike = param is not None and param.shape == leaf.shape
+        return leaf.update(sharding=param.sharding if param is not None and is_alike else replicated)
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def moved(text: str) -> Counter[tuple[str, str]]:

@@ -15,22 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import jax_lossscale as jls
+from benchmarks.autocast.models import Model
+from benchmarks.autocast.untuned.language import Llama
+from benchmarks.autocast.untuned.layers import Integers, model_of
 from benchmarks.gpu import cuda
-from benchmarks.gpu.collectives import LAYOUTS, Layout, loss_of, moved
+from benchmarks.gpu.collectives import LAYOUTS, Layout, compile_step, loss_of, moved
 from benchmarks.gpu.gpu_program import read
 from benchmarks.gpu.meshes import mesh_of
 from benchmarks.harness.isolation import Progress, call_apart
 from benchmarks.harness.report import Cell, Mark, Table, columns
 from benchmarks.optimizer import trees
-from benchmarks.workloads.layers import causal_attention, cross_entropy, rms_norm
 
-VOCABULARY, _LAYERS, _WIDTH, _HIDDEN, _HEADS = 32_000, 4, 1024, 2688, 16
-CONTEXT = 512
+VOCABULARY, CONTEXT = 32_000, 512
 BATCHES = {"small batch": 2, "large batch": 32}
 _NOT_RUN = "GPU program (compiled, not run)"
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program for an H100.
@@ -99,71 +98,22 @@ _MESH_COLUMNS = columns(
 )
 
 
-def init(key: jax.Array) -> Any:
-    """Return the float32 parameters of the decoder."""
-    shapes = {
-        **dict.fromkeys(("query", "key", "value", "output"), (_WIDTH, _WIDTH)),
-        **dict.fromkeys(("gate", "up"), (_WIDTH, _HIDDEN)),
-        "down": (_HIDDEN, _WIDTH),
-    }
-    keys = iter(jax.random.split(key, _LAYERS * len(shapes) + 2))
-
-    def kernel(shape: tuple[int, int]) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
-
-    return {
-        "embedding": jax.random.normal(next(keys), (VOCABULARY, _WIDTH)),
-        "layers": [
-            {"norm": jnp.ones(_WIDTH), "second_norm": jnp.ones(_WIDTH)}
-            | {name: kernel(shape) for name, shape in shapes.items()}
-            for _ in range(_LAYERS)
-        ],
-        "norm": jnp.ones(_WIDTH),
-        "head": kernel((_WIDTH, VOCABULARY)),
-    }
+def _decoder(batch: int) -> Model:
+    """Return the decoder of the first table, with as many queries as keys in its attention."""
+    options = {"vocabulary": VOCABULARY, "blocks": 4, "width": 1024, "hidden": 2688, "heads": 16, "groups": 16}
+    return model_of(Llama, Integers(VOCABULARY, (batch, CONTEXT + 1)), **options)
 
 
-def loss(dtype: DTypeLike) -> Callable[[Any, jax.Array], jax.Array]:
-    """Return a function of the parameters and the tokens that computes the cross-entropy of the decoder.
+def training_step(way: Way, batch: int) -> tuple[Any, Any]:
+    """Return a jitted step of AdamW whose first argument is donated, and a function that returns its arguments."""
+    decoder, tx = _decoder(batch), _optimizer(way)
+    half = way.function(decoder.loss)
 
-    The parameters and the activations are cast to ``dtype``. Norms, the softmax and the loss are float32.
-    """
+    def begin() -> tuple[tuple[Any, Any, jax.Array], Any]:
+        params = jls.cast_floating(decoder.params(), way.params)
+        return (params, tx.init(params), jnp.float32(0)), decoder.batch(0)
 
-    def function(params: Any, tokens: jax.Array) -> jax.Array:
-        params = jls.cast_floating(params, dtype)
-        x = params["embedding"][tokens[:, :-1]]
-        for layer in params["layers"]:
-            y = rms_norm(layer["norm"], x)
-            query, key, value = (
-                (y @ layer[name]).reshape(*y.shape[:2], _HEADS, -1) for name in ("query", "key", "value")
-            )
-            x = x + causal_attention(_rotated(query), _rotated(key), value) @ layer["output"]
-            y = rms_norm(layer["second_norm"], x)
-            x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
-        return cross_entropy(rms_norm(params["norm"], x) @ params["head"], tokens[:, 1:])
-
-    return function
-
-
-def _rotated(x: jax.Array) -> jax.Array:
-    """Apply rotary position embeddings in float32 to ``[batch, length, heads, size]``."""
-    half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
-
-
-def training_step(way: Way) -> tuple[Any, Any]:
-    """Return a jitted step of AdamW whose first argument is donated, and a function that returns its initial state."""
-    half = way.function(loss)
-    tx = _optimizer(way)
-
-    def begin() -> tuple[Any, Any, jax.Array]:
-        params = jls.cast_floating(init(jax.random.key(0)), way.params)
-        return params, tx.init(params), jnp.float32(0)
-
-    def step(state: tuple[Any, Any, jax.Array], tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(state: tuple[Any, Any, jax.Array], tokens: Any) -> tuple[Any, Any, jax.Array]:
         params, opt_state, _ = state
         value, grads = jls.value_and_scaled_grad(half, opt_state)(params, tokens)
         return *tx.update_and_apply(grads, opt_state, params, value=value), value
@@ -178,9 +128,8 @@ def _optimizer(way: Way) -> jls.LossScaledTransformation:
 def compiled(name: str, batch: int) -> tuple[Cell, ...]:
     """Compile a step for one H100, and return the cells of its row. `compiled` must run in its own process."""
     cuda.start()
-    step, begin = training_step(WAYS[name])
-    state = jax.eval_shape(begin)
-    tokens = jax.ShapeDtypeStruct((batch, CONTEXT + 1), jnp.int32)
+    step, begin = training_step(WAYS[name], batch)
+    state, tokens = jax.eval_shape(begin)
     program = cuda.compile_for_one(step, state, tokens)
     temporaries = program.memory_analysis().temp_size_in_bytes
     result = read(program.as_text() or "", temporaries)
@@ -201,36 +150,9 @@ def compiled_on_mesh(layout: Layout, name: str, width: int) -> tuple[dict[tuple[
     """
     cuda.start()
     mesh, way = mesh_of(cuda.devices("1x1x8"), layout.mesh, layout.axis_type), WAYS[name]
-    half, tx = way.function(loss_of, layout), _optimizer(way)
-
-    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
-        value, grads = jls.value_and_scaled_grad(half, opt_state)(params, tokens)
-        return *tx.update_and_apply(grads, opt_state, params, value=value), value
-
     params = jax.tree.map(lambda leaf: leaf.update(dtype=way.params), layout.params(mesh, width))
-    tokens = jax.ShapeDtypeStruct((16, CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh):
-        state = _placed(jax.eval_shape(tx.init, params), params, NamedSharding(mesh, P()))
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-        traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)).trace(params, state, tokens)
-        program = traced.lower(lowering_platforms=("cuda",)).compile()
+    program = compile_step(mesh, way.function(loss_of, layout), _optimizer(way), params)
     return dict(moved(program.as_text() or "")), program.memory_analysis().temp_size_in_bytes
-
-
-def _placed(state: Any, params: Any, replicated: NamedSharding) -> Any:
-    """Return the shapes of an optimizer state with shardings.
-
-    Each array has the sharding of the parameter whose path is the end of the path of the array.
-    """
-    by_path = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-    def place(path: Any, leaf: Any) -> Any:
-        ends = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
-        param = next((by_path[end] for end in ends if end in by_path), None)
-        is_alike = param is not None and param.shape == leaf.shape
-        return leaf.update(sharding=param.sharding if param is not None and is_alike else replicated)
-
-    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
@@ -243,7 +165,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 def title() -> str:
     """Return a description of the model and the optimizer."""
-    count = trees.size(jax.eval_shape(init, jax.random.key(0))) / 1e6
+    count = trees.size(jax.eval_shape(_decoder(1).params)) / 1e6
     return f"decoder with {count:.0f} M parameters, AdamW"
 
 

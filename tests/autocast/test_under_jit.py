@@ -121,4 +121,6 @@ def test_models_are_as_accurate_as_without_jit(name, is_stream_half, dtype):
     policy = jls.PrecisionPolicy(half_residual_stream=is_stream_half)
     with jax.numpy_rank_promotion("allow"):  # The Mamba model uses rank promotion.
         params = jax.jit(model.params)()
-        check(model.loss(None), [(params, model.batch(number)) for number in range(2)], dtype, policy)
+        # With EGNN in bfloat16, the ratio of the errors varies from 0.8 to 1.2 between batches. Its mean is 1.
+        batches = range(10 if name == "EGNN" else 2)
+        check(model.loss(None), [(params, model.batch(number)) for number in batches], dtype, policy)

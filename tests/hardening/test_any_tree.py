@@ -103,10 +103,3 @@ arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond"
 @given(**arguments)
 def test_trained_leaves_do_not_depend_on_other_leaves(tree, loss_scale, skip, is_bad):
     check(tree, loss_scale, skip, is_bad)
-
-
-@pytest.mark.slow
-@settings(max_examples=50, deadline=None)
-@given(**arguments)
-def test_trained_leaves_do_not_depend_on_other_leaves_in_many_trees(tree, loss_scale, skip, is_bad):
-    check(tree, loss_scale, skip, is_bad)

@@ -3,7 +3,7 @@
 The modules, in reading order:
 
 - `layers`: shared layers, and the batches;
-- `images`, `language`, `sequences`, `stylegan`, `others`: the models;
+- `images`, `language`, `sequences`, `stylegan`, `others`, `further`: the models;
 - `table`: the benchmark, ``python -m benchmarks untuned``.
 """
 
@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from benchmarks.autocast.models import Model
+from benchmarks.autocast.untuned.further import EGNN, HSTU, LRU, Autoencoder, Evoformer, Flow, FourierOperator, Swin
 from benchmarks.autocast.untuned.images import PPO, ConvNeXt, DiffusionUNet, DiT, MLPMixer, NNUNet, UNet
 from benchmarks.autocast.untuned.language import T5, Llama, LSTMLanguageModel, RaggedExperts, lora
 from benchmarks.autocast.untuned.layers import Integers, model_of
@@ -30,7 +31,7 @@ def networks() -> dict[str, Model]:
     return {
         "U-Net": _unet(8, 256, widths=(64, 128, 256, 512, 1024), classes=21),
         "GNN": _graph(GraphNetwork, 16_384, 131_072, rounds=4, width=128),
-        "WaveNet": _denoiser(8, 8192, layers=10, width=128, skip=256),
+        "WaveNet": _paired(WaveNet, (8, 8192, 1), layers=10, width=128, skip=256),
         "PPO": _ppo(2048),
         "RetNet": _decoder(RetNet, 8, 1025, vocabulary=8192, blocks=4, width=1024, heads=8, chunk=128),
         "RWKV-4": _decoder(RWKV, 8, 513, vocabulary=8192, blocks=4, width=768),
@@ -55,6 +56,15 @@ def networks() -> dict[str, Model]:
         "NeRF": _nerf(4096, samples=128, layers=8, width=256),
         "DLRM": _dlrm(8192, 20, tables=16, rows=10_000, width=64),
         "StyleGAN2": stylegan(16, widths=(512, 512, 256, 128, 64), latent=512),
+        "EGNN": _egnn(16_384, 131_072, blocks=4, width=128),
+        "HSTU": _decoder(HSTU, 16, 513, vocabulary=8192, blocks=4, width=512, heads=8),
+        "autoencoder": _autoencoder(8, 128, widths=(128, 256, 512), latent=4),
+        # XLA fails to compile windows of 7 x 7 pixels. These are the sizes of Swin V2 (arXiv 2111.09883).
+        "Swin": _classifier(Swin, 32, 256, stages=(2, 2, 2), width=96, heads=3, window=8),
+        "LRU": _paired(LRU, (32, 1024, 64), blocks=2, width=512, states=256),
+        "Fourier operator": _paired(FourierOperator, (16, 128, 128, 3), blocks=4, width=64, modes=16),
+        "normalizing flow": model_of(Flow, (16_384, 64), layers=8, width=512),
+        "Evoformer": _evoformer(1, 256, blocks=1, width=128, heads=4),
     }
 
 
@@ -64,7 +74,7 @@ def small() -> dict[str, Model]:
     return {
         "U-Net": _unet(2, 16, widths=(8, 16), classes=5),
         "GNN": _graph(GraphNetwork, 16, 64, rounds=1, width=16),
-        "WaveNet": _denoiser(2, 16, layers=3, width=8, skip=16),
+        "WaveNet": _paired(WaveNet, (2, 16, 1), layers=3, width=8, skip=16),
         "PPO": _ppo(4),
         "RetNet": _decoder(RetNet, 2, 17, vocabulary=32, blocks=1, width=32, heads=2, chunk=4),
         "RWKV-4": _decoder(RWKV, 2, 17, vocabulary=32, blocks=1, width=16),
@@ -86,6 +96,14 @@ def small() -> dict[str, Model]:
         "NeRF": _nerf(16, samples=8, layers=6, width=32),
         "DLRM": _dlrm(8, 4, tables=2, rows=16, width=16),
         "StyleGAN2": stylegan(2, widths=(16, 8), latent=16),
+        "EGNN": _egnn(16, 64, blocks=2, width=16),
+        "HSTU": _decoder(HSTU, 2, 17, vocabulary=32, blocks=1, width=16, heads=2),
+        "autoencoder": _autoencoder(2, 8, widths=(16, 16), latent=4),
+        "Swin": _classifier(Swin, 2, 32, stages=(2, 1), width=16, heads=2, window=4),
+        "LRU": _paired(LRU, (2, 16, 8), blocks=1, width=16, states=8),
+        "Fourier operator": _paired(FourierOperator, (2, 16, 16, 3), blocks=1, width=16, modes=4),
+        "normalizing flow": model_of(Flow, (8, 8), layers=2, width=32),
+        "Evoformer": _evoformer(1, 8, blocks=1, width=16, heads=2),
     }
 
 
@@ -127,14 +145,29 @@ def _graph(network: Callable[..., nn.Module], nodes: int, edges: int, **options:
     return model_of(network, (nodes, 16), (edges, 4), ends, ends, (nodes, 3), **options)
 
 
+def _egnn(nodes: int, edges: int, **options: Any) -> Model:
+    ends = Integers(nodes, (edges,))
+    return model_of(EGNN, (nodes, 16), (nodes, 3), ends, ends, (nodes, 3), **options)
+
+
 def _t5(batch: int, inputs: int, outputs: int, *, vocabulary: int, **options: Any) -> Model:
     tokens = (Integers(vocabulary, (batch, length)) for length in (inputs, outputs))
     return model_of(T5, *tokens, vocabulary=vocabulary, **options)
 
 
-def _denoiser(batch: int, length: int, **options: Any) -> Model:
-    samples = (batch, length, 1)
-    return model_of(WaveNet, samples, samples, **options)
+def _paired(network: Callable[..., nn.Module], shape: tuple[int, ...], **options: Any) -> Model:
+    """Return a model whose inputs and targets have the same shape."""
+    return model_of(network, shape, shape, **options)
+
+
+def _autoencoder(batch: int, size: int, *, widths: tuple[int, ...], latent: int) -> Model:
+    small = size // 2 ** (len(widths) - 1)
+    return model_of(Autoencoder, (batch, size, size, 3), (batch, small, small, latent), widths=widths, latent=latent)
+
+
+def _evoformer(batch: int, residues: int, **options: Any) -> Model:
+    pairs = (batch, residues, residues)
+    return model_of(Evoformer, (*pairs, 32), Integers(64, pairs), **options)
 
 
 def _speech(

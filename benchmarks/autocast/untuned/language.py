@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from benchmarks.autocast.models import Model
-from benchmarks.autocast.untuned.layers import Attention, Integers, attend, model_of, rotate
+from benchmarks.autocast.untuned.layers import Attention, Decoder, Integers, Network, attend, model_of, rotate
 from benchmarks.optimizer.peers import Loss
 from benchmarks.workloads.layers import cross_entropy
 
@@ -34,29 +34,20 @@ class Linear(nn.Module):
         return y
 
 
-class Llama(nn.Module):
+class Llama(Decoder, kw_only=True):
     """A decoder with grouped queries, rotary position embeddings and SwiGLU layers (arXiv 2302.13971, 2305.13245)."""
 
-    vocabulary: int
-    blocks: int
-    width: int
     hidden: int
     heads: int
     groups: int
     rank: int = 0
-    dtype: Any = jnp.float32
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        norm, linear = partial(nn.RMSNorm, dtype=self.dtype), partial(Linear, rank=self.rank, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
-        for _ in range(self.blocks):
-            x = x + self._attention(norm()(x))
-            y = norm()(x)
-            x = x + linear(self.width)(nn.silu(linear(self.hidden)(y)) * linear(self.hidden)(y))
-        logits = nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(norm()(x))
-        return cross_entropy(logits, tokens[:, 1:])
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        linear = partial(Linear, rank=self.rank, dtype=self.dtype)
+        x = x + self._attention(self.norm(x))
+        y = self.norm(x)
+        return x + linear(self.width)(nn.silu(linear(self.hidden)(y)) * linear(self.hidden)(y))
 
     def _attention(self, x: jax.Array) -> jax.Array:
         linear, size = partial(Linear, rank=self.rank, dtype=self.dtype), self.width // self.heads
@@ -89,40 +80,37 @@ def lora(tokens: Integers, **options: Any) -> Model:
     return Model(lambda: split(True), batch, loss)
 
 
-class T5(nn.Module):
+class T5(Network, kw_only=True):
     """An encoder and a decoder with relative position biases (Raffel et al. 2019, arXiv 1910.10683)."""
 
+    norm_type = nn.RMSNorm
     vocabulary: int
     blocks: int
     width: int
     heads: int
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, inputs: jax.Array, outputs: jax.Array) -> jax.Array:
         """Return the cross-entropy of the next output for tokens of shape ``[batch, length]``."""
-        table = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        table = self.embed(self.vocabulary, self.width)
         x, bias = table(inputs), self._bias("encoder", inputs.shape[1], is_causal=False)
         for _ in range(self.blocks):
-            x = x + self._attention()(self._norm(x), bias=bias)
-            x = x + self._relu(self._norm(x))
-        x = self._norm(x)
+            x = x + self._attention()(self.norm(x), bias=bias)
+            x = x + self._relu(self.norm(x))
+        x = self.norm(x)
         y, bias = table(outputs[:, :-1]), self._bias("decoder", outputs.shape[1] - 1, is_causal=True)
         for _ in range(self.blocks):
-            y = y + self._attention(is_causal=True)(self._norm(y), bias=bias)
-            y = y + self._attention()(self._norm(y), x)
-            y = y + self._relu(self._norm(y))
-        return cross_entropy(table.attend(self._norm(y) * self.width**-0.5), outputs[:, 1:])
-
-    def _norm(self, x: jax.Array) -> jax.Array:
-        return nn.RMSNorm(dtype=self.dtype)(x)
+            y = y + self._attention(is_causal=True)(self.norm(y), bias=bias)
+            y = y + self._attention()(self.norm(y), x)
+            y = y + self._relu(self.norm(y))
+        return cross_entropy(table.attend(self.norm(y) * self.width**-0.5), outputs[:, 1:])
 
     def _attention(self, is_causal: bool = False) -> nn.Module:
         return Attention(self.heads, is_causal, use_bias=False, dtype=self.dtype)
 
     def _relu(self, x: jax.Array) -> jax.Array:
-        hidden = nn.relu(nn.Dense(4 * self.width, use_bias=False, dtype=self.dtype)(x))
-        return nn.Dense(self.width, use_bias=False, dtype=self.dtype)(hidden)
+        hidden = nn.relu(self.dense(4 * self.width, use_bias=False)(x))
+        return self.dense(self.width, use_bias=False)(hidden)
 
     def _bias(self, name: str, length: int, is_causal: bool) -> jax.Array:
         """Return biases of shape ``[1, heads, length, length]``, with one entry per head for each of 32 distances."""
@@ -138,44 +126,34 @@ class T5(nn.Module):
         return biases.transpose(2, 0, 1)[None]
 
 
-class LSTMLanguageModel(nn.Module):
+class LSTMLanguageModel(Network, kw_only=True):
     """Two layers of flax's LSTM cell between a word embedding and an output layer."""
 
     vocabulary: int
     width: int
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
+        x = self.embed(self.vocabulary, self.width)(tokens[:, :-1])
         for _ in range(2):
             x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
-        return cross_entropy(nn.Dense(self.vocabulary, dtype=self.dtype)(x), tokens[:, 1:])
+        return cross_entropy(self.dense(self.vocabulary)(x), tokens[:, 1:])
 
 
-class RaggedExperts(nn.Module):
+class RaggedExperts(Decoder, kw_only=True):
     """A decoder with a mixture of experts in each block, computed by `jax.lax.ragged_dot` (arXiv 2211.15841).
 
     Each token is processed by two experts. The tokens are sorted by expert, so no token is dropped.
     """
 
-    vocabulary: int
-    blocks: int
-    width: int
     heads: int
     experts: int
-    dtype: Any = jnp.float32
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        norm = partial(nn.RMSNorm, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
-        for block in range(self.blocks):
-            x = x + Attention(self.heads, is_causal=True, use_bias=False, dtype=self.dtype)(norm()(x))
-            x = x + self._experts(norm()(x).reshape(-1, self.width), f"block_{block}").reshape(x.shape)
-        return cross_entropy(nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(norm()(x)), tokens[:, 1:])
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        x = x + Attention(self.heads, is_causal=True, use_bias=False, dtype=self.dtype)(self.norm(x))
+        return x + self._experts(self.norm(x).reshape(-1, self.width), f"block_{number}").reshape(x.shape)
 
     def _experts(self, x: jax.Array, name: str) -> jax.Array:
         sizes = (self.experts, self.width, 4 * self.width), (self.experts, 4 * self.width, self.width)

@@ -6,9 +6,9 @@ parameters and inputs of each layer are cast to float16, and norms, softmax and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from benchmarks.autocast.models import Model
 from benchmarks.optimizer.peers import Loss
+from benchmarks.workloads.layers import cross_entropy
 
 
 class Integers(NamedTuple):
@@ -73,6 +74,54 @@ def attend(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(*query.shape[:2], -1)
 
 
+class Network(nn.Module):
+    """A network that computes in ``dtype``, except for norms, softmax and the loss."""
+
+    dtype: Any = jnp.float32
+    norm_type: ClassVar[type[nn.Module]] = nn.LayerNorm
+
+    def dense(self, features: int, **options: Any) -> nn.Dense:
+        """Return a dense layer."""
+        return nn.Dense(features, dtype=self.dtype, **options)
+
+    def conv(self, features: int, *sizes: Sequence[int], **options: Any) -> nn.Conv:
+        """Return a convolution."""
+        return nn.Conv(features, *sizes, dtype=self.dtype, **options)
+
+    def embed(self, count: int, features: int) -> nn.Embed:
+        """Return an embedding."""
+        return nn.Embed(count, features, dtype=self.dtype)
+
+    def norm(self, x: jax.Array, **options: Any) -> jax.Array:
+        """Apply a norm of the type ``norm_type``."""
+        return self.norm_type(dtype=self.dtype, **options)(x)
+
+    def mlp(self, x: jax.Array, hidden: int, **options: Any) -> jax.Array:
+        """Apply two dense layers with a gelu between them."""
+        return self.dense(x.shape[-1], **options)(nn.gelu(self.dense(hidden, **options)(x)))
+
+
+class Decoder(Network, kw_only=True):
+    """A language model of blocks with residual connections."""
+
+    norm_type: ClassVar[type[nn.Module]] = nn.RMSNorm
+    vocabulary: int
+    blocks: int
+    width: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
+        x = self.embed(self.vocabulary, self.width)(tokens[:, :-1])
+        for number in range(self.blocks):
+            x = self.block(x, number)
+        return cross_entropy(self.dense(self.vocabulary, use_bias=False)(self.norm(x)), tokens[:, 1:])
+
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        raise NotImplementedError
+
+
 class Attention(nn.Module):
     """Attention with projections of its inputs and its output."""
 
@@ -93,20 +142,17 @@ class Attention(nn.Module):
         return dense(name="out")(attend(query, key, value, bias, is_causal=self.is_causal))
 
 
-class Block(nn.Module):
+class Block(Network, kw_only=True):
     """Attention and a gelu layer, each with a layer norm before it and a residual connection."""
 
     heads: int
     is_causal: bool = False
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the block to ``[batch, length, width]``."""
-        width = x.shape[-1]
-        x = x + Attention(self.heads, self.is_causal, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
-        hidden = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
-        return x + nn.Dense(width, dtype=self.dtype)(hidden)
+        x = x + Attention(self.heads, self.is_causal, dtype=self.dtype)(self.norm(x))
+        return x + self.mlp(self.norm(x), 4 * x.shape[-1])
 
 
 def rotate(x: jax.Array) -> jax.Array:

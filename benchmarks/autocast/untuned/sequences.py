@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.autocast.untuned.layers import Block, rotate
-from benchmarks.workloads.layers import cross_entropy, mean_square
+from benchmarks.autocast.untuned.layers import Block, Decoder, Network, rotate
+from benchmarks.workloads.layers import mean_square
 
 
-class WaveNet(nn.Module):
+class WaveNet(Network, kw_only=True):
     """A stack of gated dilated convolutions that removes noise from speech (Rethage et al. 2017, arXiv 1706.07162).
 
     The dilations double from layer to layer, and begin again at 1 after ten layers. The convolutions are not causal,
@@ -24,45 +24,36 @@ class WaveNet(nn.Module):
     layers: int
     width: int
     skip: int
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, noisy: jax.Array, clean: jax.Array) -> jax.Array:
         """Return the mean square error for samples of shape ``[batch, length, 1]``."""
-        x, skipped = nn.Conv(self.width, (3,), dtype=self.dtype)(noisy), 0
+        x, skipped = self.conv(self.width, (3,))(noisy), 0
         for layer in range(self.layers):
-            dilated = nn.Conv(2 * self.width, (3,), kernel_dilation=2 ** (layer % 10), dtype=self.dtype)(x)
+            dilated = self.conv(2 * self.width, (3,), kernel_dilation=2 ** (layer % 10))(x)
             filters, gate = jnp.split(dilated, 2, axis=-1)
             y = jnp.tanh(filters) * nn.sigmoid(gate)
-            skipped = skipped + nn.Dense(self.skip, dtype=self.dtype)(y)
-            x = x + nn.Dense(self.width, dtype=self.dtype)(y)
-        x = nn.relu(nn.Dense(self.skip, dtype=self.dtype)(nn.relu(skipped)))
-        return mean_square(nn.Dense(1, dtype=self.dtype)(x).astype(jnp.float32) - clean)
+            skipped = skipped + self.dense(self.skip)(y)
+            x = x + self.dense(self.width)(y)
+        x = nn.relu(self.dense(self.skip)(nn.relu(skipped)))
+        return mean_square(self.dense(1)(x).astype(jnp.float32) - clean)
 
 
-class RetNet(nn.Module):
+class RetNet(Decoder, kw_only=True):
     """A decoder with retention, which a scan computes in chunks (Sun et al. 2023, arXiv 2307.08621)."""
 
-    vocabulary: int
-    blocks: int
-    width: int
+    norm_type = nn.LayerNorm
     heads: int
     chunk: int
-    dtype: Any = jnp.float32
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        dense, norm = partial(nn.Dense, use_bias=False, dtype=self.dtype), partial(nn.LayerNorm, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
-        for _ in range(self.blocks):
-            y = norm()(x)
-            query, key, value = (dense(self.width)(y).reshape(*y.shape[:2], self.heads, -1) for _ in range(3))
-            seen = _retention(rotate(query), rotate(key) * key.shape[-1] ** -0.5, value, self.chunk)
-            seen = norm(use_bias=False, use_scale=False)(seen).reshape(y.shape)
-            x = x + dense(self.width)(nn.silu(dense(self.width)(y)) * seen)
-            x = x + dense(self.width)(nn.gelu(dense(2 * self.width)(norm()(x))))
-        return cross_entropy(dense(self.vocabulary)(norm()(x)), tokens[:, 1:])
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        dense, y = partial(self.dense, self.width, use_bias=False), self.norm(x)
+        query, key, value = (dense()(y).reshape(*y.shape[:2], self.heads, -1) for _ in range(3))
+        seen = _retention(rotate(query), rotate(key) * key.shape[-1] ** -0.5, value, self.chunk)
+        seen = self.norm(seen, use_bias=False, use_scale=False).reshape(y.shape)
+        x = x + dense()(nn.silu(dense()(y)) * seen)
+        return x + self.mlp(self.norm(x), 2 * self.width, use_bias=False)
 
 
 def _retention(query: jax.Array, key: jax.Array, value: jax.Array, chunk: int) -> jax.Array:
@@ -92,33 +83,24 @@ def _retention(query: jax.Array, key: jax.Array, value: jax.Array, chunk: int) -
     return seen.transpose(1, 0, 3, 2, 4).reshape(batch, length, heads, size)
 
 
-class Mamba2(nn.Module):
+class Mamba2(Decoder, kw_only=True):
     """A language model with state spaces, whose matmuls are computed in chunks (Dao & Gu 2024, arXiv 2405.21060)."""
 
-    vocabulary: int
-    blocks: int
-    width: int
     heads: int
     state: int
     chunk: int
-    dtype: Any = jnp.float32
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        norm = partial(nn.RMSNorm, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1])
-        for block in range(self.blocks):
-            x = x + self._mixed(norm()(x), block)
-        return cross_entropy(nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(norm()(x)), tokens[:, 1:])
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        return x + self._mixed(self.norm(x), number)
 
     def _mixed(self, x: jax.Array, block: int) -> jax.Array:
         """Apply a short convolution and the state space to ``[batch, length, width]``."""
         inner, state = 2 * self.width, self.state
-        taken = nn.Dense(2 * inner + 2 * state + self.heads, use_bias=False, dtype=self.dtype)(x)
+        taken = self.dense(2 * inner + 2 * state + self.heads, use_bias=False)(x)
         gate, y, step = jnp.split(taken, [inner, 2 * inner + 2 * state], axis=-1)
         features = y.shape[-1]
-        y = nn.Conv(features, (4,), padding="CAUSAL", feature_group_count=features, dtype=self.dtype)(y)
+        y = self.conv(features, (4,), padding="CAUSAL", feature_group_count=features)(y)
         value, key, query = jnp.split(nn.silu(y), [inner, inner + state], axis=-1)
         bias, log_rate, skip = (
             self.param(f"{name}_{block}", nn.initializers.uniform(1.0), (1, 1, self.heads))
@@ -130,8 +112,8 @@ class Mamba2(nn.Module):
         space = jax.checkpoint(partial(_state_space, chunk=self.chunk))
         seen = space(query, key, value * step[..., None].astype(self.dtype), -jnp.exp(log_rate) * step)
         seen = (seen + skip[..., None].astype(self.dtype) * value).reshape(gate.shape)
-        seen = nn.RMSNorm(dtype=self.dtype)(seen * nn.silu(gate))
-        return nn.Dense(self.width, use_bias=False, dtype=self.dtype)(seen)
+        seen = self.norm(seen * nn.silu(gate))
+        return self.dense(self.width, use_bias=False)(seen)
 
 
 def _state_space(query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, chunk: int) -> jax.Array:
@@ -161,27 +143,21 @@ def _state_space(query: jax.Array, key: jax.Array, value: jax.Array, log_decay: 
     return seen.reshape(shape)
 
 
-class RWKV(nn.Module):
+class RWKV(Decoder, kw_only=True):
     """The language model RWKV-4, whose weighted sum is computed by a scan in float32 (arXiv 2305.13048)."""
 
-    vocabulary: int
-    blocks: int
-    width: int
-    dtype: Any = jnp.float32
+    norm_type = nn.LayerNorm
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return the cross-entropy of the next token for tokens of shape ``[batch, length + 1]``."""
-        dense, norm = partial(nn.Dense, use_bias=False, dtype=self.dtype), partial(nn.LayerNorm, dtype=self.dtype)
-        x = norm()(nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens[:, :-1]))
-        for block in range(self.blocks):
-            key, value, gate = self._mixed(norm()(x), f"time_{block}", 3)
-            seen = self._weighted_sum(dense(self.width)(key), dense(self.width)(value), block)
-            x = x + dense(self.width)(nn.sigmoid(dense(self.width)(gate)) * seen)
-            key, gate = self._mixed(norm()(x), f"channel_{block}", 2)
-            hidden = jnp.square(nn.relu(dense(4 * self.width)(key)))
-            x = x + nn.sigmoid(dense(self.width)(gate)) * dense(self.width)(hidden)
-        return cross_entropy(dense(self.vocabulary)(norm()(x)), tokens[:, 1:])
+    def block(self, x: jax.Array, number: int) -> jax.Array:
+        """Apply a block to ``[batch, length, width]``."""
+        dense = partial(self.dense, use_bias=False)
+        x = x if number else self.norm(x)
+        key, value, gate = self._mixed(self.norm(x), f"time_{number}", 3)
+        seen = self._weighted_sum(dense(self.width)(key), dense(self.width)(value), number)
+        x = x + dense(self.width)(nn.sigmoid(dense(self.width)(gate)) * seen)
+        key, gate = self._mixed(self.norm(x), f"channel_{number}", 2)
+        hidden = jnp.square(nn.relu(dense(4 * self.width)(key)))
+        return x + nn.sigmoid(dense(self.width)(gate)) * dense(self.width)(hidden)
 
     def _mixed(self, x: jax.Array, name: str, count: int) -> list[jax.Array]:
         """Return mixtures of each token and the token before it, with one parameter for each channel."""
@@ -211,30 +187,29 @@ class RWKV(nn.Module):
         return seen.swapaxes(0, 1).astype(self.dtype)
 
 
-class CTC(nn.Module):
+class CTC(Network, kw_only=True):
     """A speech model: two convolutions, transformer blocks, and the connectionist temporal classification loss."""
 
     vocabulary: int
     blocks: int
     width: int
     heads: int
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, spectrum: jax.Array, labels: jax.Array) -> jax.Array:
         """Return the loss for spectra of shape ``[batch, length, frequencies]``, and labels, ``[batch, tokens]``."""
         x = spectrum[..., None]
         for _ in range(2):
-            x = nn.relu(nn.Conv(self.width // 4, (3, 3), (2, 2), dtype=self.dtype)(x))
-        x = nn.Dense(self.width, dtype=self.dtype)(x.reshape(*x.shape[:2], -1))
+            x = nn.relu(self.conv(self.width // 4, (3, 3), (2, 2))(x))
+        x = self.dense(self.width)(x.reshape(*x.shape[:2], -1))
         for _ in range(self.blocks):
-            x = Block(self.heads, dtype=self.dtype)(x)
-        logits = nn.Dense(self.vocabulary, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)).astype(jnp.float32)
+            x = Block(heads=self.heads, dtype=self.dtype)(x)
+        logits = self.dense(self.vocabulary)(self.norm(x)).astype(jnp.float32)
         # The label 0 is the blank.
         return optax.ctc_loss(logits, jnp.zeros(logits.shape[:2]), 1 + labels, jnp.zeros(labels.shape)).mean()
 
 
-class Transducer(nn.Module):
+class Transducer(Network, kw_only=True):
     """A speech model: transformer blocks for the audio, an LSTM for the labels, and the transducer loss of RNN-T.
 
     The loss is the negative logarithm of the sum over all alignments (Graves 2012, arXiv 1211.3711).
@@ -244,20 +219,19 @@ class Transducer(nn.Module):
     blocks: int
     width: int
     heads: int
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, spectrum: jax.Array, labels: jax.Array) -> jax.Array:
         """Return the loss for spectra of shape ``[batch, length, frequencies]``, and labels, ``[batch, tokens]``."""
-        dense = partial(nn.Dense, self.width, dtype=self.dtype)
+        dense = partial(self.dense, self.width)
         x = dense()(spectrum.reshape(len(spectrum), spectrum.shape[1] // 4, -1))
         for _ in range(self.blocks):
-            x = Block(self.heads, dtype=self.dtype)(x)
+            x = Block(heads=self.heads, dtype=self.dtype)(x)
         # The label 0 is the blank.
-        y = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(jnp.pad(1 + labels, ((0, 0), (1, 0))))
+        y = self.embed(self.vocabulary, self.width)(jnp.pad(1 + labels, ((0, 0), (1, 0))))
         y = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(y)
         joint = jnp.tanh(dense()(x)[:, :, None] + dense()(y)[:, None])
-        log_probabilities = nn.log_softmax(nn.Dense(self.vocabulary, dtype=self.dtype)(joint).astype(jnp.float32))
+        log_probabilities = nn.log_softmax(self.dense(self.vocabulary)(joint).astype(jnp.float32))
         emitted = jnp.take_along_axis(log_probabilities[:, :, :-1], 1 + labels[:, None, :, None], axis=-1)[..., 0]
         return -_log_likelihood(log_probabilities[..., 0], emitted).mean()
 

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from benchmarks.autocast.models import Model
+from benchmarks.autocast.untuned.layers import Network
 from benchmarks.optimizer.peers import Loss
 
 _PENALTY = 5.0  # The weight of the R1 penalty, which is half of gamma in the paper.
 _leaky = partial(nn.leaky_relu, negative_slope=0.2)
 
 
-class ModulatedConv(nn.Module):
+class ModulatedConv(Network, kw_only=True):
     """A convolution whose input channels are multiplied by numbers that depend on the style."""
 
     features: int
     size: int
     is_normalized: bool = True
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, style: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ class ModulatedConv(nn.Module):
         shape = (self.size, self.size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (1, 1, 1, self.features)).astype(self.dtype)
-        scale = nn.Dense(x.shape[-1], bias_init=nn.initializers.ones, dtype=self.dtype)(style)
+        scale = self.dense(x.shape[-1], bias_init=nn.initializers.ones)(style)
         layout = ("NHWC", "HWIO", "NHWC")
         kernels = kernel.astype(self.dtype)
         y = jax.lax.conv_general_dilated(x * scale[:, None, None], kernels, (1, 1), "SAME", dimension_numbers=layout)
@@ -42,49 +42,47 @@ class ModulatedConv(nn.Module):
         return y + bias
 
 
-class Generator(nn.Module):
+class Generator(Network, kw_only=True):
     """A network that doubles the resolution of an image at each level, beginning with 4 x 4 pixels."""
 
     widths: Sequence[int]
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, noise: jax.Array) -> jax.Array:
         """Return images in float32 for noise of shape ``[batch, width]``."""
         style = noise
         for _ in range(8):
-            style = _leaky(nn.Dense(noise.shape[-1], dtype=self.dtype)(style))
+            style = _leaky(self.dense(noise.shape[-1])(style))
         start = self.param("start", nn.initializers.normal(1.0), (1, 4, 4, self.widths[0]))
         x, image = start.astype(self.dtype).repeat(len(noise), axis=0), jnp.zeros((1, 1, 1, 3), self.dtype)
         for level, features in enumerate(self.widths):
             if level:
                 x, image = (each.repeat(2, axis=1).repeat(2, axis=2) for each in (x, image))
             for _ in range(2 if level else 1):
-                x = _leaky(ModulatedConv(features, 3, dtype=self.dtype)(x, style))
-            image = image + ModulatedConv(3, 1, is_normalized=False, dtype=self.dtype)(x, style)
+                x = _leaky(ModulatedConv(features=features, size=3, dtype=self.dtype)(x, style))
+            image = image + ModulatedConv(features=3, size=1, is_normalized=False, dtype=self.dtype)(x, style)
         return image.astype(jnp.float32)
 
 
-class Discriminator(nn.Module):
+class Discriminator(Network, kw_only=True):
     """A residual network that halves the resolution of an image at each level."""
 
     widths: Sequence[int]
-    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return the logits, ``[batch]``, for ``[batch, height, width, channels]``."""
-        conv = partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
+        conv = partial(self.conv, kernel_size=(3, 3))
         halve = partial(nn.avg_pool, window_shape=(2, 2), strides=(2, 2))
-        x = _leaky(nn.Conv(self.widths[-1], (1, 1), dtype=self.dtype)(images))
+        x = _leaky(self.conv(self.widths[-1], (1, 1))(images))
         for features in reversed(self.widths[:-1]):
             y = _leaky(conv(features)(halve(_leaky(conv(x.shape[-1])(x)))))
-            x = (y + nn.Conv(features, (1, 1), use_bias=False, dtype=self.dtype)(halve(x))) * 0.5**0.5
+            x = (y + self.conv(features, (1, 1), use_bias=False)(halve(x))) * 0.5**0.5
         deviation = jnp.sqrt(x.astype(jnp.float32).var(0) + 1e-8).mean().astype(self.dtype)
         x = jnp.concatenate([x, jnp.broadcast_to(deviation, (*x.shape[:-1], 1))], axis=-1)
         x = _leaky(conv(self.widths[0])(x)).reshape(len(x), -1)
-        x = _leaky(nn.Dense(self.widths[0], dtype=self.dtype)(x))
-        return nn.Dense(1, dtype=self.dtype)(x)[:, 0].astype(jnp.float32)
+        x = _leaky(self.dense(self.widths[0])(x))
+        return self.dense(1)(x)[:, 0].astype(jnp.float32)
 
 
 def stylegan(batch: int, widths: Sequence[int], latent: int) -> Model:
@@ -96,15 +94,17 @@ def stylegan(batch: int, widths: Sequence[int], latent: int) -> Model:
 
     def params() -> Any:
         noise, images = data(0)
-        generator = Generator(widths).init(jax.random.key(0), noise)
-        return {"generator": generator, "discriminator": Discriminator(widths).init(jax.random.key(1), images)}
+        generator = Generator(widths=widths).init(jax.random.key(0), noise)
+        return {"generator": generator, "discriminator": Discriminator(widths=widths).init(jax.random.key(1), images)}
 
     def data(number: int) -> Any:
         noise, images = jax.random.split(jax.random.key(number))
         return jax.random.normal(noise, (batch, latent)), jax.random.normal(images, (batch, size, size, 3))
 
     def loss(dtype: DTypeLike | None) -> Loss:
-        generator, discriminator = (network(widths, dtype or jnp.float32) for network in (Generator, Discriminator))
+        generator, discriminator = (
+            network(widths=widths, dtype=dtype or jnp.float32) for network in (Generator, Discriminator)
+        )
 
         def function(params: Any, batch: Any) -> jax.Array:
             noise, images = batch
