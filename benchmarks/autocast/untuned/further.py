@@ -190,7 +190,7 @@ class LRU(Network, kw_only=True):
 class FourierOperator(Network, kw_only=True):
     """A Fourier neural operator for fields on a square grid (Li et al. 2020, arXiv 2010.08895).
 
-    The Fourier transforms and the weights of the modes are in float32 and complex64.
+    The Fourier transforms are in float32. The complex matmuls of the modes are computed as real matmuls.
     """
 
     blocks: int
@@ -208,12 +208,16 @@ class FourierOperator(Network, kw_only=True):
 
     def _spectral(self, x: jax.Array, block: int) -> jax.Array:
         modes, shape = self.modes, (2, 2 * self.modes, self.modes, self.width, self.width)
-        real, imaginary = self.param(f"modes_{block}", nn.initializers.normal(1 / self.width), shape)
-        waves = jnp.fft.rfft2(x, axes=(1, 2))
+        real, imaginary = self.param(f"modes_{block}", nn.initializers.normal(1 / self.width), shape).astype(self.dtype)
+        waves = jnp.fft.rfft2(x, axes=(1, 2), norm="ortho")
         low = jnp.concatenate([waves[:, :modes, :modes], waves[:, -modes:, :modes]], axis=1)
-        low = jnp.einsum("bhwi,hwio->bhwo", low, jax.lax.complex(real, imaginary))
+        low = jnp.concatenate([low.real, low.imag], axis=-1).astype(self.dtype)
+        weights = jnp.block([[real, imaginary], [-imaginary, real]])
+        low = jnp.einsum("bhwi,hwio->bhwo", low, weights).astype(jnp.float32)
+        low = jax.lax.complex(*jnp.split(low, 2, axis=-1))
         waves = jnp.zeros_like(waves).at[:, :modes, :modes].set(low[:, :modes])
-        return jnp.fft.irfft2(waves.at[:, -modes:, :modes].set(low[:, modes:]), s=x.shape[1:3], axes=(1, 2))
+        waves = waves.at[:, -modes:, :modes].set(low[:, modes:])
+        return jnp.fft.irfft2(waves, s=x.shape[1:3], axes=(1, 2), norm="ortho")
 
 
 class Flow(Network, kw_only=True):
