@@ -113,12 +113,6 @@ def test_compile_time_of_autocast():
     assert f"eight smaller programs takes {min(for_cpu)} to {max(for_cpu)} times as long as in float32" in page
 
 
-def test_compile_time_with_16_bit_parameters():
-    measured = [row[2] for row in rows(RESULTS / "compile_time.md", "### Compile time with 16-bit parameters")]
-    stated = rows(ROOT / "docs" / "guide" / "sixteen_bit.md", "the processor time to trace, lower and compile a step")
-    assert [seconds for column in (1, 2) for seconds in [row[column] for row in stated]] == measured
-
-
 def test_compile_time_of_a_training_step():
     page = words(ROOT / "docs" / "performance.md")
     over = {row[0]: row[2] for row in rows(RESULTS / "compile_time.md", "### Compile time of a training step")}

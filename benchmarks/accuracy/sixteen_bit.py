@@ -130,7 +130,7 @@ def run(
     Args:
       quick: whether to train for only a few steps with one seed. The outcomes are then not stored.
       progress: the progress.
-      docs: whether to write the tables of docs/guide/sixteen_bit.md.
+      docs: whether to write the tables of docs/accuracy.md.
       minutes: the time after which no training run is started. The cells of missing runs are empty.
       resume: whether to use the stored outcomes of an earlier run.
     """
