@@ -223,30 +223,36 @@ def least_to_most(values):
 
 
 def test_limits_of_the_automatic_scale():
-    page = words(ROOT / "docs" / "choosing.md")
+    path = ROOT / "docs" / "choosing.md"
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
-    for one_in in ("50", "200", "400"):
-        auto, dynamic = least_to_most(rare[one_in][:-2]), f"{rare[one_in][-1]:.0f}"
-        skipped = f'{auto}% of these batches are skipped with the automatic scale, and {dynamic}% with `"dynamic"`.'
-        assert f"If one in {one_in} batches is of this kind, {skipped}" in page
+    assert rows(path, "In the first table, one kind of batch") == [
+        [f"one in {one_in}", f"{least_to_most(rare[one_in][:-2])}%", f"{rare[one_in][-1]:.0f}%"]
+        for one_in in ("50", "200", "400")
+    ]
     mixed = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Large values inside")}
-    few = ["2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4", "grows by 2^2 in 1,000 steps, to 2^20"]
-    assert "both scales skip at most about 1 in 1,000 steps" in page
-    assert max(mixed[name][column] for name in few for column in (0, 2)) < 1.2
-    for start, name in {
-        "If the factor is about 2^16 and varies by 6 bits": "2^16, noise 6",
-        "If the factor has a heavy-tailed distribution": "2^8, noise of Student's t, 2",
-        "If the factor grows to 2^28": "grows by 2^2 in 1,000 steps, to 2^28",
+    stated = {factor: skipped for factor, *skipped in rows(path, "In the second table")}
+    few = {
+        "about 2^8, varies by 3 to 4 bits": ("2^8, noise 3", "2^8, noise 3.5", "2^8, noise 4"),
+        "becomes 4 times as large every 1,000 steps, until 2^20": ("grows by 2^2 in 1,000 steps, to 2^20",),
+    }
+    for factor, names in few.items():
+        assert stated.pop(factor) == ["about 1", "at most 1"]
+        assert all(mixed[name][0] < 1.2 and mixed[name][2] <= 1 for name in names)
+    for factor, name in {
+        "the same, until 2^28": "grows by 2^2 in 1,000 steps, to 2^28",
+        "about 2^16, varies by 6 bits": "2^16, noise 6",
+        "heavy-tailed distribution": "2^8, noise of Student's t, 2",
     }.items():
         auto, _, dynamic, _ = mixed[name]
-        skipped = f'the automatic scale skips {auto:.0f} of 1,000 steps, and `"dynamic"` skips {dynamic:.0f} st'
-        assert f"{start}, {skipped}" in page
+        assert stated.pop(factor) == [f"{auto:.0f}", f"{dynamic:.0f}"]
+    page = words(path)
     assert "both scales skip only the steps with NaNs" in page
     assert max(mixed[f"NaN 1 in {one_in}"][column] for one_in in (20, 50, 100, 200, 400) for column in (0, 2)) < 0.1
     auto, unused, dynamic, dynamic_unused = zip(*(mixed[name] for name in NANS_AND_LARGE_VALUES), strict=True)
-    assert f"{least_to_most(auto)} of 1,000 steps without NaNs are also skipped with the automatic scale" in page
+    [skipped] = stated.values()
+    assert skipped == [f"{least_to_most(auto)}, not counting the steps with NaNs", "0"]
     assert max(dynamic) < 0.5
-    text = f'`"dynamic"` leaves {least_to_most(dynamic_unused)} bits unused, and the automatic scale leaves'
+    text = f'`"dynamic"` leaves {least_to_most(dynamic_unused)} bits unused, and `"auto"` leaves'
     assert f"{text} {least_to_most(unused)} bits" in page
 
 
