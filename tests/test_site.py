@@ -131,7 +131,7 @@ faq/  faq
 faq/#what-about-float8  float8
 why/#float16-or-bfloat16-which-one-to-use  webgpu, V100, bfloat16 or float16, bf16
 why/#memory-saved-time-saved  memory saved
-why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums  softmax in float16, layernorm
+guide/precision/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums  softmax in float16, layernorm
 performance/#why-is-training-slower-in-float16-fp16-or-not-faster  training slower in fp16
 performance/#overhead-of-the-optimizer-step-what-it-costs  overhead
 performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores  tf32, speedup, tensor core
