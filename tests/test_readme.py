@@ -35,8 +35,10 @@ def test_program_before_and_after_the_diff_takes_the_same_step(kinds):
 
 def test_table_of_situations_has_short_rows_without_numbers_below_the_first_code():
     before, heading, after = README.partition("| your situation | what you need |\n|---|---|\n")
-    assert heading and "|---" not in before
-    assert "```bash" in before and "```diff" in before
+    assert heading
+    assert "|---" not in before
+    assert "```bash" in before
+    assert "```diff" in before
     rows = [line.strip("|").split("|") for line in after.partition("\n\n")[0].splitlines()]
     assert any("my float16 run diverges" in situation for situation, _ in rows)
     for row in rows:

@@ -91,6 +91,43 @@ def test_predictions_for_older_gpus():
     assert rows(ROOT / "docs" / "performance.md", "## V100 and T4") == measured
 
 
+def test_estimates_for_tpus():
+    def estimates():
+        for name, _, manual, float32, half, _, manual_memory, float32_memory, *_ in rows(
+            RESULTS / "tpu.md", "## Tables"
+        ):
+            yield name, [float32, manual, float32_memory, manual_memory], half
+
+    page = words(ROOT / "docs" / "performance.md")
+    assert rows(ROOT / "docs" / "performance.md", "## TPU") == [[name, *cells] for name, cells, _ in estimates()]
+    found = {name: (cells[1], half) for name, cells, half in estimates()}
+    (net, half_net), (mixer, half_mixer) = found["convolution net"], found["MLP-Mixer"]
+    assert (
+        f"convolution net is {half_net} instead of {net}, and that of the MLP-Mixer {half_mixer} instead of {mixer}."
+        in page
+    )
+    cycles = {name: number(cell) for name, cell, *_ in rows(RESULTS / "tpu.md", "### Optimizers on a TPU")}
+    in_float16, in_bfloat16 = (
+        cycles["`loss_scaled(adam)`, `autocast` in float16"],
+        cycles["Adam, `autocast` in bfloat16"],
+    )
+    assert f"takes {in_float16 / in_bfloat16:.2f} times as many cycles in float16" in page
+    adam = cycles["Adam in float32"]
+    for name in ("`loss_scaled(adam)` in float32", "Adam in float32, clipped by the global norm"):
+        assert f"each increase the cycles by {100 * (cycles[name] / adam - 1):.0f}%" in page
+    half = cycles["Adam, bfloat16 parameters"]
+    names = (
+        "`stochastic_rounding(adam)`",
+        "`master_weights(adam)`",
+        "`stochastic_rounding(half_precision_state(adam))`",
+    )
+    increases = [f"{100 * (cycles[name] / half - 1):.0f}%" for name in names]
+    text = (
+        "`stochastic_rounding` increases them by {}, `master_weights` by {}, and `stochastic_rounding` with {} by {}."
+    )
+    assert text.format(*increases[:2], "`half_precision_state`", increases[2]) in page
+
+
 def test_table_of_the_readme():
     stated = rows(ROOT / "README.md", "Time and temporary memory of a training step")
     measured = measured_on_an_h100()
@@ -103,9 +140,11 @@ def test_table_of_the_readme():
             row = estimated["V100", model]
             assert cells == [*row[3:5], *row[6:]], model
         else:
-            continue
+            assert hardware == "TPU v5e, estimated"
+            row = next(row for row in rows(RESULTS / "tpu.md", "## Tables") if row[0] == model)
+            assert cells == [row[column] for column in (3, 2, 7, 6)], model
         compared.append(hardware)
-    assert compared == ["H100, measured"] * 2 + ["V100, estimated"] * 2
+    assert compared == ["H100, measured"] * 2 + ["TPU v5e, estimated"] * 2 + ["V100, estimated"] * 2
 
 
 def test_bytes_saved_for_the_backward_pass():
@@ -219,7 +258,7 @@ def least_to_most(values):
 def test_limits_of_the_automatic_scale():
     path = ROOT / "docs" / "choosing.md"
     rare = {row[0]: list(map(float, row[1:])) for row in rows(RESULTS / "policies.md", "### Rare kinds of batches")}
-    assert rows(path, "In the first table, one kind of batch") == [
+    assert rows(path, "one kind of batch has values") == [
         [f"one in {one_in}", f"{least_to_most(rare[one_in][:-2])}%", f"{rare[one_in][-1]:.0f}%"]
         for one_in in ("50", "200", "400")
     ]
