@@ -79,9 +79,9 @@ def test_predictions_for_models_that_were_not_used_for_tuning():
         if name not in measured_on_an_h100()
     ]
     stated = rows(ROOT / "docs" / "performance.md", "### Models that were not used to tune")
-    assert stated == [[name, *("-" if cell is None else f"{cell:.2f}" for cell in cells)] for name, *cells in shown]
+    assert stated == [[name, *(f"{cell:.2f}" for cell in cells)] for name, *cells in shown if cells[0] > 1.1]
     time, memory = (statistics.median(row[column] for row in shown) for column in (1, 2))
-    medians = f"Its median relative time is {time:.2f}, and its median relative memory is {memory:.2f}."
+    medians = f"take a median time of {time:.2f} and a median memory of {memory:.2f}."
     assert medians in words(ROOT / "docs" / "performance.md")
 
 
