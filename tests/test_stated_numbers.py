@@ -91,6 +91,14 @@ def test_predictions_for_older_gpus():
     assert rows(ROOT / "docs" / "performance.md", "## V100 and T4") == measured
 
 
+def test_errors_of_the_estimates():
+    marked = {row[0]: row[1] for row in rows(RESULTS / "estimates.md", "## Marks")}
+    error = number(
+        marked["GPU program (compiled, not run): estimated time of autocast over manual casts: largest error"]
+    )
+    assert f"measured above by at most {100 * error:.0f}%" in words(ROOT / "docs" / "performance.md")
+
+
 def test_estimates_for_tpus():
     def estimates():
         for name, _, manual, float32, half, _, manual_memory, float32_memory, *_ in rows(
@@ -136,7 +144,7 @@ def test_table_of_the_readme():
     for hardware, model, *cells in stated:
         if hardware == "H100, measured":
             assert cells == [measured[model][column] for column in (3, 4, 6, 7)], model
-        elif hardware == "V100, estimated":
+        elif hardware == "V100, estimated (0.7.0)":
             row = estimated["V100", model]
             assert cells == [*row[3:5], *row[6:]], model
         else:
@@ -144,7 +152,7 @@ def test_table_of_the_readme():
             row = next(row for row in rows(RESULTS / "tpu.md", "## Tables") if row[0] == model)
             assert cells == [row[column] for column in (3, 2, 7, 6)], model
         compared.append(hardware)
-    assert compared == ["H100, measured"] * 2 + ["TPU v5e, estimated"] * 2 + ["V100, estimated"] * 2
+    assert compared == ["H100, measured"] * 2 + ["TPU v5e, estimated"] * 2 + ["V100, estimated (0.7.0)"] * 2
 
 
 def test_bytes_saved_for_the_backward_pass():
