@@ -45,9 +45,6 @@ BENCHMARKS = {
 
 # Benchmarks that run only if they are named on the command line.
 ON_REQUEST = {
-    "cudnn": Benchmark(
-        "gpu.cudnn", "cuDNN attention with `jls.in_half`, compiled for eight H100s (group `bench-cuda`)"
-    ),
     "on_gpu": Benchmark("autocast.on_gpu", "training steps under `jls.autocast`, timed on a GPU (5 minutes)"),
     "estimates": Benchmark("autocast.estimates", "estimates of training steps, compared with on_gpu (`bench-cuda`)"),
     "optimizer_on_gpu": Benchmark(
