@@ -79,7 +79,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workload", action="append", default=[], metavar="NAME", help=only)
     pages = "for accuracy, sixteen_bit and policies: write the tables and plots of the pages in docs"
     add("--docs", action="store_true", help=pages)
-    add("--minutes", type=float, help="for sixteen_bit: start no training run after this number of minutes")
     add("--resume", action="store_true", help="for sixteen_bit and tpu: reuse the outcomes of an earlier run")
     options = parser.parse_args(arguments)
     for name in options.benchmarks:
@@ -98,8 +97,6 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     chosen = set(options.benchmarks)
     if (options.workload and "accuracy" not in chosen) or (options.docs and not chosen & _WITH_PAGES):
         parser.error(f"--workload requires the benchmark accuracy, and --docs requires one of {sorted(_WITH_PAGES)}")
-    if (options.minutes is not None) and "sixteen_bit" not in chosen:
-        parser.error("--minutes requires the benchmark sixteen_bit")
     if options.resume and not chosen & {"sixteen_bit", "tpu"}:
         parser.error("--resume requires the benchmark sixteen_bit or tpu")
     if options.docs and (options.workload or options.quick):
@@ -111,8 +108,7 @@ def _check_special(parser: _Parser, options: argparse.Namespace) -> None:
     for module, extra in needed:
         if importlib.util.find_spec(module) is None:
             parser.error(f"{module} is not installed. Install the extra `{extra}`: pip install -e '.[{extra}]'")
-    limits = {} if options.minutes is None else {"minutes": options.minutes}
-    options.for_sixteen_bit = {"docs": options.docs, "resume": options.resume, **limits}
+    options.for_sixteen_bit = {"docs": options.docs, "resume": options.resume}
     options.for_tpu = {"resume": options.resume}
     options.for_policies = {"docs": options.docs} if "policies" in chosen else {}
     options.for_accuracy = {}

@@ -36,4 +36,4 @@ def test_project_without_tests_is_reported(tmp_path, capsys):
     suites.report(tmp_path, save=False)
     assert "1 x empty: not run: no test ran" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no test file"):
-        suites.run(argparse.Namespace(project="planted", checkout=tmp_path, results=tmp_path, minutes=1, files=[""]))
+        suites.run(argparse.Namespace(project="planted", checkout=tmp_path, results=tmp_path, minutes=1))

@@ -96,15 +96,8 @@ def main():
     parser.add_argument("checkout", nargs="?", type=Path)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fraction", type=float, default=1, help="the fraction of programs whose values are compared")
-    parser.add_argument(
-        "--files", nargs="*", default=[""], help="run only files whose path contains one of these strings"
-    )
     parser.add_argument("--test", help="run only this test, and print the traceback of each crash")
     parser.add_argument("--results", type=Path, default=ROOT / ".suites", help="the folder of the known results")
-    parser.add_argument(
-        "--fast", action="store_true", help="skip the check `exact`, so that more programs are compared"
-    )
     parser.add_argument("--report", action="store_true", help="only print the known results")
     parser.add_argument("--save", action="store_true", help="also write the table to tools/suites.md")
     given = parser.parse_args()
@@ -128,14 +121,13 @@ def run(given):
         file.write(json.dumps({"run": about}) + "\n")
     files = sorted({file for pattern in patterns for file in given.checkout.glob(pattern)})
     files = [str(file.relative_to(given.checkout)) for file in files]
-    files = [file for file in files if any(part in file for part in given.files)]
     if not files:
         sys.exit(f"{given.checkout} contains no test file of {given.project}.")
     random.Random(given.seed).shuffle(files)
     count = max(1, min(len(files), round(given.minutes / MINUTES)))
     for number in range(count):
         seconds, before = (end - time.time()) / (count - number), len(read(path))
-        status = pytest_of(given, files[number::count], path, seconds, is_exact=not given.fast)
+        status = pytest_of(given, files[number::count], path, seconds)
         if status not in STATUSES:
             with path.open("a") as results:
                 results.write(json.dumps({"not run": f"pytest ended with status {status}", "test": ""}) + "\n")
@@ -143,7 +135,7 @@ def run(given):
         checked = {each["test"] for each in records if "program" in each}
         failed = {each["test"]: each for each in records if each.get("outcome") == "failed" and each["test"] in checked}
         # Run failed tests again with the original results, to determine whether `autocast` caused the failure.
-        if failed and not given.fast:
+        if failed:
             again = path.with_suffix(".again")
             again.unlink(missing_ok=True)
             pytest_of(given, [*failed], again, seconds / 4, is_exact=False)
@@ -163,8 +155,8 @@ def pytest_of(given, tests, path, seconds, is_exact=True, verbose=False):
         "seconds": seconds,
         "is_exact": is_exact,
         "verbose": verbose,
+        "seed": given.seed,
     }
-    about |= {"fraction": given.fraction, "seed": given.seed}
     # The package is imported from the checkout, because the tests of some projects are part of the package.
     own = [] if given.project == "jax" else [str(given.checkout.resolve())]
     environment = {

@@ -2,15 +2,13 @@
 
 All networks compute in float32, so that only the storage between two steps differs. The exception is a workload whose
 name contains "autocast". The outcomes of each arm are appended to ``results/sixteen_bit.jsonl`` when its runs end.
-``python -m benchmarks sixteen_bit --minutes 8`` stops after eight minutes, and ``--resume`` continues an earlier run.
+With ``--resume``, the benchmark continues an interrupted run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -122,21 +120,17 @@ def storage(dtype: DTypeLike, name: str) -> Storage:
     return Storage(dtype, wrapped, **options)
 
 
-def run(
-    quick: bool, progress: Progress, docs: bool = False, minutes: float = math.inf, resume: bool = False
-) -> list[Table]:
+def run(quick: bool, progress: Progress, docs: bool = False, resume: bool = False) -> list[Table]:
     """Train all workloads in all arms, and return a table for each dtype and a table of all training runs.
 
     Args:
       quick: whether to train for only a few steps with one seed. The outcomes are then not stored.
       progress: the progress.
       docs: whether to write the tables of docs/accuracy.md.
-      minutes: the time after which no training run is started. The cells of missing runs are empty.
       resume: whether to use the stored outcomes of an earlier run.
     """
     # A GPU would compute float32 matmuls in TF32, and these small networks are not faster on it.
     jax.config.update("jax_platforms", "cpu")
-    deadline = time.monotonic() + 60 * minutes
     chosen = workloads(quick)
     if not quick and not resume:
         OUTCOMES.unlink(missing_ok=True)
@@ -157,7 +151,7 @@ def run(
     for n, (dtype, names) in enumerate(by_dtype.items()):
         seeds = {name: SEEDS[:1] if quick else SEEDS + MORE_SEEDS.get(name, ()) for name in names}
         part = progress.part(n, 2, jnp.dtype(dtype).name)
-        train_all({name: chosen[name] for name in names}, seeds, arms(dtype), part, done, outcomes, deadline)
+        train_all({name: chosen[name] for name in names}, seeds, arms(dtype), part, done, outcomes)
     tables = [*(_table(dtype, names, outcomes, quick) for dtype, names in by_dtype.items()), _details(outcomes, quick)]
     if docs:
         from benchmarks.accuracy import page

@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -199,13 +198,11 @@ def train_all(
     progress: Progress,
     done: Callable[[Outcomes], None],
     known: Container[tuple[str, str]] = (),
-    deadline: float = math.inf,
 ) -> None:
     """Train all arms of the given workloads in as many threads as there are CPU cores.
 
     The workloads are the inner loop, and arms that differ only in their initial weights use the same compiled program.
-    ``done`` is called with the outcomes of each program. A program is not run if all of its outcomes are in ``known``,
-    or if it has not started when `time.monotonic` reaches the ``deadline``.
+    ``done`` is called with the outcomes of each program. A program is not run if all of its outcomes are in ``known``.
     """
     groups = itertools.groupby(arms, lambda arm: (arm.dtype, arm.loss_scale, arm.rewritten, arm.storage))
     jobs = [
@@ -216,8 +213,6 @@ def train_all(
     ]
 
     def train(name: str, program: tuple[Arm, ...]) -> Outcomes:
-        if time.monotonic() > deadline:
-            return {}
         first = program[0]
         training = compile_training(first.rewritten(workloads[name]), first.dtype, first.loss_scale, first.storage)
         return {

@@ -76,8 +76,7 @@ def _measure(case: _Case, quick: bool, progress: Progress) -> Table:
         name = f"GPU: host waits for the device in a step, {case.what}"
         marks.append(Mark(name, _waits_for_device(steps[OURS.name]), 0, exactly=True))
     title = f"Adam, {case.size / 1e6:.1f} M float32 parameters in 57 leaves, {case.dtype} gradients"
-    notes = [_against_fastest_peer(timings)] if not case.is_large else []
-    return Table(title, _COLUMNS, rows, marks, notes, quick=quick)
+    return Table(title, _COLUMNS, rows, marks, quick=quick)
 
 
 def _timed(
@@ -125,15 +124,6 @@ def _marks(case: _Case, timings: Timings, rows: dict[str, tuple[Any, ...]]) -> l
             marks.append(Mark(f"bytes accessed, {of} over bare, {case.what}", rows[name][-1], goal))
         marks.append(Mark(f"{on}temporaries over parameters, {of}, {case.what}", rows[name][-2], _LARGEST_SHARE))
     return marks
-
-
-def _against_fastest_peer(timings: Timings) -> str:
-    fastest = min((peer.name for peer in PEERS), key=timings.median)
-    ratio = timings.ratio(OURS_IN_TWO_CALLS.name, fastest)
-    return (
-        f"`update` with `optax.apply_updates` takes {ratio.median:.2f} times (spread {ratio.spread}) as long as the "
-        f"fastest other library, {fastest}. With two calls, all updates must be written to memory."
-    )
 
 
 def _waits_for_device(step: Callable[[], Any]) -> int:

@@ -3,7 +3,7 @@
 A scale has arrived when it is close to the largest scale that does not overflow. The modules, in reading order:
 
 - `traces`: recorded and synthetic traces;
-- `contenders`: the loss scales that are compared, including those of other libraries (`comparators`);
+- `contenders`: the loss scales that are compared;
 - `judge`: measurement of one loss scale;
 - `replay`: measurement of all loss scales;
 - `inside`: tables about values inside the backward pass that are much larger than the gradients;

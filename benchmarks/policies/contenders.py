@@ -1,4 +1,4 @@
-"""The loss scales that are compared: loss scales of this library with several settings, and other libraries' rules."""
+"""The loss scales that are compared: loss scales of this library with several settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_lossscale as jls
-from benchmarks.policies.comparators import HistogramLossScale, LogMaxLossScale, ToleranceLossScale
 from benchmarks.policies.judge import best_fixed
 from benchmarks.policies.traces import Trace
 
@@ -34,10 +33,6 @@ def contenders() -> dict[str, Callable[[Trace], jls.LossScale]]:
         },
         "fixed, suggested at step 0": _suggested,
         BEST_FIXED: _best,
-        "fairseq, tolerance 0.25": lambda trace: ToleranceLossScale(),
-        "OpenSeq2Seq log-max, to 2^14": lambda trace: LogMaxLossScale(2.0**14),
-        "OpenSeq2Seq log-max, to 2^24": lambda trace: LogMaxLossScale(2.0**24),
-        "Graphcore histogram": lambda trace: HistogramLossScale(),
     }
 
 

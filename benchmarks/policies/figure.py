@@ -26,9 +26,6 @@ _STYLES = {
     "dynamic 2^15": ("#0072b2", "o"),
     "dynamic 2^24": ("#56b4e9", "s"),
     "fixed": ("#6e6e6e", "^"),
-    "fairseq": ("#cc79a7", "v"),
-    "OpenSeq2Seq": ("#d55e00", "X"),
-    "Graphcore": ("#e69f00", "P"),
 }
 
 

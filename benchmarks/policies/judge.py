@@ -76,8 +76,7 @@ def unused_bits(
     largest, first = (np.exp2(log2, dtype=np.float32) for log2 in (log2_largest, log2_first))
     scales, finite = _replay(_stacked(loss_scale), largest, first)
     finite = np.asarray(finite)
-    with np.errstate(invalid="ignore", divide="ignore"):  # The scale of a comparator can be infinite, NaN, or zero.
-        unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
+    unused = np.log2(_LARGEST_FINITE) - log2_first - np.log2(np.asarray(scales, np.float64))
     return np.where(finite, unused, np.nan), ~finite & (log2_first < np.inf)
 
 
@@ -133,9 +132,7 @@ def _replay(loss_scales: jls.LossScale, largest: jax.Array, first: jax.Array) ->
     """
 
     def over_one(loss_scale: jls.LossScale, largest: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Some comparators receive the value that overflows first instead of the largest gradient.
-        seen = first if getattr(loss_scale, "sees_inside", False) else largest
-        replayed = jls.diagnostics.simulate(loss_scale, largest=seen, max_cotangent=first)
+        replayed = jls.diagnostics.simulate(loss_scale, largest=largest, max_cotangent=first)
         return replayed.loss_scale, replayed.grads_finite
 
     return jax.vmap(over_one, in_axes=(0, 1, 1), out_axes=1)(loss_scales, largest, first)
