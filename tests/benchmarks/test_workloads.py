@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_lossscale as jls
-from benchmarks import accuracy
+from benchmarks.accuracy.trainings import arms
 from benchmarks.workloads import WORKLOADS, training
 
 pytestmark = [pytest.mark.ci, pytest.mark.slow]  # This file compiles and executes ten training runs.
@@ -46,7 +46,7 @@ def test_float16_with_the_found_policy_reaches_the_loss_of_float32(name):
     begun = float(jax.jit(workload.evaluate)(*training.begin(workload, 0)))
     assert 0 < exact.final_loss < LEARNT.get(name, 0.9) * begun
     assert (exact.skipped_steps, exact.final_loss_scale) == (0, 1)
-    arm = next(arm for arm in accuracy.arms() if arm.name == "autocast, found policy")
+    arm = next(arm for arm in arms() if arm.name == "autocast, found policy")
     found = training.compile_training(arm.rewritten(workload), arm.dtype, arm.loss_scale)(seed=0)
     assert found.final_loss == pytest.approx(float(exact.final_loss), rel=ABOVE_FLOAT32.get(name, 1e-3))
     assert found.skipped_steps <= 1
