@@ -41,8 +41,6 @@ _NOTES = (
     "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
     "The gradient of the tied table is a sum of two gradients, whose all-reduces XLA combines into one in float32. In "
     "FSDP, the float32 program gathers one gradient to scatter the other one into it.",
-    "In the scan with remat, a program with manual casts also recomputes each block. Most of the temporaries of both "
-    "programs are the gathered weights and the activations of one block in the backward pass.",
 )
 
 
@@ -54,7 +52,6 @@ class Layout(NamedTuple):
       mesh: the shape of the mesh by axis name.
       weights: the partition specs of the weights by name; "all" for all other weights.
       is_scanned: whether the blocks are executed by `jax.lax.scan`.
-      is_rematerialized: whether each block is wrapped in `jax.checkpoint`.
       axis_type: the type of the mesh axes.
     """
 
@@ -62,7 +59,6 @@ class Layout(NamedTuple):
     mesh: dict[str, int]
     weights: dict[str, P]
     is_scanned: bool = False
-    is_rematerialized: bool = False
     axis_type: AxisType = AxisType.Auto
 
     def placed(self, mesh: Mesh, name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -93,7 +89,6 @@ LAYOUTS = (
     Layout("FSDP", {"data": 8}, _ON_ROWS),
     Layout("FSDP, explicit axes", {"data": 8}, _ON_ROWS, axis_type=AxisType.Explicit),
     Layout("FSDP, scan", {"data": 8}, _ON_ROWS, is_scanned=True),
-    Layout("FSDP, scan with remat", {"data": 8}, _ON_ROWS, is_scanned=True, is_rematerialized=True),
     Layout("tensor parallel, 2 x 4", {"data": 2, "model": 4}, _BY_COLUMNS_THEN_ROWS),
 )
 _NOTHING_AGAIN = jls.PrecisionPolicy(recompute=False)
@@ -140,8 +135,7 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
         looked_up = whole(params["table"], table or dtype).at[tokens[:, :-1]]
         x = by_example(looked_up.get(out_sharding=P("data") if is_explicit else None).astype(dtype))
         if layout.is_scanned:
-            turn = jax.checkpoint(block) if layout.is_rematerialized else block
-            x, _ = jax.lax.scan(lambda x, weights: (turn(x, weights), None), x, params["blocks"])
+            x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
         else:
             x = functools.reduce(block, params["blocks"], x)
         logits = (norm(x) @ whole(params["table"]).T).astype(jnp.float32)
