@@ -1,4 +1,4 @@
-"""Draw three figures of the documentation: ``python docs/figures.py``. The script needs the extras demo and plot.
+"""Draw two figures of the documentation: ``python docs/figures.py``. The script needs the extras demo and plot.
 
 The demo and the benchmarks draw the other figures.
 """
@@ -49,52 +49,8 @@ def history(result: job.TrainingRun) -> dict[str, np.ndarray]:
     }
 
 
-def predictions() -> list[tuple[str, float, float]]:
-    """Return the name, the run time and the temporary memory of each training step in `performance.md`."""
-    section = (FOLDER / "performance.md").read_text().split("\n## ")[1]
-    # Leave out the table of the models that were not used for tuning.
-    section = section.split("\n### ")[0]
-    rows = [
-        line.strip("|").split("|")
-        for line in section.splitlines()
-        if line.startswith("| ")
-    ]
-    return [
-        (row[0].strip(), float(row[1]), float(row[3])) for row in rows[1:]
-    ]
-
-
-def models() -> Figure:
-    """Return a bar chart of the estimated run time and the temporary memory relative to float32."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    ax = figure.subplots()
-    names, times, memory = zip(*predictions(), strict=True)
-    positions = np.arange(len(names))
-    ax.barh(
-        positions - 0.2,
-        times,
-        0.4,
-        label="run time (estimated)",
-        color="tab:blue",
-    )
-    ax.barh(
-        positions + 0.2,
-        memory,
-        0.4,
-        label="temporary memory",
-        color="tab:orange",
-    )
-    ax.axvline(1, color="black", linewidth=1, linestyle="--")
-    ax.set_yticks(positions, names)
-    ax.invert_yaxis()
-    ax.set_xlabel("relative to float32 (compiled for an H100, not timed)")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    return figure
-
-
 def main() -> None:
     """Train the network, and draw the figures."""
-    models().savefig(FOLDER / "models.png", dpi=DOTS_PER_INCH)
     patches = job.load_patches()
     grads = jax.grad(job.loss_fn)(trained_params(patches), patches)
     dtype, loss_scale = job.arms()["float16_dynamic"]

@@ -144,8 +144,8 @@ LIMITS = {
     (PACKAGE,): 10_050,
     # At the release of 0.8.0, at most 7,800. Benchmarks and tools that no page cites any more should be removed before
     # new ones are added.
-    (ROOT / "benchmarks", ROOT / "tools"): 8_120,
-    (TESTS,): 20_685,  # At the release of 0.8.0, at most 20,276, the number of lines of version 0.7.0.
+    (ROOT / "benchmarks", ROOT / "tools"): 7_817,
+    (TESTS,): 20_749,  # At the release of 0.8.0, at most 20,276, the number of lines of version 0.7.0.
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

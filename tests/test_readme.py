@@ -33,6 +33,22 @@ def test_program_before_and_after_the_diff_takes_the_same_step(kinds):
     assert jnp.allclose(params["kernel"], 3e-4, rtol=1e-3)  # the first step of Adam
 
 
+def test_table_of_situations_has_short_rows_without_numbers_below_the_first_code():
+    before, heading, after = README.partition("| your situation | what you need |\n|---|---|\n")
+    assert heading
+    assert "|---" not in before
+    assert "```bash" in before
+    assert "```diff" in before
+    rows = [line.strip("|").split("|") for line in after.partition("\n\n")[0].splitlines()]
+    assert any("my float16 run diverges" in situation for situation, _ in rows)
+    for row in rows:
+        assert "".join(row).count("](") == 1, row
+        for cell in row:
+            text = re.sub(r"\]\([^)]*\)", "", cell)  # without the target of the link
+            assert len(text.split()) <= 20, row
+            assert not re.search(r"\d[.%]|\d times", text), row
+
+
 def test_marked_command_blocks_run_the_demo_and_the_tests():
     marked = dict(re.findall(r"^<!-- run by CI: (\w+) -->\n```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL))
     demo, tests = marked["demo"], marked["tests"]

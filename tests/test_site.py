@@ -127,14 +127,15 @@ api/interop/#jax_lossscale.interop.flax.TrainState  trainstate
 api/  cheat sheet
 install/  install with pip, pip install
 changelog/  changelog
-faq/  faq
-faq/#what-about-float8  float8
+troubleshooting/#questions-and-answers-faq  faq
+troubleshooting/#what-about-float8  float8
 why/#float16-or-bfloat16-which-one-to-use  webgpu, V100, bfloat16 or float16, bf16
 why/#memory-saved-time-saved  memory saved
-why/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums  softmax in float16, layernorm
+guide/precision/#what-must-stay-float32-softmax-layernorm-and-other-norm-layers-long-sums  softmax in float16, layernorm
 performance/#why-is-training-slower-in-float16-fp16-or-not-faster  training slower in fp16
 performance/#overhead-of-the-optimizer-step-what-it-costs  overhead
-performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores  tf32, speedup, tensor core
+performance/#is-it-faster-than-float32-the-estimated-speedup-on-h100-tensor-cores  speedup, tensor core
+performance/  tf32
 troubleshooting/#the-loss-scale-keeps-decreasing-down-to-its-floor  loss scale keeps decreasing
 troubleshooting/  loss is nan, troubleshooting
 troubleshooting/#the-loss-does-not-fall-and-no-step-is-skipped-gradients-are-zero  gradients are zero

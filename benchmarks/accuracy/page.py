@@ -1,4 +1,4 @@
-"""Output of the accuracy benchmarks for the documentation: tables in two pages, and ``docs/accuracy.png``.
+"""Output of the accuracy benchmarks for the documentation: the tables in ``docs/accuracy.md``, and a plot.
 
 ``docs/accuracy.md`` shows only the settings that a user can choose between. With ``--results``, the file
 ``results/accuracy.md`` contains all settings.
@@ -59,12 +59,12 @@ def write_tables(benchmark: str, path: Path, tables: Sequence[Table]) -> None:
 
 
 def write_sixteen_bit(tables: Sequence[Table]) -> None:
-    """Replace the accuracy tables in ``guide/sixteen_bit.md``."""
+    """Replace the tables about 16-bit parameters in ``accuracy.md``."""
     *others, last = tables
-    details = "[The results](../../benchmarks/results/sixteen_bit.md) list each seed."
+    details = "[The results](../benchmarks/results/sixteen_bit.md) list each seed."
     last = dataclasses.replace(last, notes=[*last.notes, details])
     others = [dataclasses.replace(table, notes=()) for table in others]  # The notes of all tables are the same.
-    write_tables("sixteen_bit", _FOLDER / "guide" / "sixteen_bit.md", [*others, last])
+    write_tables("sixteen_bit", _FOLDER / "accuracy.md", [*others, last])
 
 
 def draw(summary: Table, details: Table) -> Figure:

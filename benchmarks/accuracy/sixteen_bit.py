@@ -126,7 +126,7 @@ def run(quick: bool, progress: Progress, docs: bool = False, resume: bool = Fals
     Args:
       quick: whether to train for only a few steps with one seed. The outcomes are then not stored.
       progress: the progress.
-      docs: whether to write the tables of docs/guide/sixteen_bit.md.
+      docs: whether to write the tables of docs/accuracy.md.
       resume: whether to use the stored outcomes of an earlier run.
     """
     # A GPU would compute float32 matmuls in TF32, and these small networks are not faster on it.

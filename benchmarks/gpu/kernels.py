@@ -19,8 +19,8 @@ from benchmarks.gpu.specifications import H100, Gpu
 # Instructions that only refer to values in memory, or wait for them.
 _NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"})
 _NO_KERNEL |= {"all-reduce-done", "all-gather-done", "fusion-done"}
-_KERNELS = frozenset({"fusion", "custom-call", "copy", "dot", "convolution", "sort", "slice", "gather", "scatter", "fft"})
-_KERNELS |= {"dynamic-slice", "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter"}
+_KERNELS = frozenset({"fusion", "custom-call", "copy", "dot", "convolution", "sort", "slice", "gather", "scatter"})
+_KERNELS |= {"fft", "dynamic-slice", "dynamic-update-slice", "all-reduce", "all-gather", "reduce-scatter"}
 _KERNELS |= {"all-reduce-start", "all-gather-start", "fusion-start"}
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})

@@ -162,8 +162,8 @@ class AutoLossScale(BoundedLossScale):
     - If the gradients are finite, but the largest gradient was not measured, nothing changes. Gradients below the
       smallest normal float32 number count as zero.
 
-    The page "Choosing a loss scale" (docs/choosing.md) explains the reasons for the rule, and describes the situations
-    in which `DynamicLossScale` skips fewer steps.
+    The page "Choosing a loss scale" (docs/choosing.md) describes the situations in which `DynamicLossScale` skips fewer
+    steps.
 
     References:
       ``LogMax`` in OpenSeq2Seq (Kuchaiev et al., 2018) computes the mean and the standard deviation of the base-2

@@ -37,7 +37,7 @@ def batches(page, number=6):
 
 def trained(step, state, batches):
     for batch in batches:
-        state, _ = step(state, batch)
+        state, _ = step(state, batch, jax.random.key(2))
     return state
 
 
@@ -48,9 +48,11 @@ def test_step_equals_a_manual_step_with_the_train_state_of_flax(page):
         batch_stats: dict
 
     @jax.jit
-    def their_step(state, batch):
+    def their_step(state, batch, key):
         grad_fn = jls.value_and_scaled_grad(jls.autocast(page.loss_fn), state.opt_state, has_aux=True)
-        (loss, batch_stats), grads = grad_fn(state.params, state.batch_stats, batch)
+        (loss, batch_stats), grads = grad_fn(
+            state.params, state.batch_stats, batch, jax.random.fold_in(key, state.step)
+        )
         updates, opt_state = page.tx.update(grads, state.opt_state, state.params, value=loss)
         new = {"params": optax.apply_updates(state.params, updates), "batch_stats": batch_stats}
         old = {"params": state.params, "batch_stats": state.batch_stats}

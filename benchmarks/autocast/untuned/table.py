@@ -36,6 +36,10 @@ _NOTES = (
     "The columns for the half residual stream are for `PrecisionPolicy(half_residual_stream=True)`. Only models that "
     "miss the goal for the time by default are compiled with this policy.",
     "XLA compiles `ragged_dot` to matmuls that apply every expert to every token.",
+    "Causes of longer times: a float32 residual stream, and norm layers that XLA compiles into several kernels "
+    "(diffusion UNet, DiT, ConvNeXt, MLP-Mixer, nnU-Net 3D); transposed float32 arrays inside `jax.checkpoint` "
+    "(Mamba-2); a tanh that XLA does not fuse with a concatenation (WaveNet); evaluations of the discriminator that "
+    "XLA merges only with manual casts (StyleGAN2).",
 )
 
 
