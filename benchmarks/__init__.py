@@ -57,7 +57,8 @@ ON_REQUEST = {
         "autocast.tpu", "training steps under `jls.autocast`, compiled for TPUs (group `bench-tpu`; two hours)"
     ),
     "collectives": Benchmark(
-        "gpu.collectives", "collectives of a training step on eight devices, by layout and dtype (15 minutes)"
+        "gpu.collectives",
+        "collectives of a training step on eight H100s, by layout and dtype (group `bench-cuda`; 15 minutes)",
     ),
     "sixteen_bit_steps": Benchmark(
         "gpu.sixteen_bit",

@@ -49,12 +49,11 @@ def main() -> int:
     arguments = parsed()
     wanted = arguments.only or ["oldest", *minor_versions(arguments.python)]
     failed = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(arguments.folder or scratch)
+    with tempfile.TemporaryDirectory() as folder:
         for number, requested in enumerate(wanted, start=1):
             print(f"[{number}/{len(wanted)}] jax {requested}", flush=True)
             start = time.monotonic()
-            passed, summary = tested(requested, arguments, folder)
+            passed, summary = tested(requested, arguments, Path(folder))
             print(f"    {'' if passed else 'FAILED: '}{summary}, {time.monotonic() - start:.0f} s", flush=True)
             failed += [] if passed else [requested]
     print(f"Failed: {', '.join(failed)}." if failed else "All passed.")
@@ -70,10 +69,6 @@ def parsed() -> argparse.Namespace:
         "--quick", action="store_true", help="run only the tests that find most incompatibilities within a minute"
     )
     parser.add_argument("--python", default=sys.executable, help="the Python interpreter")
-    parser.add_argument(
-        "--folder", help="a folder that keeps the environments for the next run (default: a temporary folder)"
-    )
-    parser.add_argument("--processes", default="2", help="the number of tests that run in parallel")
     parser.add_argument("tests", nargs="*", help="test files or folders (default: those of the core)")
     return parser.parse_args()
 
@@ -98,8 +93,7 @@ def requirements(requested: str) -> list[str]:
 def tested(requested: str, arguments: argparse.Namespace, folder: Path) -> tuple[bool, str]:
     """Install a version and run the tests. Return whether they pass, and the last line of the output."""
     python = folder / requested / "bin" / "python"
-    if not python.exists():
-        run([arguments.python, "-m", "venv", python.parent.parent])
+    run([arguments.python, "-m", "venv", python.parent.parent])
     tests, tools = (QUICK, QUICK_TOOLS) if arguments.quick else (CORE, TOOLS)
     installed = run([python, "-m", "pip", "install", "--quiet", ROOT, *requirements(requested), *tools])
     if installed.returncode:
@@ -107,7 +101,7 @@ def tested(requested: str, arguments: argparse.Namespace, folder: Path) -> tuple
     names = ["python", *OLDEST]
     versions = dict(zip(names, run([python, "-c", SHOW, *OLDEST]).stdout.split(), strict=True))
     print("    " + ", ".join(f"{name} {versions[name]}" for name in names), flush=True)
-    options = ["-q", "-p", "no:cacheprovider", "-n", arguments.processes, "--dist", "loadfile"]
+    options = ["-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
     # Importing equinox with jax 0.8 causes a deprecation warning.
     options += ["-W", "ignore:jax.core.:DeprecationWarning"]
     options += ["-m", "not slow"]  # replaces the default of `-m`, so tests marked as `ci` run as well

@@ -15,7 +15,6 @@ HALF = jnp.float16
 FLOAT32 = "float32"
 MANUAL_CASTS = "manual casts"
 AUTOCAST = "autocast"
-NO_RECOMPUTE = "autocast, nothing recomputed"
 HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
 # Functions of a model and a half-precision dtype, by name. Except for `MANUAL_CASTS`, all ways start from the float32
@@ -24,9 +23,6 @@ WAYS: dict[str, Callable[[Model, DTypeLike], Loss]] = {
     FLOAT32: lambda model, _: model.loss(None),
     MANUAL_CASTS: lambda model, dtype: model.loss(dtype),
     AUTOCAST: lambda model, dtype: jls.autocast(model.loss(None), dtype),
-    NO_RECOMPUTE: lambda model, dtype: jls.autocast(
-        model.loss(None), dtype, policy=jls.PrecisionPolicy(recompute=False)
-    ),
     HALF_RESIDUAL_STREAM: lambda model, dtype: jls.autocast(
         model.loss(None), dtype, policy=jls.PrecisionPolicy(half_residual_stream=True)
     ),

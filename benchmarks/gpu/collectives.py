@@ -1,8 +1,7 @@
 """Bytes that one of eight devices sends and receives in a training step of a decoder, for common sharding layouts.
 
-XLA partitions and compiles the program, and the compiled program is analyzed but not run. With the group
-``bench-cuda``, the program is compiled for H100s, and otherwise for CPU devices. The bytes of a collective are the size
-of its operands or of its results, whichever is larger.
+XLA partitions and compiles the program for H100s (group ``bench-cuda``), and the compiled program is analyzed but not
+run. The bytes of a collective are the size of its operands or of its results, whichever is larger.
 """
 
 from __future__ import annotations
@@ -40,11 +39,8 @@ _NOTES = (
     "Manual casts: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table "
     "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
     "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
-    "Compiled for eight CPU devices, the results are the same except for the gradient of the tied table, which is a "
-    "sum of two gradients. For GPUs, XLA combines their two all-reduces into one in float32. In FSDP, the "
-    "float32 program gathers one gradient to scatter the other one into it.",
-    "In the scan with remat, a program with manual casts also recomputes each block. Most of the temporaries of both "
-    "programs are the gathered weights and the activations of one block in the backward pass.",
+    "The gradient of the tied table is a sum of two gradients, whose all-reduces XLA combines into one in float32. In "
+    "FSDP, the float32 program gathers one gradient to scatter the other one into it.",
 )
 
 
@@ -56,7 +52,6 @@ class Layout(NamedTuple):
       mesh: the shape of the mesh by axis name.
       weights: the partition specs of the weights by name; "all" for all other weights.
       is_scanned: whether the blocks are executed by `jax.lax.scan`.
-      is_rematerialized: whether each block is wrapped in `jax.checkpoint`.
       axis_type: the type of the mesh axes.
     """
 
@@ -64,7 +59,6 @@ class Layout(NamedTuple):
     mesh: dict[str, int]
     weights: dict[str, P]
     is_scanned: bool = False
-    is_rematerialized: bool = False
     axis_type: AxisType = AxisType.Auto
 
     def placed(self, mesh: Mesh, name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -95,7 +89,6 @@ LAYOUTS = (
     Layout("FSDP", {"data": 8}, _ON_ROWS),
     Layout("FSDP, explicit axes", {"data": 8}, _ON_ROWS, axis_type=AxisType.Explicit),
     Layout("FSDP, scan", {"data": 8}, _ON_ROWS, is_scanned=True),
-    Layout("FSDP, scan with remat", {"data": 8}, _ON_ROWS, is_scanned=True, is_rematerialized=True),
     Layout("tensor parallel, 2 x 4", {"data": 2, "model": 4}, _BY_COLUMNS_THEN_ROWS),
 )
 _NOTHING_AGAIN = jls.PrecisionPolicy(recompute=False)
@@ -142,8 +135,7 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
         looked_up = whole(params["table"], table or dtype).at[tokens[:, :-1]]
         x = by_example(looked_up.get(out_sharding=P("data") if is_explicit else None).astype(dtype))
         if layout.is_scanned:
-            turn = jax.checkpoint(block) if layout.is_rematerialized else block
-            x, _ = jax.lax.scan(lambda x, weights: (turn(x, weights), None), x, params["blocks"])
+            x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
         else:
             x = functools.reduce(block, params["blocks"], x)
         logits = (norm(x) @ whole(params["table"]).T).astype(jnp.float32)
@@ -155,8 +147,7 @@ def loss_of(layout: Layout, dtype: Any = jnp.float32, table: Any = None) -> Any:
 
 def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
     """Return the compiled training step, as XLA partitions it."""
-    devices = cuda.devices("1x1x8") if not cuda.missing() else jax.devices("cpu")[:8]
-    mesh = mesh_of(devices, layout.mesh, layout.axis_type)
+    mesh = mesh_of(cuda.devices("1x1x8"), layout.mesh, layout.axis_type)
     options = dict(WAYS[way])
     cast = options.pop("cast", lambda loss: loss)
     tx = jls.loss_scaled(optax.adam(1e-3), None if way == "float32" else "auto")
@@ -177,7 +168,7 @@ def compile_step(
         state = _placed(jax.eval_shape(tx.init, params), params, NamedSharding(mesh, P()))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
         traced = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*shardings, None)).trace(params, state, tokens)
-        return traced.lower(lowering_platforms=("cpu",) if cuda.missing() else ("cuda",)).compile()
+        return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
 def _placed(state: Any, params: Any, replicated: NamedSharding) -> Any:
@@ -227,14 +218,12 @@ def _moved(computations: Mapping[str, Computation], computation: Computation) ->
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return one table of all layouts."""
-    if cuda.missing():
-        jax.config.update("jax_num_cpu_devices", 8)
-    else:
-        cuda.start()
+    """Return one table of all layouts. Without the group ``bench-cuda``, raise an error."""
+    if why := cuda.missing():
+        raise RuntimeError(f"the benchmark collectives {why}")
+    cuda.start()
     rows = list(_rows(256 if quick else 1024, progress))
-    where = "eight CPU devices" if cuda.missing() else "eight H100s"
-    title = f"Collectives of one device, compiled for {where}: {_BLOCKS} blocks, {_BATCH} x {_CONTEXT} tokens"
+    title = f"Collectives of one device, compiled for eight H100s: {_BLOCKS} blocks, {_BATCH} x {_CONTEXT} tokens"
     return [Table(title, _COLUMNS, rows, (), _NOTES, quick)]
 
 

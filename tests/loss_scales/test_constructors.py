@@ -93,7 +93,6 @@ def bad_numbers(kind, argument, **others):
         *bad(jls.AutoLossScale, "initial_loss_scale", True, float("nan"), 2.0**-25),
         *bad(jls.AutoLossScale, "min_loss_scale", 0),
         *bad(jls.AutoLossScale, "current_loss_scale", 0.0),
-        *bad(jls.AutoLossScale, "log2_headroom", -1, float("inf")),
     ],
 )
 def test_error_names_the_bad_argument_and_its_value(kind, argument, value, others):
