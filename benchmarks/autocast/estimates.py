@@ -29,19 +29,20 @@ _NOTES = (
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return the table of all models that were measured."""
+    """Return the table of all models that were measured and could be compiled."""
     true = {} if cuda.missing() else measured()
     names, options = list(true)[-2 if quick else 0 :], dict(WITHOUT_AUTOTUNING)
     estimated = {}
     for n, name in enumerate(names):
         progress(n / len(names), name)
         programs = [call_apart(gpu.compiled, name, way, H100, options, timeout=_PATIENCE) for way in _WAYS]
-        estimated[name] = [program.seconds() for program in programs]
+        if all(programs):
+            estimated[name] = [program.seconds() for program in programs]
     rows, marks = [], []
     for place, other in (1, MANUAL_CASTS), (0, FLOAT32):
-        ratios = [(true[name][place], estimated[name][-1] / estimated[name][place]) for name in names]
+        ratios = [(true[name][place], estimated[name][-1] / estimated[name][place]) for name in estimated]
         errors = [estimate / ratio - 1 for ratio, estimate in ratios]
-        rows += [(name, other, *pair, error) for name, pair, error in zip(names, ratios, errors, strict=True)]
+        rows += [(name, other, *pair, error) for name, pair, error in zip(estimated, ratios, errors, strict=True)]
         what = f"GPU program (compiled, not run): estimated time of autocast over {other}"
         decorrelation = 1 - spearmanr(ratios).statistic if ratios else None
         marks.append(Mark(f"{what}: 1 - rank correlation", decorrelation, 0.1, note=cuda.missing()))

@@ -57,9 +57,8 @@ _NOTES = (
     "Estimated cycles, temporary memory and accessed bytes of training steps with Adam in bfloat16, under `autocast`. "
     "The columns for `PrecisionPolicy(half_residual_stream=True)` are relative to manual casts. Only models that miss "
     "a goal by default are compiled with this policy.",
-    "XLA estimates the "
-    "cycles of a gather, a scatter and an asynchronous copy as 0. Operations without an estimate also count as 0. The "
-    "bytes of a loop count once.",
+    "XLA estimates the cycles of a gather, a scatter and an asynchronous copy as 0. Operations without an estimate "
+    "also count as 0. The bytes of a loop count once.",
     "On a TPU, float32 matmuls are computed in bfloat16 by default. Arrays in VMEM (128 MiB) do not count as "
     "temporaries.",
 )

@@ -8,14 +8,14 @@ from benchmarks.autocast import tpu
 from benchmarks.autocast.tpu import Estimate
 from benchmarks.autocast.ways import AUTOCAST, FLOAT32, HALF_RESIDUAL_STREAM, MANUAL_CASTS
 
-# An excerpt of a program: a loop with 256 iterations, and a conditional.
+# An excerpt of a program: a loop with 256 iterations, an addition without an estimate, and a conditional.
 PROGRAM = """
 %body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
   %p = (s32[]{:T(128)}, f32[4]{0:T(512)S(1)}) parameter(0)
   %n = s32[]{:T(128)} get-tuple-element(%p), index=0
   %x = f32[4]{0:T(512)} get-tuple-element(%p), index=1
   %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%n, %one)
+  %next = s32[]{:T(128)} add(%n, %one), backend_config={"estimated_cycles":"9223372036854775807"}
   %twice = f32[4]{0:T(512)} add(%x, %x), backend_config={"estimated_cycles":"10"}
   ROOT %t = (s32[]{:T(128)}, f32[4]{0:T(512)}) tuple(%next, %twice)
 }
