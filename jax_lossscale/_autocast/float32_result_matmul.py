@@ -41,10 +41,6 @@ def _plain(*operands: Any, matmul: Primitive, **params: Any) -> jax.Array:
     return bind_primitive(matmul, operands, params)
 
 
-def _type(*operands: Any, matmul: Primitive, **params: Any) -> Any:
-    return matmul.abstract_eval(*operands, **params)[0]
-
-
 def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     nonzero = [n for n in (0, 1) if not isinstance(tangents[n], ad.Zero)]
     parts = [_primitive.bind(*operands[:n], tangents[n], *operands[n + 1 :], **params) for n in nonzero]
@@ -73,7 +69,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
 
 
 _primitive.def_impl(_plain)
-_primitive.def_abstract_eval(_type)
+_primitive.def_abstract_eval(lambda *operands, matmul, **params: matmul.abstract_eval(*operands, **params)[0])
 mlir.register_lowering(_primitive, mlir.lower_fun(_plain, multiple_results=False))
 # `deflinear2` also defines a rule for tangents, which `_differentiate` replaces.
 ad.deflinear2(_primitive, _transpose)

@@ -15,7 +15,7 @@ from jax_lossscale._check import check_flag, check_function, count
 from jax_lossscale._optax.inner import checked_optimizer, with_dtypes_of
 from jax_lossscale._optax.partition import combine, updates_of_untrained
 from jax_lossscale._sixteen_bit.arguments import check_no_loss_scale, check_state, is_empty, trained_leaves
-from jax_lossscale._sixteen_bit.rounding import key_of, round_stochastically
+from jax_lossscale._sixteen_bit.rounding import keys_of_step, round_stochastically
 
 # The arrays of optax states that remain float32: the name of the state class, and those of its fields.
 _KEPT_IN_FLOAT32: dict[str, tuple[str, ...]] = {
@@ -138,8 +138,7 @@ def half_precision_state(
         with_paths = jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=is_empty)
         kept, num_excluded, result = [*_kept_paths(inner_state)], 0, []
         for path, leaf in with_paths:
-            is_float = _tree.is_array(leaf) and leaf.dtype in (jnp.float32, jnp.bfloat16)
-            is_large = is_float and len(leaf.shape) > 0
+            is_large = _tree.is_array(leaf) and leaf.dtype in (jnp.float32, jnp.bfloat16) and len(leaf.shape) > 0
             is_excluded = is_large and exclude is not None and exclude(path, leaf)
             check_flag(is_excluded, f"{name}(exclude=...)(path, leaf)")
             num_excluded += bool(is_excluded)
@@ -155,12 +154,13 @@ def half_precision_state(
 
     def rounded(inner_state: optax.OptState, counter: jax.Array, are_rounded: list[bool]) -> optax.OptState:
         leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_empty)
+        keys = keys_of_step(bits_seed, counter)
         for index, is_rounded in enumerate(are_rounded):
             leaf = leaves[index]
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_rounded and leaf.dtype == jnp.float32:
-                leaves[index] = round_stochastically(leaf, jnp.dtype("bfloat16"), key_of(bits_seed, index), counter)
+                leaves[index] = round_stochastically(leaf, jnp.dtype("bfloat16"), keys(index))
         return jax.tree.unflatten(structure, leaves)
 
     def init(params: optax.Params) -> HalfPrecisionState:

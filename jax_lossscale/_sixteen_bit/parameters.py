@@ -15,6 +15,7 @@ from jax_lossscale import _tree
 from jax_lossscale._check import count
 from jax_lossscale._optax.inner import checked_optimizer, rounds_parameters
 from jax_lossscale._optax.partition import combine, updates_of_untrained
+from jax_lossscale._sixteen_bit import rounding
 from jax_lossscale._sixteen_bit.arguments import (
     check_no_loss_scale,
     check_params,
@@ -22,7 +23,6 @@ from jax_lossscale._sixteen_bit.arguments import (
     is_empty,
     trained_leaves,
 )
-from jax_lossscale._sixteen_bit.rounding import as_float32, join, key_of, round_stochastically, split, update_between
 
 # The dtypes of the remainders. They differ, so that a state of bfloat16 parameters is refused for float16 parameters.
 _REMAINDERS = {"bfloat16": "uint16", "float16": "int16"}
@@ -154,7 +154,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         check_state(name, state, MasterWeightsState)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-            return split(weights, dtype)
+            return rounding.split(weights, dtype)
 
         updates, *new_state = _rounded_step(name, inner, rounded, updates, state, params, extra_args)
         return updates, MasterWeightsState(*new_state)
@@ -229,9 +229,10 @@ def stochastic_rounding(inner: optax.GradientTransformation, *, seed: int = 0) -
         updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         check_state(name, state, StochasticRoundingState)
+        keys = rounding.keys_of_step(bits_seed, state.counter)
 
         def rounded(index: int, weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, None]:
-            return round_stochastically(weights, dtype, key_of(bits_seed, index), state.counter), None
+            return rounding.round_stochastically(weights, dtype, keys(index)), None
 
         updates, _, inner_state = _rounded_step(name, inner, rounded, updates, state, params, extra_args)
         return updates, StochasticRoundingState(jnp.asarray(state.counter) + 1, inner_state)
@@ -295,7 +296,7 @@ def _rounded_step(
             # The sum of a number and zero can differ from the number: -0.0 becomes 0.0, and XLA can flush subnormals.
             new = jnp.where(new == weight, weight, new)
             param, rests[index] = rounded(index, new, jnp.dtype(leaf.dtype))
-            new_updates[index] = update_between(leaf, param)
+            new_updates[index] = rounding.update_between(leaf, param)
     new_updates = combine(jax.tree.unflatten(structure, new_updates), lambda: updates_of_untrained(grads, params))
     return new_updates, jax.tree.unflatten(structure, rests), inner_state
 
@@ -304,7 +305,7 @@ def weights_of(leaf: Any, remainder: jax.Array | None) -> Any:
     """Return the float32 weights of a 16-bit parameter, or any other leaf unchanged."""
     if not _tree.is_half(leaf):
         return leaf
-    return as_float32(jnp.asarray(leaf)) if remainder is None else join(jnp.asarray(leaf), jnp.asarray(remainder))
+    return rounding.as_float32(leaf) if remainder is None else rounding.join(leaf, remainder)
 
 
 def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:

@@ -17,6 +17,7 @@ zero on some platforms. Neither affects integers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,6 @@ import numpy as np
 
 _compiled = partial(jax.jit, inline=True)
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)  # mask of the bits of a float32 number without its sign
-_INFINITY = np.uint32(0x7F800000)  # bits of the float32 infinity
 _SMALLEST_NORMAL = np.uint32(113 << 23)  # bits of 2^-14 in float32, the smallest normal float16 number
 _BIAS = np.uint32(112 << 23)  # difference between the exponent biases of float32 and float16, in the bits of float32
 _UNIT = np.float32(2.0**-40)  # unit of the fixed-point magnitude of subnormal float16 numbers
@@ -61,13 +60,9 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     lower = fixed & np.uint32(0xFFFF)
     # The fixed-point magnitude of a nonzero weight that is rounded to zero is at most 0x7FFF, so the highest bit of its
     # remainder is free.
-    is_rounded_to_zero = (upper == 0) & (fixed != 0)
-    sign = _float_bits(weights) >> 31
-    lower = jnp.where(is_rounded_to_zero, lower | (sign << 15), lower)
-    remainders = lower.astype(jnp.uint16)
-    if dtype == jnp.float16:
-        remainders = jax.lax.bitcast_convert_type(remainders, jnp.int16)
-    return _half_number(weights, upper, dtype), remainders
+    signs = _float_bits(weights) >> 31 << 15
+    lower = jnp.where((upper == 0) & (fixed != 0), lower | signs, lower)
+    return _half_number(weights, upper, dtype), lower.astype(jnp.uint16 if dtype == jnp.bfloat16 else jnp.int16)
 
 
 @_compiled
@@ -85,30 +80,47 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
         # Undo the conversion of `_fixed_point`. For bfloat16, the fixed-point magnitude is that of float32.
         subnormal = _float_bits(fixed.astype(jnp.float32) * _UNIT)
         fixed = jnp.where(fixed < np.uint32(1 << 26), subnormal, (fixed >> 3) + _BIAS)
-    # Parameters that are not finite have no remainder. Their payload bits are moved to the position in float32.
+    # Parameters that are not finite have no remainder. Their payload bits are moved to the position in float32, and
+    # added to the bits of infinity.
     infinity = _HALF_INFINITY[params.dtype.name]
-    nonfinite = _INFINITY + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
+    nonfinite = np.uint32(0x7F800000) + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
     magnitude = jnp.where(upper >= infinity, nonfinite, fixed)
     return jax.lax.bitcast_convert_type((sign << 31) | magnitude, jnp.float32)
 
 
 def as_float32(params: jax.Array) -> jax.Array:
     """Return 16-bit parameters in float32."""
-    return join(params, jnp.zeros_like(params, jnp.uint16))
+    if params.dtype == jnp.float16:
+        return join(params, jnp.zeros_like(params, jnp.uint16))
+    # A cast would have a derivative, in contrast to `join`.
+    bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def key_of(seed: np.uint32, leaf: int) -> np.ndarray:
-    """Return the key of a leaf, a ``uint32[2]``, that determines its random bits in all steps.
+def keys_of_step(seed: np.uint32, counter: jax.Array | int) -> Callable[[int], tuple[jax.Array, jax.Array]]:
+    """Return a function that takes the index of a leaf and returns its keys, which determine its random bits.
+
+    The keys are two ``uint32[]``.
 
     Args:
       seed: a number that identifies the random bits of an optimizer.
-      leaf: the index of the leaf.
+      counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
     """
-    return _mixed(_mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed) + np.uint32(leaf))
+    number = jnp.asarray(counter).astype(jnp.uint32)
+    indices, step = (number & 1, ~number & 1), _mixed(number)
+
+    def keys(leaf: int) -> tuple[jax.Array, jax.Array]:
+        of_leaf = _mixed(_mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed) + np.uint32(leaf))
+        # XLA would insert the constant `of_leaf[0]` into the code of the kernel, so each leaf would need its own
+        # kernel. If the index depends on the step, XLA compiles only one kernel for all leaves of the same shape.
+        first, second = (jax.lax.dynamic_slice(of_leaf, [index], [1])[0] for index in indices)
+        return first ^ step, second + step
+
+    return keys
 
 
 @partial(_compiled, static_argnums=1)
-def round_stochastically(weights: jax.Array, dtype: jnp.dtype, key: np.ndarray, counter: jax.Array) -> jax.Array:
+def round_stochastically(weights: jax.Array, dtype: jnp.dtype, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return float32 weights rounded to one of the two nearest 16-bit numbers at random.
 
     The probability of each of the two numbers is proportional to the distance of the weight from the other number, so
@@ -119,10 +131,9 @@ def round_stochastically(weights: jax.Array, dtype: jnp.dtype, key: np.ndarray, 
     Args:
       weights: float32 weights.
       dtype: the dtype of the result, bfloat16 or float16.
-      key: as in `_random_bits`.
-      counter: as in `_random_bits`.
+      keys: as in `_random_bits`.
     """
-    upper = (_fixed_point(weights, dtype) + _random_bits(weights, key, counter)) >> 16
+    upper = (_fixed_point(weights, dtype) + _random_bits(weights, keys)) >> 16
     return _half_number(weights, jnp.minimum(upper, _HALF_INFINITY[dtype.name] - np.uint32(1)), dtype)
 
 
@@ -142,7 +153,7 @@ def _float_bits(array: jax.Array) -> jax.Array:
 
 def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the fixed-point magnitudes. Those that are too large or not finite become the largest magnitude."""
-    magnitude = _float_bits(weights) & _MAGNITUDE
+    magnitude = _float_bits(weights) & np.uint32(0x7FFFFFFF)  # without the sign
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:
         # Weights that would be rounded to infinity saturate. All smaller weights have an exact remainder.
@@ -158,16 +169,16 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
 
     For an infinite or NaN weight, the result is infinite or NaN instead.
     """
-    sign = _float_bits(weights) >> 31
-    finite = jax.lax.bitcast_convert_type(((sign << 15) | upper).astype(jnp.uint16), dtype)
+    signs = _float_bits(weights) >> 31 << 15
+    finite = jax.lax.bitcast_convert_type((signs | upper).astype(jnp.uint16), dtype)
     return jnp.where(jnp.isfinite(weights), finite, weights.astype(dtype))
 
 
-def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Array:
+def _random_bits(like: jax.Array, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return random 16-bit integers in a uint32 array with the shape of ``like``.
 
-    The integers are a hash of the key, the counter and the index of the element. The hash consists of a few integer
-    operations, which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated time of
+    The integers are a hash of the keys and the index of the element. The hash consists of a few integer operations,
+    which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated time of
     `jax.random.bits` is longer than that of the rest of the step. On a mesh, the index of an element is its index in
     the complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and `jax.pmap`,
     the index of an element is its index in the local array.
@@ -177,15 +188,9 @@ def _random_bits(like: jax.Array, key: np.ndarray, counter: jax.Array) -> jax.Ar
 
     Args:
       like: an array with the shape and the sharding of the result.
-      key: the key of the leaf, from `key_of`.
-      counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
+      keys: the keys of the leaf, from `keys_of_step`.
     """
-    counter = jnp.asarray(counter).astype(jnp.uint32)
-    step = _mixed(counter)
-    # XLA inserts the constant `key[0]` into the code of the kernel, so each leaf would need its own kernel. If the
-    # index depends on the counter, XLA compiles only one kernel for all leaves of the same shape.
-    first, second = (jax.lax.dynamic_slice(key, [index & 1], [1])[0] for index in (counter, ~counter))
-    return _mixed(_indices(like) ^ first ^ step, second + step) >> 16
+    return _mixed(_indices(like) ^ keys[0], keys[1]) >> 16
 
 
 def _mixed(number: Any, key: jax.Array | int = 0) -> Any:
@@ -196,9 +201,9 @@ def _mixed(number: Any, key: jax.Array | int = 0) -> Any:
 
 def _indices(like: jax.Array) -> jax.Array:
     """Return the index of each element in row-major order, modulo 2^32, with the sharding of ``like``."""
-    indices = jnp.zeros_like(like, jnp.uint32)
     # On a mesh with explicit axes, without `out_sharding`, each device would compute the indices of all elements.
     iota = partial(jax.lax.broadcasted_iota, jnp.uint32, like.shape, out_sharding=jax.typeof(like).sharding)
-    for axis in range(like.ndim):
+    indices = iota(like.ndim - 1) if like.ndim else jnp.zeros_like(like, jnp.uint32)
+    for axis in range(like.ndim - 1):
         indices = indices + iota(axis) * np.uint32(math.prod(like.shape[axis + 1 :]) % 2**32)
     return indices
