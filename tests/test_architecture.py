@@ -237,7 +237,7 @@ print(jls.autocast is autocast, jls.diagnostics is diagnostics, hasattr(jls, "ot
     assert run_python("-c", code) == "True True False\n"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_core_works_without_the_modules_that_read_jaxprs(tmp_path):
     """If a helper of JAX that only these modules use is renamed, loss scales and `loss_scaled` still work."""
     removed = ("_program", "_autocast", "diagnostics", "plotting", "__pycache__")

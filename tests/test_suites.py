@@ -11,7 +11,7 @@ from programs.starting import run_python
 PROJECT = Path(__file__).parent / "programs" / "planted_bugs.py"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_planted_bugs_are_found(tmp_path):
     shutil.copy(PROJECT, tmp_path / "test_planted.py")
     (tmp_path / "test_not_collected.py").write_text("import no_such_module")

@@ -7,7 +7,7 @@ from random_programs import BITS, EXPLAINED, compared
 pytestmark = needs_jax("0.10.0", "some of the operations do not exist")
 
 
-MARKS = [(), pytest.mark.ci, *8 * [pytest.mark.slow]]
+MARKS = [(), *9 * [pytest.mark.slow]]
 TENS = [pytest.param(10 * n, marks=marks) for n, marks in enumerate(MARKS)]
 
 

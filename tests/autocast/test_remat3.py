@@ -13,7 +13,7 @@ from small_programs import W, X, end
 
 import jax_lossscale as jls
 
-pytestmark = [pytest.mark.ci, needs_jax("0.10.2", "the flag `jax_remat3` does not exist")]
+pytestmark = [pytest.mark.ci, pytest.mark.slow, needs_jax("0.10.2", "the flag `jax_remat3` does not exist")]
 
 
 @pytest.fixture

@@ -102,10 +102,8 @@ def test_casts_of_the_user_are_not_rounded_again():
 
 
 # XLA for CPUs does not omit roundings to float16, so float16 is tested less often.
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.bfloat16], ids=["float16", "bfloat16"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_small_programs_are_as_accurate_as_without_jit(program, dtype):
     arguments = [(W, X), (W.T, -X), (W[::-1], X[:, ::-1]), (-W, X[::-1])]

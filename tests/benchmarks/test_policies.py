@@ -24,7 +24,7 @@ from benchmarks.policies.traces import (
 )
 from jax_lossscale._optax.monitoring import seem_unscaled
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.slow]
 
 # Mixtures in which 1 in 50 or 100 gradients is 2^16 times larger are excluded, because they cost more than one skipped
 # step in 500.

@@ -7,7 +7,7 @@ from benchmarks.autocast.gradients import Trained
 from benchmarks.autocast.untuned import networks, small
 from benchmarks.autocast.ways import AUTOCAST, HALF, HALF_RESIDUAL_STREAM, MANUAL_CASTS, WAYS
 
-pytestmark = pytest.mark.ci  # Each model is compiled four times.
+pytestmark = [pytest.mark.ci, pytest.mark.slow]  # Each model is compiled four times.
 
 # These models compile fastest.
 QUICK = ("WaveNet", "PPO", "experts by ragged_dot", "NeRF", "DLRM")

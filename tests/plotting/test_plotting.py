@@ -270,6 +270,7 @@ print("matplotlib.pyplot" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_matplotlib_and_pyplot_are_only_imported_when_needed():
     assert run_python("-c", WITHOUT_PYPLOT).split() == ["False", "False"]
 

@@ -34,6 +34,7 @@ combined = pytest.mark.parametrize("wrapper", EVERYTHING.values(), ids=EVERYTHIN
 TOLERANCES = {jls.master_weights: 1e-5, jls.stochastic_rounding: 0.03, jls.half_precision_state: 0.02}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS | OPTAX_WRAPPERS)
 def test_every_optimizer_trains_16_bit_parameters(name):
     """The parameters and the state stay close to those in float32, keep their types, and the step compiles once."""
@@ -310,7 +311,9 @@ def mixed_precision(optimizer, scale, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
-@pytest.mark.parametrize("way", [scaled_grad, accumulated, mixed_precision])
+@pytest.mark.parametrize(
+    "way", [scaled_grad, *(pytest.param(way, marks=pytest.mark.slow) for way in (accumulated, mixed_precision))]
+)
 def test_training_in_16_bits_reaches_the_loss_of_float32(way, dtype, scale):
     optimizer = optax.adam(1e-3)
     exact = final_loss(*way(optimizer, scale, dtype), model_params(F32))

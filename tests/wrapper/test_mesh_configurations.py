@@ -88,6 +88,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(name, is_set):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+@pytest.mark.slow
 @needs_jax("0.7.1", "`jax.sharding.set_mesh` is not a context manager, and orbax 0.12.8 uses it as one")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 @pytest.mark.filterwarnings("ignore")  # The warnings come from orbax.

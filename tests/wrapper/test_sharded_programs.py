@@ -65,6 +65,7 @@ CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:-1])
 CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", MESH)
 @pytest.mark.parametrize(("split", "program"), CASES)
 def test_number_of_scalar_all_reduces_does_not_depend_on_the_number_of_leaves(split, axis_type, program):

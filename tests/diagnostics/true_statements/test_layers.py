@@ -125,7 +125,9 @@ def printed_places(loss, *args):
 
 @pytest.mark.filterwarnings("ignore:`find_precision`")
 @pytest.mark.usefixtures("in_the_checkout")
-@pytest.mark.parametrize("body", [in_scopes, in_a_scan, with_rules])
+@pytest.mark.parametrize(
+    "body", [in_scopes, *(pytest.param(body, marks=pytest.mark.slow) for body in (in_a_scan, with_rules))]
+)
 def test_every_printed_location_matches_as_a_rule(body):
     def loss(ws, x):
         with jls.keep_float32():
