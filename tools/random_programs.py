@@ -47,8 +47,8 @@ from jax_lossscale._autocast.rewrite import Rewriting
 
 FACTOR = 2
 SMALLEST = 1e-6
-# For each dtype, the bits of the exponent and of the mantissa. For float32, the plan for float16 is executed in
-# float32. Because sums may then be computed in another order, five bits are ignored.
+# For each dtype, the number of bits of the exponent and of the mantissa. For float32, the plan for float16 is executed
+# in float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
 # Options for all jaxprs except those under `autocast`. The first two save most of the compilation time. The last one
 # keeps XLA from omitting the casts of the program.
@@ -144,7 +144,7 @@ def pool(x, i):
 
 
 def indexed(x, i, mode, is_unique=False):
-    """Return an indexed array for `.get()`, `.add()` and so on. Some indices are out of bounds if possible."""
+    """Return an indexed array for `.get()`, `.add()` and so on. Some indices can be out of bounds."""
     rows, columns = (i.given["indices"][:3] % (size + 2) - 1 for size in x.shape)
     if mode == "promise_in_bounds":
         rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
@@ -432,7 +432,7 @@ MODES = {
 
 
 def rounded(value, bits, is_rounded):
-    """Round the operands and results of some float32 operations in a parameter of an equation, which may be a jaxpr."""
+    """If a parameter of an equation is a jaxpr, round the operands and results of some of its float32 operations."""
     if isinstance(value, ClosedJaxpr):
         return ClosedJaxpr(rounded(value.jaxpr, bits, is_rounded), value.consts)
     if isinstance(value, tuple):

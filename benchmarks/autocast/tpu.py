@@ -55,10 +55,10 @@ _OPTIMIZER_NOTES = (
 )
 _NOTES = (
     "Estimated cycles, temporary memory and accessed bytes of training steps with Adam in bfloat16, under `autocast`. "
-    "The columns for `PrecisionPolicy(half_residual_stream=True)` are relative to manual casts. Only models that miss "
-    "a goal by default are compiled with this policy.",
+    "The columns for `PrecisionPolicy(half_residual_stream=True)` are relative to manual casts. Only models that do "
+    "not reach a goal with the default policy are compiled with it.",
     "XLA estimates the cycles of a gather, a scatter and an asynchronous copy as 0. Operations without an estimate "
-    "also count as 0. The bytes of a loop count once.",
+    "also count as 0. The bytes that a loop accesses are counted for one iteration.",
     "On a TPU, float32 matmuls are computed in bfloat16 by default. Arrays in VMEM (128 MiB) do not count as "
     "temporaries.",
 )
@@ -208,7 +208,7 @@ def _misses_goal(known: Mapping[tuple[str, str, str], Estimate], kind: str, name
 
 
 def _table(kind: str, names: Sequence[str], known: Mapping[tuple[str, str, str], Estimate], quick: bool) -> Table:
-    """Return the table of all models that are compiled in all ways."""
+    """Return a table that compares the programs of each model."""
     rows: list[tuple[Cell, ...]] = []
     ratios: dict[str, list[Estimate]] = {way: [] for way in _GOALS}
     for name in names:

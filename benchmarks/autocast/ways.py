@@ -17,8 +17,8 @@ MANUAL_CASTS = "manual casts"
 AUTOCAST = "autocast"
 HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
-# Functions of a model and a half-precision dtype, by name. Except for `MANUAL_CASTS`, all ways start from the float32
-# program.
+# For each way, a function that takes a model and a half-precision dtype, and returns a loss. Except for `MANUAL_CASTS`,
+# all ways start from the float32 program.
 WAYS: dict[str, Callable[[Model, DTypeLike], Loss]] = {
     FLOAT32: lambda model, _: model.loss(None),
     MANUAL_CASTS: lambda model, dtype: model.loss(dtype),

@@ -39,8 +39,8 @@ _NOTES = (
     "Manual casts: parameters and activations are cast to float16; softmax, norms and the loss are float32. Table "
     "cast: the program for `autocast` casts the embedding table for the lookup of tokens.",
     "The step computes the loss and the gradients, and applies Adam to donated arrays. All iterations of a loop count.",
-    "The gradient of the tied table is a sum of two gradients, whose all-reduces XLA combines into one in float32. In "
-    "FSDP, the float32 program gathers one gradient to scatter the other one into it.",
+    "The gradient of the tied table is the sum of two gradients. In float32, XLA combines their all-reduces into one. "
+    "In FSDP, the float32 program gathers one gradient to scatter the other one into it.",
 )
 
 

@@ -29,7 +29,7 @@ _COPIES = ('"name":"dynamic_slice_fusion"', "fusion-start")
 
 # The constants of the predicted time. Except for `_CACHE`, they were fitted to the times in `results/on_gpu.md`.
 _LAUNCH = 1.2e-6  # The time in seconds that each launch adds.
-_COPY = 2.2e-6  # The additional time in seconds of each of the `_COPIES`. Only the time of the LSTM depends on it.
+_COPY = 2.2e-6  # The time in seconds that each of the `_COPIES` adds. Only the time of the LSTM depends on it.
 _ATTAINED = 0.58  # The fraction of the memory bandwidth that kernels attain.
 _CACHE = 2.0  # The assumed bandwidth of the L2 cache relative to that of the memory. Its effect on the ratios is small.
 # The number of elements per second that scatters combine by atomic operations. On an H100, XLA adds up to four elements

@@ -56,7 +56,7 @@ class _Case:
 
 
 def run(quick: bool, progress: Progress) -> list[Table]:
-    """Return the tables of a CPU."""
+    """Measure the steps on a CPU, and return the tables."""
     with jax.default_device(jax.devices("cpu")[0]):
         return tables("cpu", quick, progress)
 

@@ -32,11 +32,11 @@ _MAX_CAPACITY = 2**29
 _COST_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
 # byte of the largest array from which the value is computed is read again. The two constants are the costs of a
-# written byte and of a read byte; a saved byte has the cost 1. Writing a byte again costs less than 1, because XLA
-# sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap, because
-# the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu
-# of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream,
-# are saved. Both reduced the estimated time of programs that were compiled for an H100.
+# written byte and of a read byte; a saved byte has the cost 1. The cost of writing a byte again is less than 1, because
+# XLA sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap,
+# because the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as
+# a relu of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual
+# stream, are saved. Both reduced the estimated time of programs that were compiled for an H100.
 _COST_REWRITTEN, _COST_REREAD = 7 / 8, 1 / 12
 
 
@@ -193,7 +193,7 @@ class MinCut(NamedTuple):
         for value in {value for *_, values in with_operands for value in values if value.is_rounding}:
             network.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
         for node, node_plan, operands in with_operands:
-            # No other node of the segment uses the results of a matmul, so they are not part of the network.
+            # No other node of the segment uses the results of a matmul, so the network does not contain them.
             for value in map(SegmentValue, () if node_plan.kind is NodeKind.MATMUL else node.outputs):
                 cost_recomputed = costs.recomputed_by(node, node_plan, operands, value)
                 network.add_value(value, costs.saved(value), cost_recomputed, operands)

@@ -72,8 +72,8 @@ class NodePlanner:
         # For data movement and selections, `follows` is the kind of the node. The dtype of such a node is chosen later,
         # because its results have the dtype of its operands.
         follows = self._follows(eqn)
-        # The jaxprs in such an equation are planned separately. A `jax.custom_jvp` function that only selects numbers,
-        # such as a relu, is planned as one operation instead.
+        # The jaxprs in such an equation are planned separately. In contrast, a `jax.custom_jvp` function that only
+        # selects some of its numbers, such as a relu, is treated as one operation.
         if name in REWRITTEN and follows is None:
             if name == "custom_vjp_call":
                 self._match_backward_pass(path)

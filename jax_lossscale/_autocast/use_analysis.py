@@ -142,10 +142,11 @@ def passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
 
 
 def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the sums of two arrays of the same size, such as a residual stream or the state of a recurrence.
+    """Return the values that are sums of two arrays of the same size, such as a residual stream.
 
-    The result of data movement, and of adding, multiplying or dividing by smaller arrays, is a sum if an operand is a
-    sum. The subtraction of a smaller array, such as a mean, is part of a norm, and its result is not a sum.
+    The state of a recurrence is another example. If an operand is a sum, the result of data movement is also a sum, and
+    so is the result of an addition, multiplication or division whose other operand is smaller. The subtraction of a
+    smaller array, such as a mean, is part of a norm, and its result is not a sum.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     sums = set[ValueId]()

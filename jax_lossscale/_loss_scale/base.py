@@ -1,7 +1,7 @@
 """The base classes of loss scales, and helper functions to implement loss scales as pytrees.
 
-- `LossScale` is the base class of all loss scales, including those of users.
-- `BoundedLossScale` contains the common code of the loss scales of this library that change during training.
+- `LossScale` is the base class of all loss scales, including those that users define.
+- `BoundedLossScale` contains the code that `DynamicLossScale` and `AutoLossScale` have in common.
 """
 
 from __future__ import annotations

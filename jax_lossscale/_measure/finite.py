@@ -85,7 +85,7 @@ def finite_and_largest(
 @partial(jax.jit, static_argnums=2, inline=True)
 def _largest(leaves: list[ArrayLike], scale: ArrayLike | None, axis_name: AxisName) -> jax.Array:
     """Return the largest magnitude divided by the scale as a ``float32[]``, or infinity if an element is not finite."""
-    # Leaves of 64 bits are reduced separately, because their elements can be too large for float32. An empty leaf does
+    # 64-bit leaves are reduced separately, because their elements can be too large for float32. An empty leaf does
     # not have a largest element.
     by_width = grouped((leaf for leaf in map(as_read, leaves) if leaf.size != 0), lambda leaf: width(leaf.dtype))
     magnitudes = [_divided(largest_magnitude(alike), scale) for alike in by_width]

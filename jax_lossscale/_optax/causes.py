@@ -82,7 +82,7 @@ def cause_of_last_step(state: LossScaledState) -> str | None:
     if record is not None and 0 <= record.step == last_step:
         return record.cause
     # Without a record, the state still shows which checks failed in the last step. A non-finite loss usually leads to
-    # non-finite gradients, so it is checked first, as in a record.
+    # non-finite gradients, so the loss is checked first. A record is checked in the same order.
     if int(state.monitoring.consecutive_nonfinite_losses):
         return "loss"
     if state.loss_scale.checks_gradients and not state.grads_finite and (state.loss_scale.skip_nonfinite or not skips):

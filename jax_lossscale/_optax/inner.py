@@ -52,7 +52,7 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
     elif isinstance(state, (tuple, list, dict)):
         children = list(state.values() if isinstance(state, dict) else state)
         do_round = list(map(rounds_parameters, children))
-        # A tuple with arrays is the state of another transformation, which contains more than inner states.
+        # If a tuple contains arrays, it is not the state of a chain, but of a transformation that stores arrays itself.
         is_chain = not hasattr(state, "_fields") and not any(map(_tree.is_array, children))
         if is_chain and any(do_round[:-1]) and not do_round[-1]:
             raise ValueError(

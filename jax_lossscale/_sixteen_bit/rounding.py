@@ -80,8 +80,8 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
         # Undo the conversion of `_fixed_point`. For bfloat16, the fixed-point magnitude is that of float32.
         subnormal = _float_bits(fixed.astype(jnp.float32) * _UNIT)
         fixed = jnp.where(fixed < np.uint32(1 << 26), subnormal, (fixed >> 3) + _BIAS)
-    # Parameters that are not finite have no remainder. Their payload bits are moved to the position in float32, and
-    # added to the bits of infinity.
+    # Parameters that are not finite have no remainder. The bits after those of infinity are shifted to their position
+    # in float32.
     infinity = _HALF_INFINITY[params.dtype.name]
     nonfinite = np.uint32(0x7F800000) + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
     magnitude = jnp.where(upper >= infinity, nonfinite, fixed)

@@ -71,8 +71,8 @@ class Search:
         self.gradients, self._overflow = gradients, limits_of(gradients.dtype).overflow
         self.targets, measured = targets_of(gradients, tolerance)
         self._largest = measured.largest
-        # For each matmul, the damage consists of two estimated changes in the value of the function: one if the result
-        # of the matmul is rounded, and one if its operands are rounded. The shape is ``[sites, 2]``.
+        # For each matmul, the two estimated changes in the value of the function: if the result of the matmul is
+        # rounded, and if its operands are rounded. The shape is ``[sites, 2]``.
         damage = np.nan_to_num(measured.damage[:, probes.COTANGENTS])
         self._damages = np.stack([damage[:, probes.RESULT], damage[:, [probes.LEFT, probes.RIGHT]].sum(axis=1)], axis=1)
         self._known: dict[bytes, Trial] = {}

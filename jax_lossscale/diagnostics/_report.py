@@ -20,7 +20,7 @@ Progress: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a sequen
 
 
 class Printed:
-    """Base class for results that are printed, as text or in a notebook, as a summary, a table and notes."""
+    """Base class for results that consist of a summary, a table and notes, for text and for notebooks."""
 
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # indices of the left-aligned columns
 
