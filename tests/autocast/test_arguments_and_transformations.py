@@ -122,7 +122,7 @@ def test_arguments_of_any_kind_are_supported(function, args, kwargs):
 
 
 NOT_FOR_JAX = [np.zeros(2, dtype) for dtype in ("datetime64[s]", "timedelta64[s]", "f4, i4", "longdouble", "str")]
-NOT_FOR_JAX += [np.datetime64("2026-12-01"), np.timedelta64(1), np.longdouble(1), np.array([None])]
+NOT_FOR_JAX += [np.datetime64("2026-12-01"), np.timedelta64(1, "s"), np.longdouble(1), np.array([None])]
 
 
 @pytest.mark.parametrize("scale", [None, 8])
