@@ -49,9 +49,8 @@ if _typing.TYPE_CHECKING:
     from jax_lossscale._trainers.mixed_precision import MixedPrecision as MixedPrecision
     from jax_lossscale._trainers.scaled_backward import scaled_backward as scaled_backward
 
-# The keys are the names that are imported when they are first used, and the values are their modules. These modules
-# rewrite or read jaxprs, and a new version of JAX may lack functions that they need. The loss scales can be imported
-# without these modules.
+# A dictionary that maps each name that is imported on first use to its module. These modules rewrite or read jaxprs, so
+# they use functions that a new version of JAX may lack. In this case, the loss scales can still be imported.
 _LAZY = {
     **dict.fromkeys(("PrecisionPolicy", "PrecisionRule", "autocast", "in_half", "keep_float32"), "_autocast"),
     "MixedPrecision": "_trainers.mixed_precision",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Argnums = int | tuple[int, ...]
-# The type of a function for which a transformation returns a function with the same signature.
+# The type of a function that is transformed into a function with the same signature.
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FLOAT32 = np.finfo(np.float32)
@@ -49,8 +49,8 @@ def check_function(value: Any, name: str, fix: str = "") -> None:
 def shown(value: Any) -> str:
     """Return a one-line description of a value for an error message.
 
-    An array with more than one element is described by its dtype and shape. A pytree with such arrays is described by
-    its structure, or by the name of its class if it is an object of another class than dict, list or tuple.
+    An array with more than one element is described by its dtype and shape. A dict, list or tuple with such arrays is
+    described by its tree structure, and any other pytree with such arrays by the name of its class.
     """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         text = str(jax.tree.structure(value)) if type(value) in (dict, list, tuple) else f"a `{type(value).__name__}`"
@@ -150,7 +150,7 @@ def positive_normal_number(value: Any, name: str) -> float:
 
 
 def count(value: Any, name: str, at_least: int = 0, suggestion: str = "") -> int:
-    """Check that ``value`` is an int32 number not below ``at_least``, and return it as a Python integer.
+    """Return ``value`` as a Python integer, after checking that it is at least ``at_least`` and fits in int32.
 
     Floats with an integer value, such as 2.0, are also accepted. If ``value`` is out of range, the error message ends
     with ``suggestion``, a sentence that explains how to fix the value.

@@ -22,8 +22,8 @@ def limits_of(dtype: DTypeLike) -> Limits:
     """Return the limits of a floating dtype."""
     info = jnp.finfo(dtype)
     largest = float(info.max)
-    # A number rounds to infinity if it is at least half a step above the largest number. The tie rounds to even, which
-    # would be the next power of two.
+    # A number rounds to infinity if it is at least half a step above the largest finite number. Exactly half a step is
+    # a tie, which rounds to even. Here, the even neighbor is the next power of two, which is too large for the dtype.
     half_step = 2.0 ** (math.frexp(largest)[1] - info.nmant - 2)
     half_subnormal = float(info.smallest_subnormal) / 2
     return Limits(largest, largest + half_step, half_subnormal, float(info.smallest_normal) - half_subnormal)

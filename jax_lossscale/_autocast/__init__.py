@@ -8,18 +8,18 @@ Terms that are used in this package:
 - *Data movement*: an operation that only moves numbers, such as a transpose, or selects them with a mask.
 - *Selection*: an operation that compares numbers and returns some of them, such as a maximum or a relu. The results of
   data movement and selections have the dtype of the operands.
-- *Plan*: the dtype of every value of a graph, and how every node is evaluated (`plan`). `planner` creates plans. By the
-  rule of `autocast` and a `PrecisionPolicy`, `node_planner` decides which matmuls are in half precision. `rewrite`
-  evaluates the plans.
-- *Segment*: nodes that are evaluated together: operations between matmuls, and the matmuls that use their results. The
-  backward pass recomputes the operations of a segment together (`segments`).
+- *Plan*: the dtype of every value of a graph, and how every node is evaluated (`plan`). `planner` creates plans.
+  `node_planner` decides which matmuls are in half precision, based on the rule of `autocast` and on a
+  `PrecisionPolicy`. `rewrite` evaluates the plans.
+- *Segment*: a group of nodes that are evaluated together, usually the operations between matmuls and the matmuls that
+  use their results. The backward pass recomputes the operations of a segment together (`segments`).
 - *Saved* value: a value that the forward pass stores for the backward pass. The backward pass recomputes all other
   values that it needs. `min_cut` selects the saved values.
 - *Rounding* of a value: the same value after a cast to half precision.
 - *Residual stream*: the float32 sums that each block of a network with skip connections passes to the next block. The
-  residual stream is stored in half precision if the policy contains ``half_residual_stream=True``.
-- *Reason*: why a matmul stays in float32. In a program that is traced for a report, the name stack of each
-  matmul that stays in float32 contains the reason (`reasons`).
+  residual stream is stored in half precision if the policy sets ``half_residual_stream=True``.
+- *Reason*: why a matmul stays in float32. If a program is traced for a report, the reason is added to the name stack of
+  the matmul (`reasons`).
 """
 
 from jax_lossscale._autocast.half_function import in_half

@@ -1,9 +1,9 @@
 """Functions, such as softmax, whose derivative is computed from the result instead of the operand.
 
-If the result of a softmax, relu or leaky relu is rounded to half precision, its derivative is computed from the rounded
-result. The derivative of a softmax needs neither the logits nor the exponentials if the result is saved, and the
-derivatives of a relu and a leaky relu do not need the operand. With the derivatives that JAX defines for the individual
-operations, the minimum cut (`min_cut`) would have to save or recompute other values as well.
+If the result of a softmax, relu or leaky relu is rounded to half precision, the derivative of the function is computed
+from the rounded result. If this result is saved, the derivative of a softmax needs neither the logits nor the
+exponentials, and the derivative of a relu or leaky relu does not need the operand. With the derivatives that JAX
+defines for the individual operations, the minimum cut (`min_cut`) would have to save or recompute other values as well.
 
 Sigmoid and tanh keep the derivatives that JAX defines. Close to saturation, their results are rounded to 0, 1 or -1, so
 a derivative that is computed from the rounded result would be zero.
@@ -36,8 +36,8 @@ class ByResult(NamedTuple):
     def of(self, x: Any, dtype: jnp.dtype, is_saved: bool) -> tuple[jax.Array, jax.Array]:
         """Return the result of the function for ``x``, and the same result rounded to half precision.
 
-        The derivatives of the unrounded result and of the rounded result are both computed from the rounded result. It
-        is marked as saved if ``is_saved`` is True.
+        The tangents of both results are computed from the rounded result, which is marked as saved if ``is_saved`` is
+        True.
         """
 
         @jax.custom_jvp
@@ -64,13 +64,14 @@ _RELU = ByResult(lambda x: jnp.maximum(x, 0), lambda y, tangent: jnp.where(y > 0
 @functools.cache
 def _leaky_relu(slope: float) -> ByResult:
     def derivative(y: Any, tangent: Any) -> Any:
-        # A small negative result is rounded to -0, which only the sign bit distinguishes from 0. The transpose of this
-        # multiplication is one multiplication, whereas the transpose of a selection from two tangents is a sum.
+        # A small negative result is rounded to -0, which differs from 0 only in the sign bit. The transpose of the
+        # multiplication below is one multiplication, whereas the transpose of a selection between two tangents is a
+        # sum.
         is_negative = jax.lax.bitcast_convert_type(y, jnp.int32) < 0
         return tangent * jnp.where(is_negative, slope, 1).astype(tangent.dtype)
 
-    # Among the selected numbers, `abs` changes only -0, to 0. At -0, the derivative of leaky relu is 1 in JAX, but
-    # `derivative` would return `slope`.
+    # For x >= 0, `abs` only replaces -0 by 0. At -0, the derivative of leaky relu is 1 in JAX, but `derivative` would
+    # use `slope` if the result were -0.
     return ByResult(lambda x: jnp.where(x >= 0, jnp.abs(x), (slope * as_float32(x)).astype(x.dtype)), derivative)
 
 

@@ -71,7 +71,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, matmul: Primitive, *
 _primitive.def_impl(_plain)
 _primitive.def_abstract_eval(lambda *operands, matmul, **params: matmul.abstract_eval(*operands, **params)[0])
 mlir.register_lowering(_primitive, mlir.lower_fun(_plain, multiple_results=False))
-# `deflinear2` also defines a rule for tangents, which `_differentiate` replaces.
+# `deflinear2` also defines a JVP rule, which the next line replaces by `_differentiate`.
 ad.deflinear2(_primitive, _transpose)
 ad.primitive_jvps[_primitive] = _differentiate
 batching.primitive_batchers[_primitive] = _batch

@@ -103,7 +103,7 @@ def in_half(function: Function, fallback: Callable[..., Any] | None = None) -> F
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        # It is not yet known which of these programs will be needed, so an error of one of them must not prevent the
+        # It is not yet known which of these programs will be needed, so an error in one of them must not prevent the
         # use of the others.
         made = {_FLOAT32: _or_error(Traced, float32_function, args, kwargs)}
         made |= {dtype: _or_error(Traced, function, args, kwargs, dtype) for dtype in _HALVES}
@@ -133,8 +133,8 @@ def results_in(dtype: jnp.dtype, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (see `gives_half`). All other results are cast to the dtypes that the equation declares.
     """
     program = _program(dtype, **eqn.params)
-    # Calling the jitted function creates an equation whose source line is that of the user's call. Reports show this
-    # line for the operations of a library function, which have no source line in user code.
+    # Calling the jitted function creates an equation with the source line of the user's call. Reports show this line
+    # for the operations of a library function, which have no source line in user code.
     outputs = jax.jit(jaxpr_as_fun(program))(*map(as_dtype, inputs, (aval.dtype for aval in program.in_avals)))
     results = zip(outputs, eqn.outvars, gives_half(dtype, eqn), strict=True)
     return [value if is_half else as_dtype(value, variable.aval.dtype) for value, variable, is_half in results]

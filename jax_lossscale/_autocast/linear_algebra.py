@@ -28,7 +28,7 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 
 # The reasons why a value must not be rounded. The set is empty if the value may be rounded.
 Reasons: TypeAlias = frozenset[str]
-# The values of a graph that must not be rounded, each with the reasons.
+# A dictionary that maps each value of a graph that must not be rounded to the reasons.
 Unrounded: TypeAlias = Mapping[ValueId, Reasons]
 
 NO_REASON: Reasons = frozenset()
@@ -49,8 +49,8 @@ class Feeding:
       belong to such a product as well. Otherwise, the operands may be rounded.
     - Only matmuls, data movement, additions, subtractions, and multiplications or divisions by a scalar propagate the
       reason `_IN_PRODUCT`. For example, rounding is allowed for the result of a matmul before an activation function. A
-      selection with a mask is data movement, unless the mask is the result of an elementwise comparison of floats, as
-      in the leaky ReLU.
+      selection with a mask counts as data movement, unless the mask is the result of an elementwise comparison of
+      floats, as in the leaky ReLU.
     - Results that are not floats do not propagate reasons. Examples are `argmax` and comparisons. Rounding the operands
       changes the result of `argmax` or a comparison only if two numbers are almost equal.
 
@@ -63,7 +63,7 @@ class Feeding:
         self._arguments: dict[tuple[Jaxpr, tuple[Reasons, ...]], list[Reasons]] = {}
 
     def values(self, graph: Graph, outputs: Sequence[Reasons]) -> dict[ValueId, Reasons]:
-        """For a graph, return the values that must not be rounded and, for each of them, the reasons.
+        """Return a dictionary that maps each value of a graph that must not be rounded to the reasons.
 
         Args:
           graph: the graph.
@@ -98,7 +98,8 @@ class Feeding:
     def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
         """Return the reasons why the operands and the results of an equation must not be rounded.
 
-        The reasons for the results are those in ``outputs``. For a loop, the reasons that its carries add are included.
+        The reasons for the results are those in ``outputs``. For a loop, reasons are added for the results of the body
+        that are arguments of the next iteration.
         """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)
@@ -114,8 +115,8 @@ class Feeding:
             with_reasons = zip(eqn.outvars, outputs, strict=True)
             reasons = NO_REASON.union(*(each for atom, each in with_reasons if has_dtype(atom.aval, jnp.inexact)))
             return [reasons if is_linear else reasons - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
-        # The result of the body for a carry is an argument of the next iteration. Therefore, the reasons for the
-        # argument are added to those for the result, until no carry has a new reason.
+        # The result that the body of a loop returns for a carry is an argument of the next iteration. Therefore, the
+        # reasons for the argument are added to those for the result, until no carry has a new reason.
         while True:
             of_operands = [NO_REASON] * len(eqn.invars)
             for subjaxpr in jaxprs:
@@ -150,7 +151,7 @@ def _of_subjaxpr(results: Sequence[int], of_results: Sequence[Reasons]) -> list[
 
 
 def _linear_operands(eqn: Any) -> list[bool]:
-    """Return, for each operand of an operation, whether the mark `_IN_PRODUCT` is propagated to this operand.
+    """Return, for each operand of an operation, whether the reason `_IN_PRODUCT` is propagated to this operand.
 
     This is true for data movement, additions, subtractions, and multiplications or divisions of the operand by a
     scalar.

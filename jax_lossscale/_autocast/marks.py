@@ -1,8 +1,8 @@
 """Identity primitives of `autocast`, which mark a value as saved, preserve a rounding, or round a cotangent.
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
-`jax.ad_checkpoint.checkpoint_name` cannot be transposed. The optimization barriers of `autocast` are also lowered here,
-because programs for TPUs do not contain them.
+`jax.ad_checkpoint.checkpoint_name` cannot be transposed. This module also defines how the optimization barriers of
+`autocast` are lowered, because they are omitted in programs for TPUs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     """Return ``value``; in the backward pass, round its cotangent to ``dtype`` once for all uses of the cotangent.
 
     The sum ``y + bias``, where ``y`` is the result of a matmul in half precision or a normalized value, is passed to
-    `with_rounded_cotangent`. The cotangent of the sum with a matmul's result is rounded for the backward matmuls
-    anyway. All kernels that read the cotangent, such as the reduction that computes the gradient of the bias, then read
-    the rounded cotangent, so no float32 cotangent is written to memory.
+    `with_rounded_cotangent`. If ``y`` is the result of a matmul, the cotangent of the sum is rounded for the backward
+    matmuls anyway. All kernels that read the cotangent, such as the reduction that computes the gradient of the bias,
+    then read the rounded cotangent, so no float32 cotangent is written to memory.
     """
     return _rounded_cotangent.bind(value, dtype=dtype)
 
@@ -86,7 +86,7 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
 
 
 def _of_primals(primitive: Primitive) -> Primitive:
-    """Return an identity primitive after defining that it is applied to primal values, but not to tangents."""
+    """Define a JVP rule that applies an identity primitive to primals but not to tangents, and return the primitive."""
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
     return primitive
 
@@ -100,7 +100,7 @@ jet.deflinear(_rounded)
 
 
 def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
-    """Lower `jax.checkpoint` by the rule of JAX, without the optimization barrier if `autocast` created it."""
+    """Lower `jax.checkpoint` with JAX's rule, but omit the barriers of checkpoints that `autocast` created."""
     if params["policy"] is is_marked_saved:
         params["prevent_cse"] = False
     return rule(context, *operands, **params)
@@ -108,9 +108,9 @@ def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **
 
 _barrier = identity("optimization_barrier", lambda cotangent, value: [cotangent])
 mlir.register_lowering(_barrier, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False))
-# Programs for TPUs do not contain the barriers of `autocast`. XLA for TPUs computes chains of arithmetic, including
-# reductions, in the kernels of the matmuls that use or produce the operands, and repeats this arithmetic if necessary.
-# A barrier would prevent both.
+# Programs for TPUs do not contain the barriers of `autocast`. XLA for TPUs fuses chains of arithmetic, including
+# reductions, into the kernels of the matmuls that use the results or compute the operands, and recomputes this
+# arithmetic if necessary. A barrier would prevent both.
 mlir.register_lowering(_barrier, lambda context, value: [value], platform="tpu")
 _lowerings = getattr(mlir, "_lowerings", {})  # This table is not part of the public interface of JAX.
 for _remat in [primitive for primitive in _lowerings if primitive.name == REMAT]:

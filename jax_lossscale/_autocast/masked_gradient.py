@@ -17,11 +17,11 @@ On a TPU, the gather itself is also computed with this mask, as a maximum over t
 not fuse a gather with other operations, so it would write all logits to memory a second time to read them by index.
 
 JAX computes the gradient of a max pool with `select_and_scatter_add`, which XLA compiles into three kernels on GPUs.
-For each window, one of them writes the position of the maximum as one 32-bit index per dimension, and another kernel
-reads these indices. If the windows divide the array evenly, the gradient is computed with a mask, which is built from
-the position of the maximum in each window. As with `select_and_scatter_add`, only the first of several equal maxima has
-a gradient. If a window contains NaNs, the first NaN is the maximum, whereas `select_and_scatter_add` selects an element
-after the last NaN.
+One kernel writes the position of the maximum in each window, as one 32-bit index per dimension, and another kernel
+reads these indices. If the windows divide the array evenly, the gradient is computed with a mask instead, which is
+built from the position of the maximum in each window. As with `select_and_scatter_add`, only the first of several equal
+maxima receives a gradient. If a window contains NaNs, the first NaN is the maximum, whereas `select_and_scatter_add`
+selects an element after the last NaN.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def batch_dimensions(node: Node, makers: Mapping[ValueId, Node]) -> tuple[tuple[
 
 
 def _selected(eqn: Any, batch: Mapping[int, int]) -> list[int]:
-    """Return the dimensions of the operand from which a gather reads a single position, given by its indices."""
+    """Return the dimensions of the operand in which a gather reads a single position, which its indices specify."""
     shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     is_filled = eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     # If a slice must lie inside the operand and is as long as the operand, it starts at 0, so its index has no effect.
@@ -120,7 +120,8 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
         return bind_here(eqn, [x, indices], eqn.params)[0]
 
     def by_mask(x: Any, indices: Any) -> Any:
-        # XLA clips the indices of a gather whose indices promise to be in bounds, and users rely on this.
+        # If the mode of a gather promises that all indices are in bounds, XLA clips the indices anyway, and users rely
+        # on this.
         mask, is_inside = mask_of(x, indices, is_clipped=not is_filled)
         largest = jnp.where(mask, x, -jnp.inf).max(selected, keepdims=True)
         if is_filled:
@@ -147,7 +148,7 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
                 index = jax.lax.index_in_dim(indices, column, -1, keepdims=False)
                 index = index.transpose(*sorted(batch, key=batch.__getitem__), *others)
                 index = index.reshape([x.shape[n] if n in batch.values() else 1 for n in range(x.ndim)])
-                if index.dtype.itemsize < 4:  # The positions may not be representable in the dtype of the index.
+                if index.dtype.itemsize < 4:  # A small dtype may not be able to represent all positions.
                     index = index.astype(jnp.int32)
                 if is_clipped:
                     index = jnp.clip(index, 0, x.shape[n] - 1)
@@ -157,9 +158,10 @@ def masked_gather(eqn: Any, operands: Sequence[Any], batch: Mapping[int, int]) -
         return mask, is_inside
 
     def in_shape_of_result(values: Any, indices: Any) -> Any:
-        # `values` has the dimensions of the operand. The dimensions of the result in `offset_dims` are dimensions of
-        # the operand, and all others are dimensions of the indices. If a dimension of the indices is in `batch`, it
-        # corresponds to a dimension of the operand; otherwise, its size is 1. Transpose `values` accordingly.
+        # `values` has the dimensions of the operand. The dimensions of the result that are listed in `offset_dims` are
+        # dimensions of the operand, and all others are dimensions of the indices. If a dimension of the indices is in
+        # `batch`, it corresponds to a dimension of the operand; otherwise, its size is 1. Transpose `values`
+        # accordingly.
         hidden = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
         shape = eqn.outvars[0].aval.shape
         offsets, points = iter([n for n in range(values.ndim) if n not in hidden]), iter(range(indices.ndim - 1))
@@ -187,7 +189,7 @@ def is_masked_pool(eqn: Any) -> bool:
 
 
 def masked_pool(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return the result of a max pool for which `is_masked_pool` is true, with a masked derivative."""
+    """Return the result of a max pool that satisfies `is_masked_pool`. The derivative uses a mask."""
     window = eqn.params["window_dimensions"]
     within_window = range(1, 2 * len(window), 2)
 

@@ -1,9 +1,9 @@
 """Minimum cut, which selects the values that a segment saves for the backward pass so that the fewest bytes are moved.
 
 Every value from which a derivative is computed must be available in the backward pass. A value is available if it is
-either saved or recomputed from other available values. Saving a value and recomputing a value each have a cost, which
-is the number of bytes that are read and written. The set of saved values with the lowest total cost is given by a
-minimum cut of a flow network, as in the partitioner of PyTorch's ``functorch``.
+either saved or recomputed from other available values. Saving or recomputing a value has a cost, which is a weighted
+number of bytes that are read and written. The set of saved values with the lowest total cost is given by a minimum cut
+of a flow network, as in the partitioner of PyTorch's ``functorch``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jax_lossscale._program.primitives import PLACEMENTS, REDUCTIONS, WRITTEN
 # Approximate upper bound for the sum of all finite capacities in a flow network. The solver uses 32-bit integers.
 _MAX_CAPACITY = 2**29
 # This fraction of the sum of all costs is added to the cost of each saved value. If several cuts have the same cost,
-# the cut with the fewest saved values is therefore selected. The fraction is large enough that the result is not
-# changed by the rounding of costs to integer capacities.
+# the cut with the fewest saved values is therefore selected. The fraction is so large that rounding the costs to
+# integer capacities does not change the result.
 _COST_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
-# byte of the largest array from which the value is computed is read again. The two constants are the costs of a
-# written byte and of a read byte; a saved byte has the cost 1. The cost of writing a byte again is less than 1, because
-# XLA sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap,
-# because the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as
-# a relu of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual
-# stream, are saved. Both reduced the estimated time of programs that were compiled for an H100.
+# byte of the largest array from which the value is computed is read again. The two constants are the costs of a written
+# byte and of a read byte; a saved byte has the cost 1. The cost of writing a byte again is less than 1, because XLA
+# sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap, because
+# the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu
+# of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream,
+# are saved. Both decisions reduced the estimated time of programs that were compiled for an H100.
 _COST_REWRITTEN, _COST_REREAD = 7 / 8, 1 / 12
 
 
@@ -78,7 +78,7 @@ class FlowNetwork:
 
 
 class _Costs(NamedTuple):
-    """The costs of saving and of recomputing the values of a segment: numbers of bytes that are read and written."""
+    """The costs of saving and recomputing the values of a segment, in bytes that are read and written."""
 
     bytes_of: Callable[[SegmentValue], int]
     cost_saved: float  # of a saved byte that the backward pass reads
@@ -93,7 +93,7 @@ class _Costs(NamedTuple):
         return self.bytes_of(value) * cost_per_byte
 
     def recomputed(self, value: SegmentValue) -> float:
-        """Return the cost of recomputing a value with arithmetic that XLA fuses with the operations that use it."""
+        """Return the cost of recomputing a value with arithmetic that XLA fuses with the uses of the value."""
         # If the forward pass writes a value, such as a residual sum, to memory, the backward pass also writes the
         # recomputed value to memory. Recomputing any other value is free.
         if value not in self.in_memory:
@@ -141,8 +141,8 @@ class MinCut(NamedTuple):
     half: Set[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
     cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
-    # The results of `saved` for earlier segments and of `operands_needed` for earlier equations. The graphs that share
-    # these dictionaries must have the same `dtype` and `cost_saved`.
+    # Caches of the results of `saved` for segments and of `operands_needed` for equations. All graphs that share these
+    # dictionaries must have the same `dtype` and `cost_saved`.
     known_cuts: dict[Any, Any]
     known_operands: dict[Any, Any]
 
@@ -163,7 +163,7 @@ class MinCut(NamedTuple):
         return None if found is None else frozenset(SegmentValue(ids[n], is_rounding) for n, is_rounding in found)
 
     def _find_saved(self, segment: Segment, nodes: Sequence[tuple[Node, NodePlan]]) -> frozenset[SegmentValue] | None:
-        """Return the result of `saved` without the use of earlier results."""
+        """Return the result of `saved`, without using the cache."""
         # Matmuls are never recomputed, and data movement is recomputed only together with other operations.
         moving = (NodeKind.MATMUL, NodeKind.DATA_MOVEMENT, NodeKind.LOOKUP)
         plans = [node_plan for _, node_plan in nodes]
@@ -174,8 +174,8 @@ class MinCut(NamedTuple):
             return None  # `jax.checkpoint` cannot save complex numbers.
         with_operands = [(*pair, self._operands(segment, *pair)) for pair in nodes]
         # The derivative of a matmul needs its operands, and the derivative of a `ByResult` needs its (rounded) result.
-        # If no node of the segment uses the rounded result, the network contains no other way to make it available
-        # than to save it.
+        # If no node of the segment uses the rounded result, it can only be saved, because the network contains no way
+        # to recompute it.
         of_matmuls = {v for _, node_plan, values in with_operands if node_plan.kind is NodeKind.MATMUL for v in values}
         of_by_result = {
             SegmentValue(value_id, is_rounding=value_id not in self.half)
@@ -184,7 +184,8 @@ class MinCut(NamedTuple):
             for value_id in node.outputs
         }
         inputs = {*map(SegmentValue, segment.inputs)}
-        # Matmuls read their operands from memory, because XLA does not fuse the operands into a matmul.
+        # Matmuls read their operands from memory, because XLA usually does not fuse the computation of an operand into
+        # a matmul.
         in_memory = {*inputs, *of_matmuls, *map(SegmentValue, segment.outputs)}
         costs = _Costs(self._bytes, self.cost_saved, inputs, in_memory, _read_from(nodes, in_memory))
         network = FlowNetwork()
@@ -193,7 +194,7 @@ class MinCut(NamedTuple):
         for value in {value for *_, values in with_operands for value in values if value.is_rounding}:
             network.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
         for node, node_plan, operands in with_operands:
-            # No other node of the segment uses the results of a matmul, so the network does not contain them.
+            # No other node of the segment uses the results of a matmul, so these results are not part of the network.
             for value in map(SegmentValue, () if node_plan.kind is NodeKind.MATMUL else node.outputs):
                 cost_recomputed = costs.recomputed_by(node, node_plan, operands, value)
                 network.add_value(value, costs.saved(value), cost_recomputed, operands)
@@ -277,10 +278,10 @@ def _nearest_to_sink(edges: Sequence[tuple[Any, Any, float]]) -> set[Any]:
 
 
 def operands_needed(eqn: Any, known: dict[Any, Any]) -> frozenset[int]:
-    """Return the positions of the operands of an equation that are needed by the derivative of the equation.
+    """Return the positions of the operands of an equation that its derivative needs.
 
     If the derivative needs a result of the equation, all operands from which the result is computed are needed.
-    ``known`` contains the results for earlier equations.
+    ``known`` is a cache of the results.
     """
     if eqn.primitive.name in PLACEMENTS:
         return frozenset()

@@ -1,4 +1,4 @@
-"""The plan of each node, given by the rule of `autocast`, its exceptions, and the rules of a `PrecisionPolicy`."""
+"""The plan of each node, based on the rule of `autocast`, its exceptions, and the rules of a `PrecisionPolicy`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from jax_lossscale._program.inline import Atom, Node, inlined
 from jax_lossscale._program.location import Path, is_in_scope, location_at
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. Of the
-# other higher-order primitives, half precision is possible only for a scan, for its sliced operands, its stacked
-# results and its residual stream.
+# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. For a
+# scan, only the sliced operands, the stacked results and the residual stream may be in half precision.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 # For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
-# Data movement to which the rules of a policy apply, although its results have the dtype of its operands. The table of
-# a gather may be rounded. The transposes of an all-gather (data movement between devices) and of `pvary` (a placement)
-# are sums.
+# Data movement to which the rules of a policy apply, although its results have the dtype of its operands. Rules apply
+# to a gather because its table may be rounded. They apply to an all-gather (data movement between devices) and to
+# `pvary` (a placement) because the transposes of these operations are sums.
 _MOVEMENT_WITH_RULES = primitives.DATA_MOVEMENT_BETWEEN_DEVICES | primitives.PLACEMENTS | {"gather"}
 _IN_KEEP_FLOAT32 = "inside `keep_float32`"
 REWRITTEN = REBOUND | RULES.keys()
@@ -53,9 +52,9 @@ class NodePlanner:
         self._dtype = dtype
         self._policy = policy
         self._constant_reason = f"its constant operand is outside the range of {dtype.name}"
-        # A value of `jax_default_matmul_precision` that is set outside the function applies to all matmuls, so it is
-        # not a choice for a particular matmul. A value that is set inside the function is no longer active here,
-        # because the function has already been traced. It is treated like the `precision` argument of a matmul.
+        # If `jax_default_matmul_precision` is set outside the function, it applies to all matmuls, so it does not mark
+        # a particular matmul. If it is set inside the function, it is treated like the `precision` argument of a
+        # matmul. Such a setting is no longer active here, because the function has already been traced.
         self._usual_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def plan(self, node: Node, within: Path, unrounded: Unrounded, constants: Intervals) -> NodePlan:
@@ -72,8 +71,8 @@ class NodePlanner:
         # For data movement and selections, `follows` is the kind of the node. The dtype of such a node is chosen later,
         # because its results have the dtype of its operands.
         follows = self._follows(eqn)
-        # The jaxprs in such an equation are planned separately. In contrast, a `jax.custom_jvp` function that only
-        # selects some of its numbers, such as a relu, is treated as one operation.
+        # The jaxprs in such an equation are planned separately. A `jax.custom_jvp` function that only selects among its
+        # inputs, such as a relu, is treated as a single operation instead.
         if name in REWRITTEN and follows is None:
             if name == "custom_vjp_call":
                 self._match_backward_pass(path)
@@ -82,11 +81,11 @@ class NodePlanner:
             reason = self._reason_for_fallback(path)
             return NodePlan(NodeKind.IN_HALF, is_alone=True, is_half=not reason, reason=reason)
         is_alone = name in primitives.COMPUTED_ONCE | primitives.DATA_MOVEMENT_BETWEEN_DEVICES
-        # Of the operations in `WRITTEN`, only scatters contain a jaxpr. This jaxpr only adds or replaces numbers, so a
-        # scatter is treated like other arithmetic.
+        # Scatters are the only operations in `WRITTEN` that contain a jaxpr. This jaxpr only adds or replaces numbers,
+        # so a scatter is treated like other arithmetic.
         is_opaque = name not in primitives.WRITTEN and any(map(jaxpr.jaxprs_of, eqn.params.values()))
-        # These equations must not be repeated, or nothing is known about their computation, so they are evaluated
-        # unchanged, whatever the policy.
+        # These equations are evaluated unchanged, regardless of the policy, because they must not be repeated or
+        # because nothing is known about their computation.
         if jaxpr.has_effects(eqn) or (follows is None and (is_alone or is_opaque)):
             return NodePlan(NodeKind.OTHER, is_alone=True)
         if follows is NodeKind.DATA_MOVEMENT and name not in _MOVEMENT_WITH_RULES:
@@ -99,9 +98,9 @@ class NodePlanner:
                 return NodePlan(NodeKind.MATMUL, is_half=True, has_float32_result=True, reason=_reason_of(rule))
             return NodePlan(NodeKind.MATMUL, is_half=True)
         precision = "" if rule is None else rule.precision
-        # Data movement and selections have the dtype of their operands, even if a rule requires half precision. Only a
-        # rule that requires float32 changes this, and `keep_float32` for a gather, which otherwise may read a rounded
-        # copy of its table.
+        # Data movement and selections have the dtype of their operands, even if a rule requires half precision. The
+        # exceptions are rules that require float32 and, for a gather, `keep_float32`, because the gather may otherwise
+        # read a rounded copy of its table.
         is_kept = name == "gather" and is_in_scope(KEEP_FLOAT32, path)
         if follows is not None and precision != "float32" and not is_kept:
             return NodePlan(follows, is_alone)
@@ -132,7 +131,7 @@ class NodePlanner:
         if rule is not None:
             if rule.precision == "float32":
                 return _reason_of(rule)
-            # The policy requires half precision, so a constant is an exception only if its range is known.
+            # The policy requires half precision, so a constant can prevent half precision only if its range is known.
             is_possible = all(map(self._holds, filter(_is_bounded, _intervals(node, constants))))
             return "" if is_possible else f"{self._constant_reason}, so {rule!r} has no effect on this matmul"
         if is_in_scope(KEEP_FLOAT32, path):
@@ -188,8 +187,9 @@ class NodePlanner:
 
         The jaxpr will not be differentiated again, so the rules of `jax.custom_jvp` functions in it are ignored.
         Operations that compute only masks (boolean arrays) have the kind ``of_masks``. If the results of an operation
-        are constants that half precision represents exactly, the operation is data movement. In jax 0.11 and later, the
-        jaxpr of a relu in a `jax.shard_map` contains such an operation, which casts the integer 0 to a float.
+        are constants that half precision represents exactly, the operation counts as data movement. In jax 0.11 and
+        later, the jaxpr of a relu in a `jax.shard_map` contains such an operation, which casts the integer 0 to a
+        float.
         """
         found: set[NodeKind | None] = set()
         graph = inlined(closed)

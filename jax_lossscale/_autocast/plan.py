@@ -40,7 +40,7 @@ class NodePlan(NamedTuple):
     # dtype depends on the stored values (see `operands_in_half`).
     is_half: bool = False
     has_float32_result: bool = False  # whether the result of a matmul in half precision is float32
-    # Why a matmul, the result of a matmul or an `in_half` function is not in half precision; otherwise "".
+    # The reason why a matmul, the result of a matmul or an `in_half` function is not in half precision, or "".
     reason: str = ""
     # The `ByResult` that evaluates the node if the derivative of the node is computed from its result; otherwise None.
     by_result: Any = None
@@ -85,7 +85,7 @@ class Context(NamedTuple):
     half_inputs: Sequence[bool] = ()  # for each argument, whether it is passed in half precision; by default False
     # For each result, whether it is part of a residual stream in half precision; by default False.
     half_outputs: Sequence[bool] = ()
-    # For the first results, the reasons why they must not be rounded; by default, they may be rounded.
+    # For each of the first results, the reasons why it must not be rounded. All other results may be rounded.
     unrounded: Sequence[Reasons] = ()
     # For each argument that is a constant or a slice of a constant, the function that computes the interval of its
     # elements; None (the default) for all other arguments.
@@ -114,9 +114,9 @@ class Plan(NamedTuple):
     segments: tuple[Segment, ...]  # in the order of their evaluation
     within: Path  # the equations that contain the jaxpr, starting with the outermost equation
     is_half: bool  # whether anything in the graph is computed in half precision
-    # If the planner adds reasons, the reason for each matmul and each `in_half` function that is not in half precision,
-    # including those in the jaxprs of nodes. A higher-order equation is mapped to an empty string if it contains such a
-    # matmul or `in_half` function.
+    # Maps the path of each matmul and each `in_half` function that is not in half precision to the reason, including
+    # those in the jaxprs of nodes. A higher-order equation that contains such a matmul or `in_half` function is mapped
+    # to an empty string. The dictionary is empty unless the planner adds reasons.
     reasons: dict[Path, str]
 
     @property

@@ -84,7 +84,7 @@ class Planner:
         calls, reasons = self._choose_dtypes(graph, node_plans, context, values)
         if self._adds_reasons:
             graph, reasons = _with_reasons(graph, node_plans, context.within, reasons)
-        # Some of these functions are replaced only if their results are stored in half precision. Therefore, they are
+        # A softmax, for example, is replaced only if its result is stored in half precision. Therefore, functions are
         # replaced after the dtypes have been chosen.
         if self._recomputes(context.within):
             graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants)
@@ -115,8 +115,8 @@ class Planner:
         rounded = uses.going_into_matmuls(graph, node_plans) | uses.passed_on(graph, node_plans) | values.half_outputs
         passed_in_half = itertools.compress(graph.inputs, context.half_inputs)
         values.half.update(value_id for value_id in passed_in_half if is_float32(graph.types[value_id]))
-        # The loop below selects among the results of nodes. The arguments and constants of the graph are not results of
-        # a node, so they are added here, by the same rule as results. They are cast once, before the first node.
+        # The loop below considers only the results of nodes. The arguments and constants of the graph are therefore
+        # added here, by the same rule. They are cast once, before the first node.
         values.half.update(rounded & {*graph.inputs, *graph.constants})
         calls: dict[int, CallPlan] = {}
         reasons: dict[Path, str] = {}
@@ -174,7 +174,8 @@ class Planner:
         # `plans` is empty, and `results` contains only residual streams, until the jaxprs have been planned below.
         unplanned = CallPlan(plans=(), operands=operands, results=results_of_stream, known=known, unrounded=unrounded)
         plans = self._plan_subjaxprs(node, within, unplanned)
-        # Of the results of a scan, those after the final carries may be in half precision: the stacked results.
+        # Apart from the residual stream, only the stacked results of a scan, which follow the final carries, may be in
+        # half precision.
         may_be_half = eqn.primitive.name in (*OF_ANY_DTYPE, "scan")
         results = [
             is_in_stream or (may_be_half and n >= len(carries) and all(gives_half_result(plan, n) for plan in plans))
@@ -303,7 +304,7 @@ def gives_half_result(plan: Plan, position: int) -> bool:
 
 
 def _is_half(atom: Atom, half: Set[ValueId]) -> bool:
-    """Return whether an operand or a result is a value in half precision. For a literal, the result is False."""
+    """Return whether an operand or a result is a value in half precision. For a literal, return False."""
     return not isinstance(atom, Literal) and atom in half
 
 

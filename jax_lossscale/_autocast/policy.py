@@ -1,4 +1,4 @@
-"""Exceptions to what `autocast` does by default: `PrecisionPolicy`, the rules of a policy, and `keep_float32`."""
+"""Exceptions to the default behavior of `autocast`: `PrecisionPolicy`, the rules of a policy, and `keep_float32`."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ class PrecisionPolicy:
         half precision, its rounded copy is saved. If ``recompute`` is False, all values that the backward pass needs
         are saved. A positive number specifies the cost of each byte that is kept for the backward pass, relative to the
         cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
-        fewer values are saved, which takes less memory but more time. Numbers are experimental: a later version may
-        change their meaning without a new major version. Matmuls and other expensive operations are never recomputed.
+        fewer values are saved, which takes less memory but more time. Numeric values are experimental: a later version
+        may change their meaning without a new major version. Matmuls and other expensive operations are never
+        recomputed.
       half_residual_stream: whether to store the residual stream in half precision. The residual stream consists of the
         float32 sums that each block of a network with skip connections passes to the next block. In half precision, the
         residual stream takes half the memory, and the result is as accurate as with manual casts. A carry of a scan is
@@ -228,8 +229,8 @@ def keep_float32(function: Any = None) -> Any:
     the cast of a float32 array to float32 before `autocast` processes the program. Without `autocast`, `keep_float32`
     has no effect.
 
-    On A100 and newer GPUs and on TPUs, JAX rounds the operands of float32 matmuls by default. If a matmul needs all
-    digits of its operands on this hardware, pass ``precision="highest"`` to it.
+    On A100 and newer GPUs and on TPUs, JAX rounds the operands of float32 matmuls by default. If a matmul needs the
+    full precision of its operands on this hardware, pass ``precision="highest"`` to the matmul.
 
     Args:
       function: the function to compute in float32. If ``function`` is omitted, `keep_float32` returns a context

@@ -33,7 +33,7 @@ _are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", d
 
 @contextlib.contextmanager
 def adding_reasons() -> Iterator[None]:
-    """In all programs that are traced in this context, record why matmuls are not in half precision.
+    """Record why matmuls are not in half precision, in all programs that are traced in this context.
 
     Reasons are recorded only in functions to which `autocast` is applied.
     """

@@ -173,7 +173,8 @@ class Rewriting:
         if node_plan.kind is NodeKind.CALL:
             return self._call(node, plan.calls[position], operands)
         if node_plan.kind in FOLLOWING and name == "custom_jvp_call" and all(are_half):
-            # The jaxpr of the function declares float32 operands, so the equation cannot be bound with these operands.
+            # The jaxpr of the function declares float32 operands, so the equation cannot be bound with half-precision
+            # operands.
             evaluate = functools.partial(self._plan_and_evaluate, Context(plan.within), num_declared=0)
             return custom_rules.custom_jvp_call(evaluate, eqn, operands)
         if node_plan.kind in FOLLOWING and name == "convert_element_type":
@@ -261,7 +262,8 @@ class Rewriting:
     def _traced(self, subjaxpr: SubJaxpr, plan: Plan, of_equation: Sequence[bool]) -> ClosedJaxpr:
         """Return the rewritten jaxpr of a `SubJaxpr`.
 
-        For each result of the equation that contains it, ``of_equation`` specifies whether it is in half precision.
+        ``of_equation`` specifies, for each result of the equation that contains the jaxpr, whether the result is in
+        half precision.
         """
         closed, are_half = subjaxpr.closed, [n >= 0 and of_equation[n] for n in subjaxpr.results]
         arguments = zip(closed.in_avals, plan.half_inputs, strict=True)

@@ -35,8 +35,8 @@ class Segment(NamedTuple):
     outputs: tuple[ValueId, ...]  # the values that are needed outside of the segment
     # The values that are stored in half precision outside of the segment and are float32 within it.
     upcast: frozenset[ValueId] = frozenset()
-    # The positions of the nodes that add a bias and whose result has a cotangent in float32. This cotangent is rounded
-    # to half precision once, before it is used (see `marks.with_rounded_cotangent`).
+    # The positions of the nodes that add a bias and whose results have float32 cotangents. Each of these cotangents is
+    # rounded to half precision once, before it is used (see `marks.with_rounded_cotangent`).
     rounds_cotangent: frozenset[int] = frozenset()
     # The values that are saved for the backward pass: computed values, and rounded copies of inputs and of computed
     # values. If `saved` is None, the segment is evaluated without `jax.checkpoint`, so JAX selects the values to save.
@@ -105,8 +105,8 @@ def _with_makers(graph: Graph, group: Sequence[int], makers: Mapping[ValueId, in
 
 def _levels(graph: Graph, is_separator: Sequence[bool]) -> list[int]:
     """Return the level of each node, as defined at the top of this module."""
-    # First, determine the lowest possible level of each node. It is higher than the levels of all separators from which
-    # the node is computed.
+    # First, determine the lowest possible level of each node. This level is higher than the level of every separator on
+    # which the node depends.
     levels: list[int] = []
     usable_from: dict[ValueId, int] = {}  # for each value, the lowest level of the nodes that may use it
     after_effects = 0  # the lowest level of the next node with effects, which ensures that effects remain in order
@@ -118,7 +118,8 @@ def _levels(graph: Graph, is_separator: Sequence[bool]) -> list[int]:
         levels.append(level)
         usable_from.update(dict.fromkeys(node.outputs, level + separates))
     # Second, defer nodes to the segments that use their results. Otherwise, the results would be stored in memory
-    # between two segments. The last nodes are visited first, because the uses of a node may be deferred as well.
+    # between two segments. The nodes are visited in reverse order, because the nodes that use a result may be deferred
+    # as well.
     first_use: dict[ValueId, int] = {}  # for each value that a node uses, the lowest level of these nodes
     for position in reversed(range(len(levels))):
         node = graph.nodes[position]

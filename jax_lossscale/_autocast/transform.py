@@ -24,8 +24,8 @@ from jax_lossscale._program.parameters import parameters_of_operations
 from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
-# In the context `in_variant(variant)`, `autocast` behaves differently in all functions that are traced, including those
-# that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant.
+# The context `in_variant(variant)` changes the behavior of `autocast` in all functions that are traced in it, including
+# those that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant.
 in_variant = jax.make_user_context()
 _OMITTED = "omitted"  # `autocast` has no effect
 HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to its policy
@@ -76,9 +76,9 @@ def autocast(fun: Any = ..., dtype: DTypeLike = jnp.float16, *, policy: Precisio
 
     Warns:
       UserWarning: when the function is traced, if a rule of ``policy`` matches no operation. There is no warning about
-        a rule that might apply to the backward pass of a `jax.custom_vjp` function, because the backward pass is
-        traced later. A rule might apply to it if the rule matches the source line of the function, and either its
-        layer or a layer inside its layer.
+        a rule that might apply to the backward pass of a `jax.custom_vjp` function, because the backward pass is traced
+        later. This includes every rule that matches the source line of the function and either the layer of the
+        function or a layer inside this layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

@@ -23,7 +23,8 @@ from jax_lossscale._program.jaxpr import is_float32, size_of
 from jax_lossscale._program.location import Location, Path
 from jax_lossscale._program.subjaxprs import subjaxprs
 
-# Operations whose result is a sum (see `_sums`) if their only large operand is a sum.
+# Operations that preserve sums: if the only operand that is as large as the result is a sum, the result is a sum (see
+# `_sums`).
 _PRESERVING = ("add", "custom_jvp_call", "div", "mul", "neg")
 
 
@@ -97,7 +98,7 @@ def _float32_operands(graph: Graph, node: Node) -> set[ValueId]:
 
 
 def takes_half(node_plan: NodePlan) -> bool:
-    """Return whether a node rounds those of its operands to half precision that are stored in float32."""
+    """Return whether a node rounds its float32 operands to half precision."""
     return node_plan.kind in (NodeKind.MATMUL, NodeKind.IN_HALF, NodeKind.LOOKUP) and node_plan.is_half
 
 
@@ -142,11 +143,11 @@ def passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
 
 
 def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
-    """Return the values that are sums of two arrays of the same size, such as a residual stream.
+    """Return the values that are sums of two arrays of equal size, such as a residual stream or a recurrent state.
 
-    The state of a recurrence is another example. If an operand is a sum, the result of data movement is also a sum, and
-    so is the result of an addition, multiplication or division whose other operand is smaller. The subtraction of a
-    smaller array, such as a mean, is part of a norm, and its result is not a sum.
+    If an operand is a sum, the result of moving its data, of adding a smaller array to it, or of multiplying or
+    dividing it by a smaller array also counts as a sum. The result of subtracting a smaller array, such as a mean, does
+    not count as a sum, because such a subtraction is part of a norm.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     sums = set[ValueId]()
@@ -173,7 +174,8 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
       other terms of the stream, which are rounded matmul results. In contrast, rows that are subtracted from each other
       are not rounded.
     """
-    # For each argument, and each value that is computed from one argument by data movement alone, the argument.
+    # Maps each float32 argument to itself, and each value that is computed from one argument by data movement alone to
+    # this argument.
     arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
     multiplied: set[ValueId] = set()
     gathers: dict[int, ValueId] = {}
@@ -201,7 +203,7 @@ def _path_of(node: Node) -> Path:
 
 
 def added_up_in_float32(nodes: Sequence[tuple[Node, NodePlan]], half: Set[ValueId]) -> frozenset[ValueId]:
-    """Return those half-precision values of a segment whose cotangents are added in float32.
+    """Return the half-precision values of a segment whose cotangents are added in float32.
 
     These are the values that the segment uses several times, at least once in a float32 operation. The results of all
     data movement and selections that use such a value are also returned. Each returned value is converted to float32
@@ -227,10 +229,10 @@ def sums_with_a_bias(
 ) -> frozenset[int]:
     """Return the positions of the nodes that add a bias and whose result has a cotangent in float32.
 
-    The bias is added to a half-precision value or to a normalized value (see `_normalized`). Summing the cotangent over
-    the broadcast axes gives the cotangent of the bias. Rounding it gives the cotangent of the half-precision value. The
-    gradients of a normalized value are computed by several kernels, which all read the rounded cotangent. If the
-    cotangent of the result is already in half precision, it is not rounded, because the optimization barrier of the
+    The bias is added to a half-precision value or to a normalized value (see `_normalized`). The sum of the cotangent
+    over the broadcast axes is the cotangent of the bias. The rounded cotangent is the cotangent of the half-precision
+    value. The gradients of a normalized value are computed by several kernels, which all read the rounded cotangent. If
+    the cotangent of the result is already in half precision, it is not rounded, because the optimization barrier of the
     rounding would prevent fusion.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
@@ -250,7 +252,7 @@ def sums_with_a_bias(
 
 
 def _normalized(graph: Graph, segment: Segment) -> set[ValueId]:
-    """Return the products in a segment that are computed from a sum over other axes than the last one.
+    """Return the products in a segment that depend on a sum over any axes except the last axis alone.
 
     The normalized values of a batch norm, a group norm and an instance norm are such products.
     """
@@ -265,7 +267,7 @@ def _normalized(graph: Graph, segment: Segment) -> set[ValueId]:
 
 
 def _adds_a_bias(graph: Graph, node: Node, summands: Set[ValueId], broadcasts: Set[ValueId]) -> bool:
-    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to one of certain values.
+    """Return whether a node adds a bias (an array with fewer elements, or a broadcast) to a value in ``summands``.
 
     Args:
       graph: the graph.
@@ -339,7 +341,7 @@ class _Additions(Propagation[_Tracked]):
     - False: the value is the tracked value itself, possibly after data movement such as a transpose.
     - True: the value is a sum of the tracked value and other values, possibly after data movement.
 
-    A tracked value that reaches the value in another way, or not at all, is not in the dictionary.
+    The dictionary does not contain tracked values on which the value depends in another way or not at all.
 
     Attributes:
       used: the tracked values that any other operation uses.
@@ -364,8 +366,9 @@ class _Additions(Propagation[_Tracked]):
             self.used.update(*operands)
             return [{}] * len(eqn.outvars)
         items = [[item for n in of_result for item in operands[n].items()] for of_result in moved]
-        # An item that is a sum in at least one operand is a sum in the result. Such entries are sorted to the end, so
-        # they replace other entries of the same item in the dictionary.
+        # If a tracked value is mapped to True for at least one operand, it is mapped to True for the result. The
+        # entries with True are therefore sorted to the end, so that they replace the entries with False in the
+        # dictionary.
         return [dict(sorted(of_result, key=operator.itemgetter(1))) for of_result in items]
 
 

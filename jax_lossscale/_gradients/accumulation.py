@@ -116,7 +116,8 @@ def accumulate_gradients(
     def accumulate(*args: Any, **kwargs: Any) -> AccumulatedGradients:
         check_no_modules((fun, args, kwargs), "accumulate_gradients", "accumulate_gradients")
         check_argnums(as_tuple(differentiated), batch_positions, len(args))
-        # The backward pass of each micro-batch is scaled. Otherwise, float16 gradients would underflow before the sum.
+        # The backward pass of each micro-batch is scaled. Otherwise, float16 gradients would underflow before they are
+        # summed.
         seeded = with_scaled_gradient(fun, loss_scale, has_aux, in_a_loop=True)
         value_and_grads = jax.value_and_grad(seeded, differentiated, has_aux, allow_int=allow_int)
 

@@ -172,7 +172,7 @@ def _checked(tree: chex.ArrayTree, scale: LossScaleOrState, function: str, sugge
         that the arguments were swapped; or if ``scale`` does not contain exactly one loss scale.
     """
     _tree.check_tree(tree, f"{function}(tree=...)", suggestion)
-    # `LossScaledState` is a tuple, one of whose fields is the loss scale.
+    # `LossScaledState` is a tuple, and the loss scale is one of its fields.
     fields = tree if isinstance(tree, tuple) else (tree,)
     if any(isinstance(field, LossScale) for field in fields):
         raise ValueError(f"`{function}(tree=...)` got a loss scale. The order is `{function}(tree, scale)`.")
@@ -251,7 +251,8 @@ def _unscale_cotangent(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
 def warn_if_half(value: Any, loss_scale: LossScale) -> bool:
     """Warn if the dtype of a scalar loss cannot represent the largest value that the loss scale can reach.
 
-    ``value`` is any pytree. If it is a tuple, its first element can be the loss, and the others auxiliary data.
+    ``value`` is any pytree. If ``value`` is a tuple, its first element can be the loss, and the other elements can be
+    auxiliary data.
 
     Returns:
       Whether a warning was emitted.

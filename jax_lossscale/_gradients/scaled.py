@@ -82,7 +82,7 @@ def value_and_scaled_grad(
 def with_scaled_gradient(
     fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool, *, in_a_loop: bool = False
 ) -> Callable[..., Any]:
-    """Return a function with the same values as ``fun``, whose gradients are multiplied by the loss scale.
+    """Return a function that computes the values of ``fun`` but whose gradients are multiplied by the loss scale.
 
     Args:
       fun: a scalar-valued function.
@@ -152,7 +152,7 @@ def scaled_grad(
 
 
 def _checked(gradient: Any, argnums: int | Sequence[int], name: str = "value_and_scaled_grad") -> Callable[..., Any]:
-    """Return ``gradient`` with a check that the model is not an nnx module that changes when it is called."""
+    """Return ``gradient`` with an added check that rejects nnx modules whose state changes when they are called."""
 
     @functools.wraps(gradient)
     def checked(*args: Any, **kwargs: Any) -> Any:

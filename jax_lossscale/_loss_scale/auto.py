@@ -43,7 +43,7 @@ _Bits = tuple[jax.Array, ...]  # base-2 logarithms of the scale, peak, margin an
 
 
 class AutoState(NamedTuple):
-    """The numbers of the update rule of `AutoLossScale` besides the scale, which its docstring describes."""
+    """The state of the update rule of `AutoLossScale`, without the scale. The rule is described in `AutoLossScale`."""
 
     log2_peak: jax.Array  # float32[]
     log2_margin: jax.Array  # float32[]
@@ -268,7 +268,7 @@ class AutoLossScale(BoundedLossScale):
         """Return the state after an overflow, before the scale is clipped to its bounds."""
         s, peak, margin, allowance = now
         target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
-        # With this margin, the new target is 24 bits, and the new scale 32 bits, below the scale.
+        # With this margin, the new target is 24 bits below the current scale, and the new scale is 32 bits below it.
         margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
@@ -284,8 +284,8 @@ class AutoLossScale(BoundedLossScale):
             (s < target, margin_for_lower_target, allowance_after_overflow),
             (allowance_is_large, margin + LOG2_MOVE, allowance),
             (allowance < 0, jnp.float32(_LOG2_LEAST_MARGIN), allowance),
-            # If more than 5 bits are free, the allowance grows by 2 bits. If it grew by only 1 bit, and only a rare
-            # kind of batch overflowed, it would decay faster than it grows.
+            # If more than 5 bits are free, the allowance grows by 2 bits. If the allowance grew by only 1 bit, and only
+            # rare batches overflowed, it would decay faster than it grows.
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
             (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),
             strict=True,

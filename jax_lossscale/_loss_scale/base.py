@@ -1,7 +1,7 @@
 """The base classes of loss scales, and helper functions to implement loss scales as pytrees.
 
-- `LossScale` is the base class of all loss scales, including those that users define.
-- `BoundedLossScale` contains the code that `DynamicLossScale` and `AutoLossScale` have in common.
+- `LossScale` is the base class of all loss scales, including user-defined ones.
+- `BoundedLossScale` contains the code shared by `DynamicLossScale` and `AutoLossScale`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LossScale(abc.ABC):
 
     @property
     def lower_bound(self) -> ArrayLike | None:
-        """Return the lower limit of the scale after overflows (a ``float32[]``), or ``None`` if it is unknown."""
+        """Return the lower bound that limits decreases of the scale (a ``float32[]``), or ``None`` if it is unknown."""
         return None
 
     @abc.abstractmethod
@@ -117,7 +117,8 @@ class LossScale(abc.ABC):
           ValueError: if ``config`` does not contain valid constructor arguments.
         """
         try:
-            # The constructor does not validate the state of the update rule, and a configuration can be from a file.
+            # The constructor does not validate the state of the update rule, so a configuration, which can come from a
+            # file, must not contain this state.
             if isinstance(config, Mapping) and "_rule_state" in config:
                 raise TypeError("the state is not part of a configuration")
             return cls(**config)
@@ -215,8 +216,8 @@ class LossScale(abc.ABC):
         return _update(self, _tree.inexact_leaves(grads), axis_name)
 
 
-# Because of `jax.jit`, an eager `update` is a single dispatch. Because of `inline=True`, the operations of an `update`
-# inside `jax.jit` become part of the outer program.
+# With `jax.jit`, an eager `update` requires only a single dispatch. With `inline=True`, the operations of an `update`
+# inside another `jax.jit` become part of the outer program.
 @partial(jax.jit, static_argnums=2, inline=True)
 def _update(loss_scale: _Kind, grads: list[ArrayLike], axis_name: AxisName) -> tuple[_Kind, jax.Array]:
     grads_finite, largest = finite_and_largest(grads, axis_name=axis_name)
@@ -234,8 +235,8 @@ def adjust(loss_scale: _Kind, grads_finite: jax.Array, largest: jax.Array | None
 class BoundedLossScale(LossScale):
     """A loss scale that changes between ``min_loss_scale`` and ``max_loss_scale``.
 
-    The state consists of the current scale and of the numbers of the update rule in ``_rule_state``. Users can set the
-    current scale. Only this library creates the other numbers, so they are not validated.
+    The state consists of the current scale and of the numbers of the update rule in ``_rule_state``. The current scale
+    is validated, because users can set it. The other numbers are not validated, because only this library creates them.
     """
 
     initial_loss_scale: float
@@ -307,7 +308,7 @@ class BoundedLossScale(LossScale):
         return f"{type(self).__name__}({argument}=...)"
 
     def _set(self, **fields: Any) -> None:
-        """Set fields of a loss scale that is being constructed. `setattr` would raise, because the class is frozen."""
+        """Set fields of a loss scale that is being constructed. `setattr` would fail, because the class is frozen."""
         vars(self).update(fields)
 
 
@@ -349,8 +350,8 @@ def register(cls: _T, rule_state: Any = None) -> _T:
     Args:
       cls: the dataclass.
       rule_state: the class of the named tuple ``_rule_state`` of a `BoundedLossScale`. The elements of the named tuple
-        are children of the loss scale itself, so that the paths of the leaves, which checkpoints contain, are the names
-        of public attributes.
+        are children of the loss scale itself, so that the paths of the leaves, which are stored in checkpoints, are the
+        names of public attributes.
     """
     fields = [field for field in dataclasses.fields(cls) if field.name != "_rule_state"]
     rule_names = () if rule_state is None else rule_state._fields

@@ -17,7 +17,7 @@ from jax_lossscale._loss_scale.base import BoundedLossScale, register, static_fi
 
 
 class DynamicState(NamedTuple):
-    """The counters of the update rule of `DynamicLossScale`, which its docstring describes."""
+    """The counters of the update rule of `DynamicLossScale`. The rule is described in `DynamicLossScale`."""
 
     num_good_steps: jax.Array | np.int32  # int32[]
     hysteresis_left: jax.Array | np.int32 | None  # int32[], or None if hysteresis is 1
@@ -28,8 +28,8 @@ class DynamicState(NamedTuple):
 class DynamicLossScale(BoundedLossScale):
     """A loss scale that decreases when gradients overflow and increases after a series of finite steps.
 
-    The state consists of the scale, and of the number n of finite steps since the scale was last increased or a step
-    was last non-finite. With ``N = increment_period``, the state is updated by the following rule::
+    The state consists of the scale and the number n of finite steps since the last increase of the scale or the last
+    non-finite step. With ``N = increment_period``, the state is updated by the following rule::
 
         finite, n + 1 <  N:   scale' = scale                                             n' = n + 1
         finite, n + 1 >= N:   scale' = min(scale * multiplier, max_loss_scale)           n' = 0

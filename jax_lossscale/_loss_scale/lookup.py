@@ -76,7 +76,7 @@ def as_loss_scale(argument: LossScaleOrState, name: str) -> LossScale:
 
 
 def find_loss_scale(tree: chex.ArrayTree, name: str, path: str | None = None) -> LossScale:
-    """Return the only loss scale in a pytree. `unwrapped` converts its leaves to arrays.
+    """Return the only loss scale in a pytree, with its leaves converted to arrays by `unwrapped`.
 
     The arguments are the same as in `find_one`.
     """

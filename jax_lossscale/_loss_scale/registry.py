@@ -158,7 +158,7 @@ def _checked_pytree(loss_scale: LossScale) -> LossScale:
 
 
 def _from_dict(class_name: Any, config: Any) -> LossScale:
-    # Only subclasses of `LossScale` can be constructed, because the dictionary can be from an untrusted file.
+    # Only subclasses of `LossScale` can be constructed, because the dictionary can come from an untrusted file.
     concrete = {name: kind for name, kind in KINDS.items() if not inspect.isabstract(kind)}
     kinds = concrete | {kind.__name__: kind for kind in OWN_KINDS}
     if not isinstance(class_name, str) or class_name not in kinds:

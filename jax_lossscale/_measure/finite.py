@@ -1,8 +1,9 @@
-"""Checks of gradients for NaN and infinity, which compiled training steps compute.
+"""Functions that check gradients for NaN and infinity in compiled training steps.
 
 `all_finite` and `finite_and_largest` compute a single number, which is the largest magnitude of all elements, or
 infinity if an element is not finite. ``python -m benchmarks finite`` measures the run time of this library's finiteness
-check. `first_fault` searches for the first leaf that is not finite, and is computed only in steps with such a leaf.
+check. `first_fault` searches for the first leaf that is not finite. It runs only in steps that are skipped or have
+non-finite gradients.
 
 If a loss scale is given, the result is computed for the elements divided by the scale. Division by a positive number
 does not change the order of the elements, so only the largest magnitude is divided by the scale.
@@ -25,7 +26,8 @@ from jax_lossscale._measure.leaves import as_read, grouped
 from jax_lossscale._measure.primitive import largest_magnitude
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-# The severity of the worst element of a leaf. The severity of a finite element is 0.
+# The severities of infinity and NaN. The severity of a finite number is 0, and the severity of a leaf is the largest
+# severity of its elements.
 _INFINITE, _NAN = 1, 2
 
 

@@ -70,7 +70,7 @@ def on_cpu(*leaves: jax.Array) -> jax.Array:
 
 
 def _groups(leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """Return groups of arrays with equal shapes and dtypes: real and imaginary parts, and blocks of small arrays."""
+    """Return large arrays and blocks of small arrays, as real arrays that are grouped by shape and dtype."""
     real = _real_and_imaginary(leaves)
     return list(alike([*large(real), *blocks(real)], _TOGETHER))
 

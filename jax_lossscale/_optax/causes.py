@@ -1,4 +1,4 @@
-"""Causes of skipped steps and of stuck runs, and the advice for each cause, for `raise_if_stuck` and `explain`.
+"""Causes of skipped steps and stuck runs, and advice for each cause. Used by `raise_if_stuck` and `explain`.
 
 `cause_of_last_step` determines the cause from the optimizer state, and `advice` looks it up in the table `_FIXES`.
 """
@@ -42,8 +42,8 @@ SEEMS_UNSCALED = (
     "larger. Most likely, the gradients are not scaled."
 )
 
-# The fix for a problem, by its possible causes and by the situation of the run (see `_situations`). Several fixes can
-# apply to the same step.
+# A dictionary that maps the possible causes of a problem and the situation of the run (see `_situations`) to a fix.
+# Several fixes can apply to the same step.
 _FIXES = {
     ("gradients", "any"): HOW_TO_RECORD,
     ("gradients nan infinity", "at lower bound"): "The loss scale is at its lower bound.",
@@ -82,7 +82,7 @@ def cause_of_last_step(state: LossScaledState) -> str | None:
     if record is not None and 0 <= record.step == last_step:
         return record.cause
     # Without a record, the state still shows which checks failed in the last step. A non-finite loss usually leads to
-    # non-finite gradients, so the loss is checked first. A record is checked in the same order.
+    # non-finite gradients, so the loss is checked first. The causes in a record have the same order of precedence.
     if int(state.monitoring.consecutive_nonfinite_losses):
         return "loss"
     if state.loss_scale.checks_gradients and not state.grads_finite and (state.loss_scale.skip_nonfinite or not skips):
@@ -104,7 +104,7 @@ def advice(cause: str, state: LossScaledState) -> list[str]:
 
 
 def _situations(state: LossScaledState) -> dict[str, bool]:
-    """Return, for each situation in the table of fixes, whether it describes a run whose last steps were skipped."""
+    """Return a dictionary that maps each situation in `_FIXES` to whether the run is in this situation."""
     is_fixed, is_at_floor = isinstance(state.loss_scale, FixedLossScale), bool(is_at_its_floor(state.loss_scale))
     are_many = int(state.consecutive_skips) >= _MANY_SKIPS_IN_A_ROW
     return {

@@ -1,4 +1,4 @@
-"""The inner optimizer of a wrapper: its validation, what its state shows about it, and the dtypes of its state."""
+"""Functions that validate the inner optimizer of a wrapper, and that inspect or convert its state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def checked_optimizer(inner: Any, name: str) -> optax.GradientTransformationExtr
 def rounds_parameters(state: optax.OptState) -> bool:
     """Return whether an optimizer state contains the state of a wrapper that trains 16-bit parameters.
 
-    Such a state has the attribute ``rounds_parameters``, so that this module does not import the wrappers, which import
-    this module.
+    The state of such a wrapper is recognized by its attribute ``rounds_parameters``, because this module cannot import
+    the wrappers, which import this module.
     """
 
     def is_of_wrapper(node: Any) -> bool:
@@ -52,7 +52,8 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
     elif isinstance(state, (tuple, list, dict)):
         children = list(state.values() if isinstance(state, dict) else state)
         do_round = list(map(rounds_parameters, children))
-        # If a tuple contains arrays, it is not the state of a chain, but of a transformation that stores arrays itself.
+        # A tuple that contains arrays is not the state of a chain, because the state of a chain contains only the
+        # states of its transformations.
         is_chain = not hasattr(state, "_fields") and not any(map(_tree.is_array, children))
         if is_chain and any(do_round[:-1]) and not do_round[-1]:
             raise ValueError(
@@ -69,8 +70,9 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
 def paths_with_state(state: optax.OptState) -> set[tuple[str, ...]]:
     """Return the paths of all parameters for which an optimizer state contains a floating-point array.
 
-    In the state, the path of a parameter follows the path of a pytree with the structure of the parameters, such as the
-    first moments of Adam. The result therefore contains the end of each path in the state, for all lengths.
+    The path of an array in the state begins with the path of a pytree with the structure of the parameters, such as the
+    first moments of Adam, and ends with the path of a parameter. Because the length of the beginning is unknown, the
+    result contains all suffixes of each path.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(state)
     paths = [tuple(map(str, path)) for path, leaf in with_paths if _tree.is_inexact(leaf)]

@@ -41,8 +41,8 @@ def metrics(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
       - ``grads_finite``: ``bool[]``, whether the gradients of the last step were finite.
       - ``applied_steps``, ``skipped_steps``, ``consecutive_skips``: ``int32[]``, as in `LossScaledState`.
       - ``largest``: ``float32[]``, the largest magnitude among the unscaled gradients of the last step. The value is
-        NaN before the first step, or if the gradients were not finite or not measured. Only a loss scale that uses the
-        largest gradient, such as `AutoLossScale`, measures it. The logged values of a run can be passed to
+        NaN before the first step, or if the gradients were not finite or not measured. The largest gradient is measured
+        only if the loss scale uses it, as `AutoLossScale` does. The logged values of a run can be passed to
         `jls.diagnostics.simulate`.
       - ``last_bad_leaf``: ``int32[]``, the index of the first non-finite leaf in the last bad step, or -1 if all leaves
         were finite, if there was no bad step, or without ``record_bad_steps=True``.
@@ -162,7 +162,7 @@ def _is_stuck(state: LossScaledState, patience: int) -> np.ndarray:
 
 
 def _run_of_batch(state: LossScaledState, index: int) -> LossScaledState:
-    """Return the state of one run of a batch of runs, or the state itself if it is that of a single run."""
+    """Return the state of one run in a batch of runs, or the state itself if it belongs to a single run."""
     if not np.ndim(state.consecutive_skips):
         return state
     own = jax.tree.map(lambda leaf: leaf[index], state._replace(inner_state=None))

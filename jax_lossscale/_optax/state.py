@@ -83,8 +83,9 @@ class BadStep(NamedTuple):
 class Monitoring(NamedTuple):
     """Measurements for `metrics`, `explain` and `raise_if_stuck`, which do not influence the training run.
 
-    A later version may add, change or remove fields, so read them only with these functions. The structure does not
-    change during a run. A measurement that the options of `loss_scaled` or the loss scale exclude is ``None``.
+    A later version may add, change or remove fields, so read them only with these functions. The tree structure does
+    not change during a run. A measurement is ``None`` if the options of `loss_scaled` or the loss scale do not require
+    it.
 
     Attributes:
       last_bad_step: a record of the last bad step; ``None`` without ``record_bad_steps``.
@@ -240,12 +241,12 @@ def _scaling_evidence(before: Monitoring, decision: StepDecision) -> ScalingEvid
 def _nonfinite_losses(before: Monitoring, checks: StepChecks, skipped: jax.Array) -> jax.Array:
     """Return the number of consecutive steps, including this one, whose loss was passed and was not finite."""
     if checks.value_finite is None:
-        return skipped * 0  # Unlike a new zero, this product varies over the mesh axes of the other counters.
+        return skipped * 0  # Unlike a new zero, this product varies over the same mesh axes as the other counters.
     return jnp.where(checks.value_finite, 0, _saturating_add(before.consecutive_nonfinite_losses, 1))
 
 
 def not_measured(like: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the values that stand for missing measurements, NaN and -1, in arrays with the shape of ``like``."""
+    """Return two arrays with the shape of ``like``, filled with NaN and -1, which represent missing measurements."""
     # The NaN is intentional, so the option `jax_debug_nans` must not report it.
     with jax.debug_nans(False):
         return _not_measured(like)
@@ -299,7 +300,8 @@ def _largest_of_bad_step(
         return jnp.float32(0)
     finite = jax.tree.map(lambda grad: jnp.where(jnp.isfinite(grad), grad, 0), grads)
     _, largest = finite_and_largest(finite, axis_name=axis_name)
-    # If the previous step was not finite, `previous` is NaN. The record of this step contains a finite number.
+    # If the previous step was not finite, `previous` is NaN. In this case, `before` is the record of the previous step,
+    # which contains a finite number.
     return jnp.maximum(largest, jnp.where(jnp.isnan(previous), before.largest, previous))
 
 

@@ -91,7 +91,7 @@ def loss_scaled(
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`. The inner optimizer must consist of pure functions,
         because a step outside `jax.jit` is compiled as well. A step must not change the structure of the state of the
-        inner optimizer. `optax.monitor` does this in the first step, but can be used outside, as in
+        inner optimizer. `optax.monitor` does this in the first step, so use it outside of `loss_scaled`, as in
         ``optax.chain(loss_scaled(adam), optax.monitor(measures))``.
       loss_scale: any value that `get` accepts. The default is an `AutoLossScale`, which needs no tuning.
       axis_name: inside `jax.shard_map` or `jax.pmap`, the name or names of the axes over which the devices agree on

@@ -44,10 +44,10 @@ class StepArguments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper:
-    """An inner optimizer, the options of `loss_scaled` for it, and the methods of the resulting transformation.
+    """An inner optimizer with the options of `loss_scaled`, and the methods of the resulting transformation.
 
-    A subclass can take unscaled gradients, or gradients that were computed at another scale than that of the state. It
-    overrides the class attributes and the methods `_divisor`, `_gradient_scale` and `_note`.
+    A subclass can support unscaled gradients, or gradients that were computed at a different scale than the scale in
+    the state. Such a subclass overrides the class attributes and the methods `_divisor`, `_gradient_scale` and `_note`.
     """
 
     function: ClassVar[str] = "loss_scaled"  # the function that creates the wrapper, for error messages
@@ -129,7 +129,7 @@ class Wrapper:
         )
 
     def _note(self, dtype: str) -> str:
-        """Return a sentence for the warning about parameters of a 16-bit dtype, followed by a space, or ""."""
+        """Return an additional sentence for the warning about 16-bit parameters, followed by a space, or ""."""
         return ""
 
     def update(
@@ -162,7 +162,7 @@ class Wrapper:
     def _check_gradients(
         self, name: str, grads: optax.Updates, params: optax.Params | None, loss_scale: LossScale
     ) -> None:
-        """Raise a `ValueError` if ``grads`` is not a pytree, contains a masked leaf, or is a pair with the value."""
+        """Raise a `ValueError` if ``grads`` is not a pytree, has a masked leaf, or is a pair ``(value, grads)``."""
         _tree.check_tree(grads, name)
         self._check_not_masked(name, grads, loss_scale)
         if params is None or not isinstance(grads, tuple) or len(grads) != 2:

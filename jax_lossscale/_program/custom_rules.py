@@ -111,7 +111,7 @@ def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:
 
 def custom_vjp_call(evaluate: EvaluateRule, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluate a `jax.custom_vjp` function and return its outputs."""
-    # JAX may call `forward` several times, so the function is linearized once for each set of perturbed operands.
+    # JAX may call `forward` several times, so the linearized function is cached for each set of perturbed operands.
     linearized = functools.cache(functools.partial(_Linearized, eqn))
 
     @jax.custom_vjp
@@ -146,11 +146,11 @@ class _Linearized:
     The custom rule consists of a forward and a backward function. `jax.linearize` calls the forward function, and
     `jax.linear_transpose` calls the backward function. Both functions are traced to jaxprs.
 
-    JAX calls the backward function even if no result has a nonzero cotangent. All its arguments are then symbolic
-    zeros, but the cotangents that it returns may be nonzero. `jax.linear_transpose` would not call the backward
-    function in this case, because no result would have a cotangent. Therefore, the linearized function has one more
-    result: the number `_zero_from(results)`. If this number has a cotangent, the backward function is called with
-    symbolic zeros.
+    JAX calls the backward function even if no result has a nonzero cotangent. All arguments of the backward function
+    are then symbolic zeros, but the cotangents that it returns may be nonzero. `jax.linear_transpose` would not call
+    the backward function in this case, because no result would have a cotangent. Therefore, the linearized function has
+    one more result: the number `_zero_from(results)`. If this number has a cotangent, the backward function is called
+    with symbolic zeros.
 
     Attributes:
       jaxpr: the jaxpr of the forward pass, which computes the results and the residuals from the operands.
@@ -163,7 +163,7 @@ class _Linearized:
     def __init__(self, eqn: Any, perturbed: tuple[int, ...]) -> None:
         self._eqn, self._perturbed = eqn, perturbed
         # For each perturbed operand, whether its cotangent is a symbolic zero. `transposed` sets the entries while it
-        # traces the backward pass. Symbolic zeros do not become arrays, so JAX can omit all operations on them.
+        # traces the backward pass. Symbolic zeros are not converted to arrays, so JAX can omit all operations on them.
         self._are_zeros: list[bool] = []
         record = _recorder_of_zero_cotangents(self._are_zeros)
 
@@ -178,7 +178,7 @@ class _Linearized:
             return results[:-1], linear
 
         # `linear` is a pytree. Its leaves are the residuals, which are outputs of the jaxpr, and its structure contains
-        # the linear function, which `transposed` rebuilds from other residuals.
+        # the linear function. `transposed` rebuilds `linear` from other residuals.
         jaxpr, (_, linear) = jax.make_jaxpr(linearize, return_shape=True)(*_types(eqn))
         self.jaxpr = with_remat2(jaxpr)
         self._residual_types = self.jaxpr.out_avals[len(eqn.outvars) :]

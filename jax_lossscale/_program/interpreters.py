@@ -17,8 +17,8 @@ from jax_lossscale._program.jaxpr import last_uses
 from jax_lossscale._program.location import Location, location_of
 from jax_lossscale._program.subjaxprs import CUSTOM_CALLS, LOOPS, REBOUND, subjaxprs
 
-# The primitives in `Propagation.follows` that are neither loops nor conditionals. Their only sub-jaxpr has the same
-# arguments and results as the equation.
+# The primitives in `Propagation.follows` that are neither loops nor conditionals. Each of them has only one sub-jaxpr,
+# with the same arguments and results as the equation.
 FOLLOWED = REBOUND.difference(LOOPS, ["cond"]).union(CUSTOM_CALLS)
 
 Datum = TypeVar("Datum")
@@ -91,8 +91,8 @@ class Propagation(Interpreter[Datum]):
         location = location_of(eqn, self._location)
         if eqn.primitive.name not in self.follows:
             return self.operation(eqn, location, operands)
-        # The body of a loop is visited once. Its carries are therefore represented by information that is correct for
-        # every iteration (see `carried`).
+        # The body of a loop is visited only once. Its carries are therefore represented by information that is correct
+        # for every iteration (see `carried`).
         inner = subjaxprs(eqn)
         carries = {operand: self.carried(operands[operand]) for _, operand in inner.carried}
         outside = self.within, self._location

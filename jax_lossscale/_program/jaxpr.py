@@ -57,7 +57,8 @@ class Traced:
             changed = nnx_objects.changes(objects, before)
             self._changed = list(changed)
             results, self._structure = jax.tree.flatten((result, list(changed.values())))
-            # Leaves that are not arrays cannot be outputs of a jaxpr. They are stored here, and `filled` returns them.
+            # Leaves that are not arrays cannot be outputs of a jaxpr. They are stored here, and `filled` adds them to
+            # the result.
             self._leaves = [None if has_values(leaf) else leaf for leaf in results]
             return list(filter(has_values, results))
 
@@ -99,7 +100,7 @@ def is_half(aval: Any) -> bool:
 
 
 def has_dtype(aval: Any, kind: Any) -> bool:
-    """Return whether ``aval`` has a dtype of a kind such as `jnp.floating`. References have the dtypes of arrays."""
+    """Return whether the dtype of ``aval`` is of a kind such as `jnp.floating`. References have the dtype of arrays."""
     return jnp.issubdtype(getattr(aval, "dtype", bool), kind)
 
 
