@@ -149,7 +149,7 @@ def half_precision_state(
             paths = [jax.tree_util.keystr(path) for path, leaf in with_paths if _tree.is_array(leaf)]
             raise ValueError(
                 f"`{name}(exclude=...)` returned False for every float32 array of the optimizer state, whose arrays "
-                f"are {', '.join(paths)}. Compare names with parts of `jax.tree_util.keystr(path)`, or omit `exclude`."
+                f"are {', '.join(paths)}. Search for names in `jax.tree_util.keystr(path)`, or omit `exclude`."
             )
         return result
 
