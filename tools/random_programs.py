@@ -51,7 +51,7 @@ SMALLEST = 1e-6
 # executed in float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
 # Options for all jaxprs except those under `autocast`. The first two save most of the compilation time. The last one
-# prevents XLA from removing the casts in the program.
+# keeps XLA from omitting the casts of the program.
 REFERENCE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 REFERENCE |= {"xla_allow_excess_precision": False}
 EXPLAINED = ("same", "sensitive", "rounding", "as with jit", "invalid")
@@ -627,7 +627,7 @@ def compared(seed, dtype, is_jitted, part=None):
 
 
 def shorter(part):
-    """Yield the programs that have one operation or one structure fewer than a program."""
+    """Yield the variants of a program that have one operation or one structure fewer."""
     for n, step in enumerate(part):
         before, after = part[:n], part[n + 1 :]
         yield (*before, *after)

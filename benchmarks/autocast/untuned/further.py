@@ -143,7 +143,7 @@ class Swin(Network, kw_only=True):
 
 
 def _windows(x: jax.Array, size: int) -> jax.Array:
-    """Divide ``[batch, height, width, features]`` into windows, ``[batch * windows, pixels, features]``."""
+    """Divide images (``[batch, height, width, features]``) into windows (``[batch * windows, pixels, features]``)."""
     batch, height, width, features = x.shape
     x = x.reshape(batch, height // size, size, width // size, size, features)
     return x.swapaxes(2, 3).reshape(-1, size**2, features)
