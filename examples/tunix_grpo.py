@@ -92,7 +92,7 @@ def batches(rollout_config: RolloutConfig, steps: int, seed: int) -> Iterator[di
 
 def train(dtype: str, steps: int, seed: int) -> tuple[RLCluster, jls.MixedPrecision, list[dict[str, Any]]]:
     """Train the model, and return the objects of the run, and the reward and the metrics of each step."""
-    # The first of the three lines.
+    # This is the first of the three lines that add float16.
     Llama3.__call__ = jls.autocast(Llama3.__call__, dtype)  # in the sampler and in the loss function
     model_config = ModelConfig(
         num_layers=2,

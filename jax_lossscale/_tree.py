@@ -125,7 +125,7 @@ def map_inexact(function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex
 def _replace(
     function: Callable[[list[Any]], Sequence[jax.Array]], tree: chex.ArrayTree, chosen: Sequence[bool]
 ) -> chex.ArrayTree:
-    """Return a copy of the pytree, with the result of ``function(chosen_leaves)`` in place of the chosen leaves."""
+    """Return a copy of the pytree in which the chosen leaves are replaced with ``function(chosen_leaves)``."""
     leaves, structure = jax.tree.flatten(tree)
     positions = [position for position, is_chosen in enumerate(chosen) if is_chosen]
     # All chosen leaves are passed in one call, so that an eager call compiles and runs a single program.
@@ -134,7 +134,7 @@ def _replace(
 
 
 def with_replaced(values: Sequence[Any], positions: Sequence[int], replacements: Sequence[Any]) -> list[Any]:
-    """Return a list of the values, with replacements for the values at some positions."""
+    """Return a list in which the values at some positions are replaced."""
     replaced = list(values)
     for position, replacement in zip(positions, replacements, strict=True):
         replaced[position] = replacement

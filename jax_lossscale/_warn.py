@@ -10,8 +10,8 @@ from types import FrameType
 
 import jax
 
-# A stack frame whose file is in one of these folders is not part of the user's code. Flax and equinox, whose functions
-# call functions of this library, are usually installed in the same folder as JAX.
+# A stack frame whose file is in one of these folders is not part of the user's code. Flax and equinox call functions of
+# this library. They are usually installed in the same folder as JAX.
 _LIBRARIES = *(Path(jax.__file__).parents[1] / name for name in ("jax", "flax", "equinox")), Path(__file__).parent
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in _LIBRARIES)
 

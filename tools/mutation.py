@@ -9,7 +9,7 @@ A mutant is a copy of the package with one changed expression, such as a compari
 of a selection, or a removed check. The tests of its folder (`CORE` in `source_map.py`) that execute the changed line
 run until one fails. Tests that detected other mutants of the same file or folder run first, followed by test files that
 are quick or that detected many mutants. If no test fails, or none within `PATIENCE`, the mutant survives. In this case,
-a test is missing, the change has no effect, or a test that did not run detects it. In the last two cases,
+a test is missing, the change has no effect, or only a test that did not run detects it. In the last two cases,
 `tools/mutation_explained.json` contains the reason. At the end, the program prints a table and the surviving mutants
 without a reason.
 

@@ -5,11 +5,11 @@
     python tools/random_programs.py --dtype float16 --show 12      one program, shortened as long as it differs
     python tools/random_programs.py --dtype float32 --programs 9   the plan for float16, executed in float32
 
-A program is a composition of operations and structures (`scan`, `cond`, `vmap`, ...), which its seed determines. Each
-program is traced three times, with its gradients: in float32, under `autocast`, and with manual casts, for which the
-operands and results of all matmuls of the float32 jaxpr are rounded with `reduce_precision`. XLA cannot remove this
-rounding. The tree structure, shapes, dtypes and weak types under `autocast` must be those in float32. An array differs
-if its error exceeds
+The seed of a program determines the operations and structures (`scan`, `cond`, `vmap`, ...) that it consists of. Each
+program and its gradients are traced three times: in float32, under `autocast`, and with manual casts. For the manual
+casts, the operands and results of all matmuls in the float32 jaxpr are rounded with `reduce_precision`. XLA cannot
+remove this rounding. The tree structure, shapes, dtypes and weak types under `autocast` must be the same as in float32.
+An array differs if its error exceeds
 
     FACTOR * (error of manual casts + sensitivity + epsilon * largest magnitude of the array) + SMALLEST * largest
 
@@ -17,10 +17,10 @@ where `largest` is at least 1 and at least the largest magnitude of all arrays, 
 may cancel.
 
 An error under `autocast` counts as "as with jit" if `jax.jit` in its place also raises an error or changes the results.
-The sensitivity is the largest change of the array in float32 or with manual casts if the floating-point arguments
-change by a relative epsilon / 2 with random signs. It is large near discontinuities (`sort`, comparisons, `floor`). If
-an array differs, the program is evaluated again with more changes, and with other numbers of bits in the manual casts,
-before the difference counts.
+The sensitivity is the largest change of the array, in float32 or with manual casts, if each element of the
+floating-point arguments is multiplied by 1 + epsilon / 2 or 1 - epsilon / 2 at random. It is large near discontinuities
+(`sort`, comparisons, `floor`). If an array differs, the program is evaluated again with more changes, and with other
+numbers of bits in the manual casts, before the difference counts.
 """
 
 import argparse
@@ -47,8 +47,8 @@ from jax_lossscale._autocast.rewrite import Rewriting
 
 FACTOR = 2
 SMALLEST = 1e-6
-# For each dtype, the number of bits of the exponent and of the mantissa. For float32, the plan for float16 is executed
-# in float32. Because sums may then be computed in another order, five bits are ignored.
+# For each dtype, the number of exponent bits and the number of mantissa bits. For float32, the plan for float16 is
+# executed in float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
 # Options for all jaxprs except those under `autocast`. The first one saves most of the compilation time, as does the
 # last one, which jax 0.12 does not have. The second one keeps XLA from omitting the casts of the program.
@@ -70,7 +70,7 @@ class Inputs:
         self.random, self.count = random.Random(place), itertools.count()
 
     def weight(self, *shape):
-        """Return the next weight of this operation, or create it if the program is run for the first time."""
+        """Return the next weight of this operation. If the program runs for the first time, create the weight."""
         name = f"{self.place}/{next(self.count)}"
         if name not in self.weights:
             numbers = np.random.default_rng(zlib.crc32(name.encode()))
@@ -88,7 +88,7 @@ CREATED = {}
 
 
 def ranked(x, rank):
-    """Return the array with this number of axes. The first axes are merged, or axes of size 1 are inserted."""
+    """Reshape an array to ``rank`` axes. The first axes are merged, or axes of size 1 are inserted."""
     if x.ndim > rank:
         x = x.reshape(-1 if x.size else 0, *x.shape[x.ndim - rank + 1 :]) if rank else x.mean()
     return limited(x.reshape((1,) * (rank - x.ndim) + x.shape))
@@ -103,12 +103,12 @@ def fitted(y, x):
 
 
 def rank(number):
-    """Give an operation only arrays with a certain number of axes."""
+    """Decorate an operation so that its argument always has a certain number of axes."""
     return lambda function: lambda x, i: function(ranked(x, number), i)
 
 
 def along(function):
-    """Give an operation an axis of the array, as the argument `axis`."""
+    """Decorate an operation so that a random axis of the array is passed as the argument `axis`."""
     return lambda x, i: function(x := ranked(x, max(1, x.ndim)), axis=i.random.randrange(x.ndim))
 
 
@@ -144,7 +144,7 @@ def pool(x, i):
 
 
 def indexed(x, i, mode, is_unique=False):
-    """Return an indexed array for `.get()`, `.add()` and so on. Some indices can be out of bounds."""
+    """Return an indexed array for methods such as `.get()` and `.add()`. Some indices may be out of bounds."""
     rows, columns = (i.given["indices"][:3] % (size + 2) - 1 for size in x.shape)
     if mode == "promise_in_bounds":
         rows, columns = jnp.clip(rows, 0, x.shape[0] - 1), jnp.clip(columns, 0, x.shape[1] - 1)
@@ -374,7 +374,7 @@ STRUCTURES = {
 
 
 def random_part(numbers, size, depth=0):
-    """Return a tuple of names of operations, and of pairs of a structure and the part of the program inside it."""
+    """Return a tuple of operation names and of pairs that contain a structure and the part of the program inside it."""
     part = []
     while size > 0:
         if depth < 2 and numbers.random() < 0.3:
@@ -401,7 +401,7 @@ def run(part, place, inputs, x):
 
 
 def loss_of(part, seed):
-    """Return a function of weights, an array and other arguments, whose value is a weighted sum of the result."""
+    """Return a loss function of the weights, an array and other arguments. The loss is a weighted sum of the result."""
 
     def loss(weights, x, given):
         y = run(part, f"{seed}", (weights, given), x)
@@ -420,7 +420,8 @@ def forward(function, weights, x, given):
     return jax.jvp(lambda *args: function(*args, given), (weights, x), jax.tree.map(jnp.cos, (weights, x)))
 
 
-# Functions that are computed from a loss function. The argument `cast` is `autocast` or the identity.
+# The functions of a loss function that are compared, such as its gradient. The argument `cast` is `autocast` or the
+# identity.
 MODES = {
     "gradient": lambda cast, loss: gradient(cast(loss)),
     "of the gradient": lambda cast, loss: cast(gradient(loss)),
@@ -480,7 +481,7 @@ def in_float32(fun):
 
 
 class Reference:
-    """The results of a jaxpr in float32 and with manual casts, for some arguments and for slightly changed ones."""
+    """The results of a jaxpr in float32 and with manual casts, for given and for slightly changed arguments."""
 
     def __init__(self, jaxpr, args, dtype):
         self.jaxpr, self.args, self.dtype, self.epsilon = jaxpr, args, dtype, 2.0 ** -BITS[dtype][1]
@@ -491,14 +492,14 @@ class Reference:
         return rounded(self.jaxpr, (exponent, mantissa + more_bits), is_rounded)
 
     def results(self, changes, manual):
-        """Return the results of the jaxpr and of jaxprs with manual casts, for the arguments and for changed ones."""
+        """Return the results of the jaxpr and of jaxprs with manual casts, for the given and for changed arguments."""
         programs = lambda *args: [jaxpr_as_fun(program)(*args) for program in (self.jaxpr, *manual)]  # noqa: E731
         programs = jax.jit(programs, compiler_options=REFERENCE)
         args = [self.args, *(changed(self.args, self.epsilon / 2, n) for n in range(changes))]
         return [[*map(on_host, result)] for each in args for result in programs(*each)]
 
     def compared(self, found):
-        """Return a record for each result that `autocast` computes: the outcome, and the errors."""
+        """Return a record with the outcome and the errors for each result that `autocast` computes."""
         records = self.judged(found, self.known)
         if any(record["outcome"] == "differs" for record in records):
             manual = [self.rounded(more) for more in (-2, -1, 0, 1, 2)]
@@ -512,7 +513,7 @@ class Reference:
 
     @np.errstate(all="ignore")
     def judged(self, found, results):
-        """Compare results with the first of several known results. The others show the noise."""
+        """Compare results with the first of several known results. The other known results show the noise."""
         floats = [x for x in results[0] if jnp.issubdtype(x.dtype, jnp.inexact)]
         largest = max([1.0, *(np.nanmax(abs(x.astype(complex)), initial=0, where=np.isfinite(x)) for x in floats)])
         records = []
@@ -586,7 +587,7 @@ class Comparison:
         return worst(records)["ratio"] > 1
 
     def difference(self, half, shapes):
-        """Describe the first difference between the structures or types, or return an empty string."""
+        """Describe the first difference between the structures or types, or return an empty string if there is none."""
         if jax.tree.structure(shapes) != jax.tree.structure(self.shapes):
             return f"{jax.tree.structure(self.shapes)} became {jax.tree.structure(shapes)}"
         pairs = zip(map(str, self.plain.out_avals), map(str, half.out_avals), strict=True)
@@ -598,12 +599,12 @@ def worst(records):
 
 
 def on_host(x):
-    """Return an array as a NumPy array. Keys are replaced by their data."""
+    """Convert an array to a NumPy array. Random keys are replaced with their data."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def changed(args, unit, seed):
-    """Multiply the elements of all arrays of floating-point numbers by 1 + unit or 1 - unit."""
+    """Multiply each element of the floating-point arrays by 1 + unit or 1 - unit at random."""
     numbers = np.random.default_rng(seed)
 
     def change(x):
@@ -626,7 +627,7 @@ def compared(seed, dtype, is_jitted, part=None):
 
 
 def shorter(part):
-    """Yield the programs that have one operation or one structure fewer than a program."""
+    """Yield the variants of a program that have one operation or one structure fewer."""
     for n, step in enumerate(part):
         before, after = part[:n], part[n + 1 :]
         yield (*before, *after)

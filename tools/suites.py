@@ -14,14 +14,14 @@ plugin performs three checks:
 - *trace*: Types, structure, weak types, varying axes and shardings of results and gradients equal those of the original
   program.
 - *exact*: The plan for float16, executed in float32, gives the same results and gradients as the original program. The
-  test receives these results. If it fails with them, it must also fail without `autocast`.
+  test receives these results. If the test fails with these results, it must also fail without `autocast`.
 - *numbers*: The errors of results and gradients in float16 and bfloat16 are at most twice those of manual casts.
   `random_programs.py` describes this comparison and its outcomes. Because the program is compiled with the default
   options of XLA, the check also fails if the forward and backward pass use different values.
 
 A difference counts as *as with jit* if `jax.jit` in place of `autocast` causes it as well. The column *not run* counts
 files that cannot be collected, processes that crash, and projects without any test. The column *failed* counts failed
-tests. Most of them also fail without `autocast`; otherwise, they count as *assertion* as well.
+tests. Most of these tests also fail without `autocast`. The other tests also count as *assertion*.
 
 ``.suites/PROJECT.jsonl`` contains the known results; delete it to start again. `tools/suites_explained.json` explains
 differences. The keys in this file are regular expressions, and the values are reasons.

@@ -521,7 +521,7 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
-    if report.when == "call" or report.failed:  # A failed fixture has no call.
+    if report.when == "call" or report.failed:  # If a fixture fails, the test is not called.
         message = report.longrepr.reprcrash.message[:500] if hasattr(report.longrepr, "reprcrash") else ""
         outcome = "out of time" if OutOfTime.__name__ in message else report.outcome
         STATE.write({"test": report.nodeid, "outcome": outcome, "message": message})

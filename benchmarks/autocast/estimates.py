@@ -51,7 +51,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 
 
 def measured() -> dict[str, list[float]]:
-    """Return the measured times under `autocast` over those in float32 and over those with manual casts, by model."""
+    """Return, for each model, the measured time under `autocast` divided by those in float32 and with manual casts."""
     row = r"^\| (\S.*?) +\|" + 3 * r" +[\d.]+ ms \|" + 2 * r" +([\d.]+) \|"
     rows = re.findall(row, _MEASURED.read_text(), re.MULTILINE)
     return {name: [float(ratio) for ratio in ratios] for name, *ratios in rows}

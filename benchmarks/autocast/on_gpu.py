@@ -21,7 +21,7 @@ from benchmarks.harness.report import Cell, Table, columns
 from benchmarks.harness.timing import interleave
 
 _WAYS = (FLOAT32, MANUAL_CASTS, AUTOCAST)
-# Models without convolutions. With the convolutional networks, the benchmark did not end within ten minutes.
+# Models without convolutions. With the convolutional networks, the benchmark did not finish within ten minutes.
 _MODELS = (
     *("transformer 12 x 768", "transformer 4 x 512", "LSTM", "Mamba", "50,304 words"),
     *("Llama", "T5", "RWKV-4", "graph transformer", "DLRM"),
@@ -52,7 +52,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
 def measured(
     names: Sequence[str], quick: bool, progress: Progress, dtype: DTypeLike, options: Mapping[str, Any]
 ) -> Table:
-    """Return the table of some models, whose steps are timed on the device of this process."""
+    """Time the training steps of some models on the device of this process, and return a table."""
     models = networks()
     progress(0, "compiling")
     steps = {f"{name}, {way}": partial(training_step, models[name], way, dtype) for way in _WAYS for name in names}

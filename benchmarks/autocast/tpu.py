@@ -37,9 +37,9 @@ _MODELS = (
     *("convolution net", "LSTM", "Mamba", "experts", "MLP-Mixer", "LoRA", "DiT", "Mamba-2", "Llama"),
 )
 _WAYS = (FLOAT32, MANUAL_CASTS, AUTOCAST, HALF_RESIDUAL_STREAM)
-_UNKNOWN_CYCLES = 2**63 - 1  # XLA reports this number for an operation that it cannot estimate.
+_UNKNOWN_CYCLES = 2**63 - 1  # XLA reports this number if it cannot estimate the cycles of an operation.
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program.
-# For each way that is compared with, the largest permitted median and maximum of the cycles and the temporaries.
+# The goals of `autocast` relative to other ways: the largest median and maximum of the cycles and of the temporaries.
 _GOALS = {MANUAL_CASTS: ((1.00, 1.10), (0.95, 1.15)), FLOAT32: ((0.95, 1.00), (0.75, 1.00))}
 _COLUMNS = columns(
     "model | cycles, manual casts {:.2f} M | over manual casts {:.2f} | over float32 {:.2f} | "
@@ -72,12 +72,12 @@ class Estimate(NamedTuple):
     bytes: float
 
     def over(self, other: Estimate) -> Estimate:
-        """Return the ratios of the properties of this program to those of another program."""
+        """Divide the properties of this program by those of another program."""
         return Estimate(*(mine / theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def run(quick: bool, progress: Progress, resume: bool = False) -> list[Table]:
-    """Return a table for each kind of TPU, and a table of measured times on a TPU.
+    """Return a table for each kind of TPU, a table of optimizers, and on a TPU, a table of measured times.
 
     Args:
       quick: whether to compile only one model. The estimates are then not stored.
@@ -110,7 +110,7 @@ def run(quick: bool, progress: Progress, resume: bool = False) -> list[Table]:
 
 
 def estimate(kind: str, name: str, way: str) -> Estimate:
-    """Compile a training step for a TPU. `estimate` must run in its own process."""
+    """Compile a training step for a TPU, and return its estimates. This function must run in a separate process."""
     if name == _OPTIMIZERS:
         step, *arguments = optimizer_step(*optimizers()[way])
         return read(compile_for_one(step, *arguments, kind=kind))
@@ -119,7 +119,7 @@ def estimate(kind: str, name: str, way: str) -> Estimate:
 
 
 def optimizers() -> dict[str, tuple[optax.GradientTransformation, DTypeLike, DTypeLike]]:
-    """Return optimizers by name, each with the dtype of `autocast` and the dtype of the parameters."""
+    """Return a dictionary that maps names to optimizers, each with the dtypes of `autocast` and of the parameters."""
     adam = optax.adam(1e-3)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), adam)
     half_rounded = jls.stochastic_rounding(jls.half_precision_state(adam))
@@ -137,7 +137,7 @@ def optimizers() -> dict[str, tuple[optax.GradientTransformation, DTypeLike, DTy
 
 
 def optimizer_step(tx: Any, dtype: DTypeLike, params_dtype: DTypeLike) -> tuple[Any, ...]:
-    """Return a jitted training step of four layers, and the types of its arguments."""
+    """Return a jitted training step of a network with four layers, and the types of its arguments."""
     params = [jax.ShapeDtypeStruct(shape, params_dtype) for shape in ((1024, 1024), (1024,)) for _ in range(4)]
 
     def loss(params: Any, x: Any) -> Any:
@@ -239,7 +239,7 @@ def _table(kind: str, names: Sequence[str], known: Mapping[tuple[str, str, str],
 
 
 def _optimizer_table(known: Mapping[tuple[str, str, str], Estimate]) -> Table:
-    """Return the table of the `optimizers`."""
+    """Return the table of the estimates for the `optimizers`."""
     found = {way: known["v5e", _OPTIMIZERS, way] for way in optimizers() if ("v5e", _OPTIMIZERS, way) in known}
     adam = next(iter(found.values()), None)
     rows = [(way, step.cycles / 1e6, step.over(adam).cycles, step.temporaries / 2**20) for way, step in found.items()]

@@ -1,4 +1,4 @@
-"""The ways to compute a loss that are compared, and the half-precision dtype of the benchmarks for GPUs."""
+"""The different ways to compute a loss, and the half-precision dtype of the benchmarks for GPUs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MANUAL_CASTS = "manual casts"
 AUTOCAST = "autocast"
 HALF_RESIDUAL_STREAM = "autocast, half residual stream"
 
-# For each way, a function that takes a model and a half-precision dtype, and returns a loss. Except for `MANUAL_CASTS`,
-# all ways start from the float32 program.
+# A dictionary that maps each way to a function that takes a model and a half-precision dtype and returns a loss. Except
+# for `MANUAL_CASTS`, all ways start from the float32 program.
 WAYS: dict[str, Callable[[Model, DTypeLike], Loss]] = {
     FLOAT32: lambda model, _: model.loss(None),
     MANUAL_CASTS: lambda model, dtype: model.loss(dtype),

@@ -157,7 +157,7 @@ def compiled(layout: Layout, way: str, width: int) -> jax.stages.Compiled:
 def compile_step(
     mesh: Mesh, loss: Callable[..., Any], tx: jls.LossScaledTransformation, params: Any
 ) -> jax.stages.Compiled:
-    """Return a compiled training step for parameters with shardings, as XLA partitions it for a mesh."""
+    """Compile a training step that XLA partitions for a mesh according to the shardings of the parameters."""
 
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
         value, grads = jls.value_and_scaled_grad(loss, opt_state)(params, tokens)

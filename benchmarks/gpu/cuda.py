@@ -91,7 +91,7 @@ def devices(topology: str, gpu: Gpu = H100) -> list[Any]:
 
 
 def compile_for_one(function: Any, *arguments: Any, gpu: Gpu = H100, **options: Any) -> jax.stages.Compiled:
-    """Compile a jitted function for one GPU with options of XLA. Only shapes and dtypes of the arguments are used."""
+    """Compile a jitted function for one GPU with XLA options. Only the shapes and dtypes of the arguments are used."""
     there = jax.sharding.SingleDeviceSharding(devices("1x1x1", gpu)[0])
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), arguments)
     return function.trace(*placed).lower(lowering_platforms=("cuda",)).compile(options)

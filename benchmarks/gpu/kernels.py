@@ -24,15 +24,15 @@ _KERNELS |= {"fft", "dynamic-slice", "dynamic-update-slice", "all-reduce", "all-
 _KERNELS |= {"all-reduce-start", "all-gather-start", "fusion-start"}
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
-# Copies in loops whose addresses the host computes in each iteration. Since jax 0.11, they are asynchronous.
+# Copies in loops. The host computes their addresses in each iteration. Since jax 0.11, these copies are asynchronous.
 _COPIES = ('"name":"dynamic_slice_fusion"', "fusion-start")
 
 # The constants of the predicted time. Except for `_CACHE`, they were fitted to the times in `results/on_gpu.md`.
-_LAUNCH = 1.2e-6  # The time in seconds that each launch adds.
-_COPY = 2.2e-6  # The time in seconds that each of the `_COPIES` adds. Only the time of the LSTM depends on it.
+_LAUNCH = 1.2e-6  # The time, in seconds, to launch a kernel.
+_COPY = 2.2e-6  # The additional time, in seconds, of each copy in `_COPIES`. Only the time of the LSTM depends on it.
 _ATTAINED = 0.58  # The fraction of the memory bandwidth that kernels attain.
 _CACHE = 2.0  # The assumed bandwidth of the L2 cache relative to that of the memory. Its effect on the ratios is small.
-# The number of elements per second that scatters combine by atomic operations. On an H100, XLA adds up to four elements
+# The number of elements per second that scatters add with atomic operations. On an H100, XLA adds up to four elements
 # of float32 with one operation, but 16-bit elements one by one. The rates are the same for 8 updates of each element
 # (graph transformer) and 16 updates (DLRM).
 _ADDED, _ADDED_IN_16_BIT = 5e11, 7e10
@@ -195,9 +195,9 @@ def _size(instruction: Instruction) -> int:
 
 
 def _atomics(computations: Mapping[str, Computation], inside: Computation) -> float:
-    """Return the time in seconds of the atomic operations of all scatters of a kernel.
+    """Return the time, in seconds, that a kernel needs for the atomic operations of its scatters.
 
-    A scatter that replaces elements, or whose indices are unique, needs no atomic operations.
+    A scatter does not need atomic operations if it replaces elements or if its indices are unique.
     """
     seconds = 0.0
     for scatter in (part for part in inside.values() if part.opcode == "scatter"):
@@ -209,7 +209,7 @@ def _atomics(computations: Mapping[str, Computation], inside: Computation) -> fl
 
 
 def _matmuls(computations: Mapping[str, Computation], inside: Computation) -> Counter[tuple[str, float]]:
-    """Return the number of operations in the matmuls of a kernel, by dtype and the number of cores."""
+    """Count the operations in the matmuls of a kernel, grouped by dtype and number of cores."""
     found: Counter[tuple[str, float]] = Counter()
     for instruction in inside.values():
         if instruction.opcode == "fusion":
@@ -222,10 +222,10 @@ def _matmuls(computations: Mapping[str, Computation], inside: Computation) -> Co
 
 
 def _cores(matmul: Instruction, dtype: str) -> float:
-    """Return the number of cores that can compute a matmul at the same time; infinity if it is not limited.
+    """Return the number of cores that can compute a matmul at the same time, or infinity if there is no limit.
 
     In a float32 matrix multiplication, each core is assumed to compute 128 x 64 elements of the result, and cuBLAS is
-    assumed not to split the sums. No kernels were profiled. Without this assumption, the predicted time of the graph
+    assumed not to split the sums. No kernels were profiled. Without these assumptions, the predicted time of the graph
     transformer in float32 is half of the measured time.
     """
     if dtype != "f32" or matmul.opcode == "convolution" or "__cudnn$" in matmul.attributes:

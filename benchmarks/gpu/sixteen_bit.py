@@ -99,13 +99,13 @@ _MESH_COLUMNS = columns(
 
 
 def _decoder(batch: int) -> Model:
-    """Return the decoder of the first table, with as many queries as keys in its attention."""
+    """Return the decoder of the first table, whose attention has as many key heads as query heads."""
     options = {"vocabulary": VOCABULARY, "blocks": 4, "width": 1024, "hidden": 2688, "heads": 16, "groups": 16}
     return model_of(Llama, Integers(VOCABULARY, (batch, CONTEXT + 1)), **options)
 
 
 def training_step(way: Way, batch: int) -> tuple[Any, Any]:
-    """Return a jitted step of AdamW whose first argument is donated, and a function that returns its arguments."""
+    """Return a jitted AdamW step whose first argument is donated, and a function that returns its arguments."""
     decoder, tx = _decoder(batch), _optimizer(way)
     half = way.function(decoder.loss)
 

@@ -56,8 +56,8 @@ def _gpu(name: str, bandwidth: float, peak: Mapping[str, float], **values: float
     return Gpu(name, _DESCRIPTION.format(bandwidth=bandwidth, **values), bandwidth, peak, cores, values["cache"])
 
 
-# An H100 SXM5. JAX computes float32 matmuls in TF32 by default. Their rate was fitted to the times in
-# `benchmarks/results/on_gpu.md`. It is 42% of the rate in the data sheet.
+# An H100 SXM5. JAX computes float32 matmuls in TF32 by default. The rate of these matmuls was fitted to the times in
+# `benchmarks/results/on_gpu.md` and is 42% of the rate in the data sheet.
 H100 = _gpu(
     "H100",
     3.35e12,

@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.harness.timing import Repeated
 
-# These options save most of the compile time on a GPU: by default, XLA runs several versions of each matmul.
+# These options save most of the compile time on a GPU, because XLA otherwise tries several versions of each matmul.
 WITHOUT_AUTOTUNING = MappingProxyType({"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0})
 
 
@@ -24,7 +24,7 @@ def compile_all(
     Args:
       steps: for each name, a function that returns a jitted step and a function that returns its arguments.
       patience: the number of seconds after which the function returns, even if some steps are not compiled yet.
-      options: the compiler options of XLA. By default, all options have their default values.
+      options: the compiler options of XLA. By default, XLA's default options are used.
 
     Returns:
       The compiled steps that are ready, each with its arguments in the memory of the host.

@@ -46,7 +46,7 @@ _TRAINING_GOAL = 1.25  # relative to the step without loss scaling
 _MARKED_LAYERS = 12
 _MARKED_LEAVES = 1_000
 _HALF_STATE = jls.half_precision_state(ADAM)
-# Optimizer steps without loss scaling, and the dtypes of their parameters.
+# A dictionary that maps optimizer steps without loss scaling to the dtypes of their parameters.
 _SIXTEEN_BIT: dict[Contender, DTypeLike] = {
     Bare("master_weights", jls.master_weights(ADAM)): jnp.bfloat16,
     Bare("stochastic_rounding", jls.stochastic_rounding(ADAM)): jnp.bfloat16,

@@ -1,8 +1,8 @@
 """Time of the optimizer step alone: Adam over 33 M float32 parameters, with a donated state.
 
 The measured step includes everything between the gradients and the new parameters. On a CPU, the goals limit the number
-of bytes that the compiled step accesses, because this number is exact: repeated runs differ by more than 10 % in their
-time. On a GPU (`step_on_gpu`), the sizes are larger, and the goals limit the time.
+of bytes that the compiled step accesses, because this number is exact, whereas the times of repeated runs differ by
+more than 10 %. On a GPU (`step_on_gpu`), the sizes are larger, and the goals limit the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss scales that are compared: loss scales of this library with several settings."""
+"""The loss scales that are compared: those of this library with various settings."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _NOTES = (
 
 
 def run(quick: bool, progress: Progress, docs: bool = False) -> list[Table]:
-    """Return a table for each group of traces, and the tables of `inside`.
+    """Return a table for each group of traces, and the tables of the module `inside`.
 
     If ``docs``, also write ``docs/policies.png`` with `figure`.
     """

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 _RECORDED = Path(__file__).parents[1] / "traces"
-# The recorded files contain log2 values as integers in this unit, in bits, and this integer for zero.
+# The recorded files contain log2 values as integer multiples of `_UNIT` bits. The integer `_ZERO` represents log2(0).
 _UNIT, _ZERO = 1 / 256, np.iinfo(np.int16).min
 
 # On a synthetic trace, log2 of the largest gradient is between these limits. The initial scales of all policies are
@@ -342,7 +342,7 @@ def recorded() -> list[Trace]:
     """Return the recorded traces of small real trainings, sorted by name.
 
     Each file was recorded while a workload of `benchmarks.workloads` was trained in float32 from seed 0. At each step,
-    the smallest loss scale that overflows in float16 was determined by bisection. The accuracy is an eighth of a bit.
+    the smallest loss scale at which float16 overflows was determined by bisection. The accuracy is an eighth of a bit.
     Version 0.7.0 contains the program that recorded the files.
     """
     return [_read(path) for path in sorted(_RECORDED.glob("*.npz"))]
@@ -351,9 +351,9 @@ def recorded() -> list[Trace]:
 def _read(path: Path) -> Trace:
     """Read a recorded trace.
 
-    In the file, ``log2_inside`` is log2 of the value that overflows first. It can be smaller than the largest gradient,
-    because the rounding of the forward pass in float16 changes the gradients. In ``pinn``, it is smaller by 1.2 bits,
-    because the residual is a small difference.
+    In the file, ``log2_inside`` is log2 of the value that overflows first. This value can be smaller than the largest
+    gradient, because the rounding of the forward pass in float16 changes the gradients. In ``pinn``, it is smaller by
+    1.2 bits, because the residual is a small difference.
     """
     with np.load(path) as file:
         units = file["log2_largest"], file["log2_inside"]

@@ -40,14 +40,14 @@ class Location(NamedTuple):
     """The location of an equation in the code."""
 
     stack: str  # the names of the enclosing scopes and transformations, starting with the outermost name
-    # The names of the enclosing scopes; if there are no scopes, the classes whose `__call__` was running; "" if there
-    # are neither scopes nor such classes.
+    # The names of the enclosing scopes. If there are no scopes, the names of the classes whose `__call__` was running,
+    # or "" if there are no such classes.
     layer: str
     # The innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the cell
     # replaces the file.
     source: str
     # The innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the same
-    # line; "" if this library added the equation.
+    # line, or "" if this library added the equation.
     column: str
     functions: tuple[str, ...]  # the functions outside of JAX that were running, starting with the innermost function
     is_backward: bool  # whether the equation belongs to the backward pass
@@ -77,7 +77,7 @@ def location_at(path: Path) -> Location:
 
 
 def has_own_location(eqn: Any) -> bool:
-    """Return whether an equation's stack frames contain user code, or a layer that is not in its name stack.
+    """Return whether an equation's stack frames include user code, or a layer that its name stack does not include.
 
     The stack frames of an equation in a jitted function do not include the caller of the function.
     """
@@ -98,7 +98,7 @@ def _shown_names(stack: Any) -> str:
 
 def _layer(stack: str) -> str:
     """Return the names of the layers in a name stack, without the names that JAX adds to the name stack."""
-    # A null character marks each differentiated name.
+    # Mark each name inside `jvp(...)` or `transpose(...)` with a null character.
     stack = re.sub(r"\b(?:jvp|transpose)\(", "\\g<0>\0", stack)
     while stack != (stripped := _TRANSFORMED.sub(r"\1", stack)):
         stack = stripped
@@ -106,7 +106,8 @@ def _layer(stack: str) -> str:
     marked = [name for name in stack.split("/") if name.strip("\0") not in _NO_LAYERS and "->" not in name]
     names = [name.strip("\0") for name in marked]
     # In the backward pass of `jax.checkpoint`, the scopes around `jax.checkpoint` occur twice, as in
-    # `transpose(jvp(a))/b/jvp(a)/b`. In contrast, `jvp(a)/a` consists of the scopes of two layers with the same name.
+    # `transpose(jvp(a))/b/jvp(a)/b`. In contrast, the two scopes in `jvp(a)/a` belong to two layers that have the same
+    # name.
     for number in range(len(names) // 2, 0, -1):
         for start in range(len(names) - 2 * number, -1, -1):
             first, second = (slice(n, n + number) for n in (start, start + number))

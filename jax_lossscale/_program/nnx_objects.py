@@ -58,14 +58,14 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Copy the changes that were made to copies of nnx objects, as returned by `changes`, to the original objects."""
+    """Apply the changes that `changes` returned for copies of nnx objects to the original objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]
         if _is_variable(value):
             _nnx().update(objects, _nnx().from_flat_state({path: value}))
-        # If the function created the list or module that contains the value, `holder` is None. The value is then
-        # assigned together with this list or module.
+        # If the function created the list or module that contains the value, `holder` is None, and the value is
+        # assigned as a part of that list or module.
         elif holder is not None:
             (setattr if _is_object(holder) else operator.setitem)(holder, name, value)
 

@@ -38,8 +38,8 @@ _MOVES_AND_MASKS = _names(
     "concatenate copy copy_p dynamic_slice dynamic_update_slice expand_dims name pad reshape rev select_n slice split "
     "squeeze stack stage stop_gradient transpose unstack"
 )
-# Data movement that may copy a number to several positions. The backward pass of these operations sums the
-# cotangents of all copies, so it is not data movement.
+# Data-movement operations that may copy a number to several positions. Their backward pass is not data movement,
+# because it sums the cotangents of all copies.
 REPLICATING_DATA_MOVEMENT = _names("broadcast_in_dim broadcast_to gather tile")
 # Data movement between devices. The results of data movement between devices are saved for the backward pass, so that
 # the results are not communicated again.

@@ -2,9 +2,9 @@
 
 With this flag, the jaxpr of a `jax.checkpoint` is an attribute of an object in the parameters of the equation. In
 addition, the policy of a `jax.checkpoint` is ignored for primitives that JAX does not define. `with_remat2` replaces
-such equations with the equations that are traced without the flag. All other code in `jax_lossscale` therefore supports
-only one kind of equation. Equations are replaced only if the flag is set while the function is traced. They are
-not replaced if the flag was set only when `jax.checkpoint` was called.
+these equations with the equations that JAX would trace without the flag. All other code in `jax_lossscale` therefore
+supports only one kind of equation. Equations are replaced only if the flag is set while the function is traced. It is
+not enough if the flag was set when `jax.checkpoint` was called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 
 def with_equations(parameter: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return an equation parameter, in whose jaxprs the function ``convert`` is applied to each equation."""
+    """Apply ``convert`` to each equation of the jaxprs in an equation parameter, and return the new parameter."""
     if isinstance(parameter, Jaxpr):  # Since JAX 0.11, `ClosedJaxpr` is another name for `Jaxpr`.
         return parameter.replace(eqns=list(map(convert, parameter.eqns)))
     if isinstance(parameter, ClosedJaxpr):

@@ -28,7 +28,7 @@ class SubJaxpr(NamedTuple):
     """A jaxpr in the parameters of an equation."""
 
     closed: ClosedJaxpr
-    # For each argument of the jaxpr, the position of the equation's operand that is its (initial) value.
+    # For each argument of the jaxpr, the position of the operand of the equation that provides its (initial) value.
     operands: tuple[int, ...]
     # For each result of the jaxpr, the position of the corresponding result of the equation, or -1 if there is none.
     results: tuple[int, ...]
@@ -107,7 +107,7 @@ def nested_equations(
 def jaxprs_in(eqn: Any) -> list[Jaxpr]:
     """Return the jaxprs among the parameters of an equation.
 
-    The jaxpr of a reduction or a scatter, which only computes single numbers, is not returned.
+    The jaxpr of a reduction or a scatter is not returned, because it only operates on scalars.
     """
     return [] if eqn.primitive.name in ARITHMETIC else jaxprs_of(tuple(eqn.params.values()))
 
@@ -119,7 +119,7 @@ def _subjaxpr(jaxpr: Any, operands: Iterable[int], results: Iterable[int] | None
 
 
 def _called(eqn: Any) -> SubJaxprs:
-    """Return the only sub-jaxpr of a call, which has the same arguments and results as the equation."""
+    """Return the only sub-jaxpr of a call. Its arguments and results correspond to those of the equation."""
     jaxpr = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "call", "callee") if name in eqn.params)
     return SubJaxprs((_subjaxpr(jaxpr, range(len(eqn.invars))),))
 
@@ -151,10 +151,10 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 def _solve(eqn: Any) -> SubJaxprs:
-    """Return the solver of a system ``x = b``, as in `jls.unscale_gradient`. Other systems have no sub-jaxprs."""
+    """Return the solver of a linear system ``x = b``, as in `jls.unscale_gradient`; no jaxprs for any other system."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     matrix = jaxprs.matvec.jaxpr
-    # The operands are the constants of the four functions, in the order of `lengths`, and the right sides.
+    # The operands are the constants of the four functions, in the order of `lengths`, followed by the right-hand sides.
     first, right_sides = lengths.matvec + lengths.vecmat, range(sum(lengths), len(eqn.invars))
     is_identity = matrix.outvars == matrix.invars[lengths.matvec :]
     return SubJaxprs((_subjaxpr(jaxprs.solve, [*range(first, first + lengths.solve), *right_sides]),) * is_identity)

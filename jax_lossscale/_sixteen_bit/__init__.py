@@ -6,5 +6,5 @@
 - `float32_weights`: `float32_params` returns the float32 weights from the state of `master_weights`.
 - `rounding`: conversions between float32 and 16-bit numbers.
 
-The wrappers can be used with and without `loss_scaled`, which passes 16-bit parameters to them as they are.
+The wrappers can be used with or without `loss_scaled`, which passes 16-bit parameters to them unchanged.
 """

@@ -17,10 +17,10 @@ from jax_lossscale._optax.partition import combine, updates_of_untrained
 from jax_lossscale._sixteen_bit.arguments import check_no_loss_scale, check_state, is_empty, trained_leaves
 from jax_lossscale._sixteen_bit.rounding import keys_of_step, round_stochastically
 
-# The arrays of optax states that remain float32: the name of the state class, and those of its fields.
+# A dictionary that maps the names of optax state classes to the names of the fields that remain in float32.
 _KEPT_IN_FLOAT32: dict[str, tuple[str, ...]] = {
-    # Copies of parameters. Their rounding error can be larger than their distance from the current parameters, which
-    # the optimizer computes, or the optimizer replaces the parameters with them.
+    # Copies of parameters. The optimizer either computes their distance from the current parameters, which can be
+    # smaller than their rounding errors, or replaces the parameters with them.
     "COCOBState": ("init_particles",),
     "DoGState": ("init_params",),
     "DoWGState": ("init_params",),
@@ -29,14 +29,15 @@ _KEPT_IN_FLOAT32: dict[str, tuple[str, ...]] = {
     "ProdigyState": ("params0",),
     "SAMState": ("cache",),
     "ScaleByDistanceOverGradientsState": ("init_params",),
-    # Copies of parameters and gradients, whose differences estimate the curvature.
+    # Copies of parameters and gradients. The optimizer estimates the curvature from their differences.
     "ScaleByLBFGSState": ("params", "updates"),
     # Copies of gradients, which are subtracted from the next gradients or reused as gradients.
     "ScaleByAdanState": ("g",),
     "ScaleByBacktrackingLinesearchState": ("grad",),
     "ScaleByOptimisticGradientState": ("previous_gradient",),
     "ScaleByZoomLinesearchState": ("grad",),
-    # The variance is computed as nu - mu**2. With rounded moments, it can be negative, and its root NaN.
+    # The variance is computed as nu - mu**2. With rounded moments, the variance can be negative, and its square root is
+    # then NaN.
     "ScaleByRStdDevState": ("mu", "nu"),
     "ScaleByRStdDevWithCountState": ("mu", "nu"),
 }
@@ -75,7 +76,7 @@ def half_precision_state(
       exclude: a function ``exclude(path, leaf) -> bool`` that is called for each float32 or bfloat16 array in the state
         of the inner optimizer, in ``init`` and ``update``, and returns whether the dtype of the array does not change.
         As in `cast_floating`, ``path`` is the key path of the array in this state, a tuple, which
-        `jax.tree_util.keystr` converts to a string such as ``"[0].nu['kernel']"``. The optimizers of optax need no
+        `jax.tree_util.keystr` converts to a string such as ``"[0].nu['kernel']"``. The optimizers in optax do not need
         ``exclude``.
 
     Returns:
@@ -148,7 +149,7 @@ def half_precision_state(
             paths = [jax.tree_util.keystr(path) for path, leaf in with_paths if _tree.is_array(leaf)]
             raise ValueError(
                 f"`{name}(exclude=...)` returned False for every float32 array of the optimizer state, whose arrays "
-                f"are {', '.join(paths)}. Compare names with parts of `jax.tree_util.keystr(path)`, or omit `exclude`."
+                f"are {', '.join(paths)}. Search for names in `jax.tree_util.keystr(path)`, or omit `exclude`."
             )
         return result
 
@@ -194,7 +195,7 @@ def _is_known(node: Any) -> bool:
 
 
 def _kept_paths(state: optax.OptState, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each field in `_KEPT_IN_FLOAT32`, also of states inside other states of the table."""
+    """Yield the path of each field that `_KEPT_IN_FLOAT32` contains, including the fields of nested states."""
     if _is_known(state):
         yield from ((*path, jax.tree_util.GetAttrKey(field)) for field in _KEPT_IN_FLOAT32[type(state).__name__])
     with_paths = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: node is not state and _is_known(node))

@@ -24,7 +24,8 @@ from jax_lossscale._sixteen_bit.arguments import (
     trained_leaves,
 )
 
-# The dtypes of the remainders. They differ, so that a state of bfloat16 parameters is refused for float16 parameters.
+# The dtypes of the remainders. They differ, so that the state of bfloat16 parameters is rejected if the parameters are
+# in float16.
 _REMAINDERS = {"bfloat16": "uint16", "float16": "int16"}
 
 
@@ -75,7 +76,7 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
     - For float16 parameters, the reconstructed weights are exact if the parameters are normal float16 numbers. For
       smaller parameters, the error is at most 2^-40.
 
-    Use this wrapper if the optimizer must update float32 weights, just as it would update float32 parameters.
+    Use this wrapper if the optimizer must update the weights in float32, as if the parameters were in float32.
     `stochastic_rounding` needs less memory.
 
     Args:
@@ -97,8 +98,8 @@ def master_weights(inner: optax.GradientTransformation) -> optax.GradientTransfo
         parameter.)
 
       For float32 parameters, the updates of the inner optimizer are returned unchanged. The updates of integer arrays
-      are zero. If the gradient of a parameter is ``None``, its update is ``None``. Most optimizers with a state require
-      that this parameter is also ``None`` in ``init``.
+      are zero. If the gradient of a parameter is ``None``, its update is ``None``. For most optimizers with a state,
+      this parameter must also be ``None`` in ``init``.
 
     Raises:
       ValueError: if ``inner`` is not an optax transformation. ``init`` raises a `ValueError` if ``inner`` contains one
@@ -309,7 +310,7 @@ def weights_of(leaf: Any, remainder: jax.Array | None) -> Any:
 
 
 def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:
-    """Return the bits that each parameter lacks. Raise a `ValueError` if they do not match the parameters."""
+    """Return the remainder of each parameter. Raise a `ValueError` if the remainders do not match the parameters."""
     try:
         rests = structure.flatten_up_to(remainders)
     except ValueError as error:

@@ -36,10 +36,10 @@ _MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32
 
 @partial(_compiled, static_argnums=1)
 def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Return the weights rounded to the nearest 16-bit numbers, and the remainders, from which `join` computes them.
+    """Return the weights rounded to 16-bit numbers, and the remainders from which `join` reconstructs the weights.
 
     The reconstruction is exact for bfloat16. For float16, the fixed-point magnitude has at most 24 significant bits and
-    a unit of 2^-40, which is the precision that `master_weights` documents.
+    a unit of 2^-40, as documented in `master_weights`.
 
     Ties are rounded away from zero, because `join` infers from the highest bit of a remainder whether the magnitude was
     rounded up. The CUDA kernels of Apex for parameters with 16-bit remainders use the same rule.
@@ -77,10 +77,11 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     fixed = jnp.where(upper == 0, lower & np.uint32(0x7FFF), ((upper - highest) << 16) | lower)
     sign = jnp.where((upper == 0) & (lower != 0), highest, bits >> 15)
     if params.dtype == jnp.float16:
-        # Undo the conversion of `_fixed_point`. For bfloat16, the fixed-point magnitude is that of float32.
+        # Undo the conversion of `_fixed_point`. For bfloat16, the fixed-point magnitude already consists of float32
+        # bits.
         subnormal = _float_bits(fixed.astype(jnp.float32) * _UNIT)
         fixed = jnp.where(fixed < np.uint32(1 << 26), subnormal, (fixed >> 3) + _BIAS)
-    # Parameters that are not finite have no remainder. The bits after those of infinity are shifted to their position
+    # Parameters that are not finite have no remainder. Their mantissa bits are shifted to the position of the mantissa
     # in float32.
     infinity = _HALF_INFINITY[params.dtype.name]
     nonfinite = np.uint32(0x7F800000) + ((upper - infinity) << _MISSING_BITS[params.dtype.name])
@@ -92,7 +93,7 @@ def as_float32(params: jax.Array) -> jax.Array:
     """Return 16-bit parameters in float32."""
     if params.dtype == jnp.float16:
         return join(params, jnp.zeros_like(params, jnp.uint16))
-    # A cast would have a derivative, in contrast to `join`.
+    # In contrast to `join`, a cast would have a nonzero derivative.
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -152,7 +153,7 @@ def _float_bits(array: jax.Array) -> jax.Array:
 
 
 def _fixed_point(weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the fixed-point magnitudes. Those that are too large or not finite become the largest magnitude."""
+    """Return the fixed-point magnitudes. Weights that are too large or not finite saturate at the largest magnitude."""
     magnitude = _float_bits(weights) & np.uint32(0x7FFFFFFF)  # without the sign
     largest = (_HALF_INFINITY[dtype.name] - np.uint32(1)) << np.uint32(16)
     if dtype == jnp.bfloat16:
@@ -177,7 +178,7 @@ def _half_number(weights: jax.Array, upper: jax.Array, dtype: jnp.dtype) -> jax.
 def _random_bits(like: jax.Array, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return random 16-bit integers in a uint32 array with the shape of ``like``.
 
-    The integers are a hash of the keys and the index of the element. The hash consists of a few integer operations,
+    Each integer is a hash of the keys and the index of its element. The hash consists of a few integer operations,
     which XLA fuses with the rounding. In contrast, in programs compiled for a GPU, the estimated time of
     `jax.random.bits` is longer than that of the rest of the step. On a mesh, the index of an element is its index in
     the complete array, so the integers do not depend on the number of devices. Inside `jax.shard_map` and `jax.pmap`,

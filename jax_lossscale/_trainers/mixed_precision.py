@@ -1,7 +1,7 @@
 """`MixedPrecision`: float16 training in trainers that compute the gradients and apply the optimizer themselves.
 
 In a trainer that computes the gradients itself, the loss function and the optimizer have no argument in common, but
-they must use the same loss scale. `shared_loss_scale` explains how they share it.
+they must use the same loss scale. The module `shared_loss_scale` explains how they share it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _PASS_MESH = "Create `MixedPrecision(optimizer, mesh=mesh)` with the mesh of the
 
 
 class _KnownScale:
-    """A loss scale that is known when the step is traced, so that it need not be stored in a reference.
+    """A loss scale that is known when the step is traced and therefore does not need to be stored in a reference.
 
     The loss scale is either a constant without arrays, such as a `NoOpLossScale`, or an argument of a function returned
     by `MixedPrecision.step`. This function returns the next loss scale as part of the optimizer state.
@@ -139,12 +139,13 @@ class SharedLossScale:
           ValueError: if the method is called inside `jax.pmap` or `jax.shard_map`, if the number of devices differs
             from that of the stored scale, or if the devices of the step cannot be determined.
         """
-        # A known scale needs no reference, so it can also be used inside `jax.pmap` and `jax.shard_map`.
+        # A known scale does not need a reference, so it can also be used inside `jax.pmap` and `jax.shard_map`.
         known = self._known.get()
         if known is not None:
             return known
-        # The scale is stored in a reference. JAX adds it to the arguments of the compiled step, so it must be on the
-        # devices of the step: on the mesh of `jax.set_mesh`, or else on the mesh of the arguments.
+        # The scale is stored in a reference. JAX adds this reference to the arguments of the compiled step, so the
+        # reference must be on the devices of the step. These are the mesh of `jax.set_mesh`, or else the mesh of the
+        # arguments.
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes:
             raise ValueError(
@@ -176,11 +177,11 @@ class SharedLossScale:
             self._known.reset(token)
 
     def place_like(self, params: Any) -> None:
-        """If the parameters are committed to devices, select their mesh or the device of the first committed leaf.
+        """If the parameters are committed to devices, select the mesh or the device of the first committed leaf.
 
         This has no effect after the scale has been stored. A single device is ignored if it does not belong to the
-        default backend. For example, parameters that were created on the CPU are usually moved to the accelerator
-        before the first step.
+        default backend, because parameters that were created on the CPU, for example, are usually moved to the
+        accelerator before the first step.
         """
         if isinstance(self._placement, Mesh):
             return
@@ -208,9 +209,9 @@ class SharedLossScale:
     def _device_or_sharding(self, mesh: _AnyMesh | None) -> jax.Device | NamedSharding | None:
         """Return the device or the sharding of the stored scale, or ``None`` for the default device.
 
-        The mesh of the arguments may be an abstract mesh, which determines only the number of devices. A mesh of the
-        same size that is known from the argument ``mesh`` of `MixedPrecision` or from the parameters takes precedence
-        over any mesh of the arguments. Without a known mesh, an abstract mesh must contain all devices.
+        The mesh of the arguments may be an abstract mesh, which determines only the number of devices. If a mesh of the
+        same size is known from the argument ``mesh`` of `MixedPrecision` or from the parameters, it takes precedence
+        over the mesh of the arguments. If no mesh is known, an abstract mesh must contain all devices.
         """
         known = self._placement
         if mesh is None:

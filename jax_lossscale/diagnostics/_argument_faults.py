@@ -22,7 +22,7 @@ class ArgumentFaults(NamedTuple):
 
 
 def argument_faults(call: LossCall) -> ArgumentFaults:
-    """Return, for all arguments of a call, the numbers of non-finite elements and the largest magnitudes."""
+    """Return the numbers of non-finite elements and the largest magnitudes in the arguments of a call."""
     inexact = (pair for leaves in call.named_leaves() for pair in leaves if _tree.is_inexact(pair[1]))
     abstract = jax.core.Tracer, jax.ShapeDtypeStruct
     reports = reports_of_named([(name, leaf) for name, leaf in inexact if not isinstance(leaf, abstract)])

@@ -151,7 +151,7 @@ def autocast_report(
 
     Args:
       fun: a scalar-valued function written for float32. If ``fun`` contains manual casts, the report includes them. If
-        ``fun`` already uses `autocast` with the same dtype and policy, the report is the same as without this use.
+        ``fun`` already uses `autocast` with the same dtype and policy, this does not change the report.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Each array can also be a `jax.ShapeDtypeStruct`, because only the shapes and dtypes matter.
       dtype: the half-precision dtype, as in `autocast`.
@@ -224,7 +224,7 @@ def _report_of(call: LossCall, dtype: jnp.dtype, policy: PrecisionPolicy) -> Aut
     accessed_with_stream = None
     if not policy.half_residual_stream and dtype != jnp.float32:
         half_stream = functools.partial(under_autocast, dataclasses.replace(policy, half_residual_stream=True))
-        # If the function already uses `autocast`, the option is added to the policy of the function.
+        # If the function already uses `autocast`, the option is added to the policy that the function uses.
         with transform.in_variant(transform.HALF_STREAM):
             accessed_with_stream = _bytes_accessed(Traced(half_stream, call.args, call.kwargs).jaxpr.jaxpr)
     entries = _operations.operations(program.used.jaxpr, dtype)

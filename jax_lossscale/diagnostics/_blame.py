@@ -28,8 +28,8 @@ class Blame(NamedTuple):
 
     harmful: set[int]  # the inaccurate nodes through which an error propagates to a result
     origins: set[int]  # the subset of `harmful` in which these errors begin
-    # From each half-precision value whose rounding error an operation in the forward pass amplifies to the name and
-    # location of this operation.
+    # If an operation in the forward pass amplifies the rounding error of a half-precision value, this dictionary maps
+    # the node of the value to the name and location of the operation.
     amplifiers: dict[int, str]
 
 
@@ -47,8 +47,8 @@ def blame(flow: Dataflow, measured: Mapping[int, Statistics], results: Collectio
     results = [node for node in results if node not in measured or measured[node].error_of_all > least]
     wrong = _followed(flow, results, lambda node: node not in measured or measured[node].error > least)
     harmful = wrong & measured.keys()
-    # An overflow can have no effect on the result, for example if a `tanh` maps infinity to 1. Such an overflow also
-    # counts as harmful, because the derivative of this operation may be wrong.
+    # An overflow may not affect the result, for example if a `tanh` maps infinity to 1. Such an overflow also counts as
+    # harmful, because derivatives that depend on the overflowed value may be wrong.
     before = _followed(flow, harmful, lambda node: True) & measured.keys()
     harmful |= {node for node in before if measured[node].overflow}
     begins = {node for node in harmful if measured[node].input_error <= least and measured[node].amplification > 1}
@@ -159,8 +159,8 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    # A value underflows if most of its elements become zero and this is harmful. In the backward pass, the origin of
-    # errors also underflows if only a single element becomes zero or subnormal.
+    # A value underflows if most of its elements become zero and this is harmful. In the backward pass, a value in which
+    # errors begin also underflows if only a single element becomes zero or subnormal.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0))
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit

@@ -36,7 +36,7 @@ _REPORTED_HEADROOM = 6
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# The causes of skipped steps whose gradients are not finite.
+# The causes that are recorded for steps whose gradients are not finite.
 _GRADIENT_CAUSES = ("nan", "infinity", "gradients")
 
 _HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the "dynamic" loss scale.'
@@ -77,12 +77,12 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
       params: the current parameters. The report states whether the parameters are finite, because a NaN in the
         parameters makes every later step non-finite. This check ignores all leaves that are not arrays, such as the
-        rate of a dropout layer or a `jax.ShapeDtypeStruct`. The path of the first non-finite leaf is also looked up in
-        the parameters, where ``None`` counts as a leaf. Without ``params``, the path is looked up in
-        a part of the optimizer state with the same tree structure as the gradients, such as a moment of Adam. If there
-        is no such part, the report contains the index of the leaf. If ``params`` is an nnx model, pass the nnx
-        optimizer as ``opt_state``. Its attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters,
-        and the report also states whether one of the other variables, such as a batch statistic, is not finite.
+        rate of a dropout layer or a `jax.ShapeDtypeStruct`. The path of the first non-finite leaf is looked up in the
+        parameters, where ``None`` counts as a leaf, or without ``params``, in a part of the optimizer state with the
+        same tree structure as the gradients, such as a moment of Adam. If there is no such part, the report contains
+        the index of the leaf. If ``params`` is an nnx model, pass the nnx optimizer as ``opt_state``. Its attribute
+        ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters, and the report also states whether one of
+        the other variables, such as a batch statistic, is not finite.
 
     Returns:
       An `Explanation`, whose text is ``str(explanation)``. Programs can read its attribute ``cause``, the first of
@@ -156,7 +156,7 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
 def _write_sentences(state: LossScaledState, params: chex.ArrayTree | None, add: _Add) -> str | None:
     """Add all sentences of the report, and return the attribute ``cause`` of the report.
 
-    ``add`` appends one or more sentences. Each function below adds the sentences about one part of the run.
+    ``add`` appends one or more sentences. Each of the functions below adds sentences about one aspect of the run.
     `_about_earlier_steps`, `_about_gradients` and `_about_lost_params` also return the name of the cause that they
     describe, or ``None`` if they describe no cause.
     """
@@ -227,7 +227,7 @@ def _about_earlier_steps(state: LossScaledState, params: chex.ArrayTree | None, 
 
 
 def _about_frequent_skips(cause: str | None, state: LossScaledState, add: _Add) -> bool:
-    """If too many steps were skipped, add their fraction, and add advice. Return whether anything was added.
+    """If too many steps were skipped, report their fraction and give advice. Return whether anything was added.
 
     ``cause`` is the last recorded cause, or ``None``.
     """
@@ -254,7 +254,7 @@ def _about_frequent_skips(cause: str | None, state: LossScaledState, add: _Add) 
 
 
 def _conclude(record: BadStep, state: LossScaledState, add: _Add) -> None:
-    """Add a conclusion that is based on all steps since the recorded step."""
+    """Add a conclusion from the steps that followed the recorded step."""
     loss_scale = state.loss_scale
     if record.cause == "loss":
         add("No later loss that was passed to `update` was non-finite. The loss does not depend on the loss scale.")

@@ -52,7 +52,7 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> np.ndarray:
-        """The exponent to which each element of ``counts`` belongs: ``int[n]``."""
+        """The exponent that each element of ``counts`` belongs to, as ``int[n]``."""
         return self.smallest_exponent + np.arange(self.counts.shape[-1])
 
 
@@ -287,10 +287,10 @@ def suggest_loss_scale(
 
 @partial(jax.jit, static_argnums=1)
 def _counted(leaf: ArrayLike, dtype: jnp.dtype, log2_scale: ArrayLike = 0) -> list[jax.Array]:
-    """Return the float32 bits of the largest finite magnitude and the sizes of four groups, as ``uint32[]`` scalars.
+    """Return the float32 bits of the largest finite magnitude and the sizes of four groups of elements (``uint32[]``).
 
-    The groups of finite elements are, for ``dtype`` and a loss scale of ``2**log2_scale``: elements that are already
-    zero, elements that become zero, elements that become subnormal, and all others.
+    The groups are the finite elements that are already zero, those that become zero in ``dtype`` at a loss scale of
+    ``2**log2_scale``, those that become subnormal, and all other finite elements.
     """
     numbers, floating = bits.magnitudes(leaf), bits.format_of(jnp.result_type(leaf))
     limits = limits_of(dtype)

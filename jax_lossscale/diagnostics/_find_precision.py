@@ -98,8 +98,8 @@ def find_precision(
     activations.
 
     Args:
-      fun: a scalar-valued function written for float32, as you would pass it to `autocast`. If ``fun`` already uses
-        `autocast`, this use is ignored.
+      fun: a scalar-valued function written for float32, as you would pass it to `autocast`. Any use of `autocast` in
+        ``fun`` is ignored.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
@@ -178,7 +178,7 @@ def find_precision(
 
     def checked(args: Sequence[Any]) -> LossCall:
         call = check_call("find_precision", fun, args, kwargs, argnums, has_aux)
-        # A float16 gradient would be rounded in the float32 reference, too.
+        # The gradient of a float16 parameter would be rounded even in the float32 reference.
         widened = [_tree.widen(arg, (jnp.bfloat16,)) if isinstance(arg, Leaves) else arg for arg in call.args]
         return call._replace(fun=without_autocast(call.fun), args=widened)
 
@@ -267,15 +267,15 @@ def _policy(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[s
     Args:
       sites: the sites of the matmuls.
       levels: the precision of each site, ``int[sites]``.
-      reasons: for each site, the reason for its precision. If ``reasons`` is empty, the rules state no reason.
+      reasons: for each site, the reason for its precision. If ``reasons`` is empty, the rules do not contain reasons.
     """
     rules, covered = list[PrecisionRule](), set[int]()
     for number in sorted(map(int, np.flatnonzero(levels)), key=lambda number: -int(levels[number])):
         level = int(levels[number])
         if number in covered:
             continue
-        # The names are sorted by robustness, so the first names that do not match a matmul with another precision are
-        # used. If there are none, the last and most specific names are used.
+        # The sets of names are sorted by robustness. Use the first set that does not match any matmul with another
+        # precision. If every set matches such a matmul, use the last and most specific set.
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
             matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
@@ -283,7 +283,7 @@ def _policy(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[s
                 break
         rules.append(rule)
         covered.update(matched)
-    # A rule with few patterns may also match the matmuls of rules that were added before it.
+    # A rule with few patterns may also match all matmuls of rules that were added before it.
     return PrecisionPolicy(tuple(rule for rule in rules if not any(_contains(other, rule) for other in rules)))
 
 
@@ -294,7 +294,7 @@ def _contains(one: PrecisionRule, other: PrecisionRule) -> bool:
 
 
 def _names(site: MatmulSite) -> list[dict[str, str]]:
-    """Return sets of patterns that match a matmul. The first sets are the most robust to changes of the code."""
+    """Return sets of patterns that match a matmul, starting with those that are the most robust to code changes."""
     location, operation = site.location, {"operation": site.operation}
     layer = {"layer": location.layer} if location.layer else {}
     parameter = {"parameter": location.parameter}  # An empty string matches only matmuls without a parameter.

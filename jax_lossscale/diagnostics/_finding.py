@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class Finder:
-    """Search for the most fundamental cause of the errors of the gradients at several loss scales."""
+    """Search for the most fundamental cause of gradient errors at several loss scales."""
 
     def __init__(self, errors: GradientErrors) -> None:
         self._gradients, self._errors, self._dtype = errors.gradients, errors, errors.gradients.dtype.name
@@ -68,9 +68,10 @@ class Finder:
         return finding._replace(sentences=sentences)
 
     def _cause(self) -> Finding:
-        """Check the possible causes of inaccurate gradients in order, and return the finding for the first cause."""
-        # The order matters, because each cause makes the checks below it meaningless. For example, a loss scale can be
-        # judged only if the forward pass is finite, and rounding errors only if the gradients do not overflow.
+        """Check the possible causes of inaccurate gradients in order, and return a finding for the first one found."""
+        # The order matters, because if one cause applies, the checks below it are meaningless. For example, a loss
+        # scale can be judged only if the forward pass is finite, and rounding errors only if the gradients do not
+        # overflow.
         gradients, errors, counted, dtype = self._gradients, self._errors, self._gradients.matmuls, self._dtype
         met = [dtype.name for dtype in half_dtypes(gradients.program.jaxpr.jaxpr)]
         is_half, why = dtype in met, counted.no_half_precision

@@ -41,7 +41,7 @@ LARGE_ERROR = 0.1
 LARGE_LEAF_ERROR = 0.5
 # A relative error of the float16 loss above this limit is reported even if the gradients are accurate.
 _NOTED_ERROR_OF_THE_LOSS = 0.01
-# A loss scale counts as equally accurate if its error is at most this factor larger than the error at the best scale.
+# A loss scale is considered as accurate as the best scale if its error is at most this many times as large.
 _AS_GOOD = 1.5
 # The recommended initial loss scale is at least this many powers of two below the largest scale with finite gradients,
 # so that training does not start with skipped steps.
@@ -166,12 +166,12 @@ def _in_rows(leaf: ArrayLike) -> jax.Array:
 
 
 class Float32Gradients(NamedTuple):
-    """The value and the gradients of a function in float32, with which half precision is compared."""
+    """The value and the gradients of a function in float32, which serve as the reference for half precision."""
 
     value: Any
     leaves: dict[str, Any]  # the gradients by path
-    # The measurements of the gradients of each leaf at slightly changed parameters, which show the rounding errors of
-    # the float32 gradients.
+    # For each leaf, the measurement of its gradient at slightly changed parameters. These measurements show the
+    # rounding errors of the float32 gradients.
     rounding: list[Measurement]
 
     def reports_of(
@@ -180,13 +180,14 @@ class Float32Gradients(NamedTuple):
         """Return the errors of the gradient of each leaf, and the errors of the whole gradient.
 
         The errors of the whole gradient are computed from the measurements of all leaves, because relative errors
-        cannot be added. The attribute ``rounding`` shows which errors are rounding errors of the float32 gradient
+        cannot be added. The attribute ``rounding`` of each result measures the rounding errors of the float32 gradient
         itself.
 
         Args:
           measured: the measurements for each loss scale and each leaf.
         """
-        # For each leaf, `at_scales` contains the measurement at changed parameters, and one for each loss scale.
+        # For each leaf, `at_scales` contains the measurement at changed parameters, followed by one for each loss
+        # scale.
         of_leaves = zip(self.leaves.items(), self.rounding, *measured, strict=True)
         reports = [_report_of(path, np.shape(leaf), *at_scales) for (path, leaf), *at_scales in of_leaves]
         size = sum(map(np.size, self.leaves.values()))
@@ -211,8 +212,8 @@ def _report_of(path: str, shape: tuple[int, ...], rounding: Measurement, *measur
 
 def whole_gradient(leaves: Sequence[Measurement]) -> Measurement:
     """Combine the measurements of all leaves at one loss scale, as if the leaves were one array."""
-    # If the float32 gradient of a leaf is zero, its relative error has no meaning, and only an error that is not finite
-    # counts.
+    # If the float32 gradient of a leaf is zero, its relative error is meaningless. Only non-finite elements then count
+    # as an error.
     known = [leaf.relative_error * leaf.norm if leaf.relative_error and leaf.norm else 0.0 for leaf in leaves]
     errors = [math.inf if leaf.nonfinite else error for leaf, error in zip(leaves, known, strict=True)]
     norm = math.hypot(*(leaf.norm for leaf in leaves))
@@ -242,7 +243,7 @@ def relative_error(value: Any, exact: Any) -> float:
 
 
 def _ratio(error: float, reference: float) -> float:
-    """Return ``error / reference``: 0 if there is no error, and otherwise infinity if the ratio is not finite."""
+    """Return ``error / reference``, or 0 if there is no error, or infinity if the ratio is not finite."""
     if error == 0:
         return 0.0
     ratio = error / reference if reference else math.inf
@@ -259,7 +260,7 @@ class GradientErrors(NamedTuple):
     value: float  # the value of the function in half precision; NaN if the program raises an error at every scale
     reference_value: float  # the value of the function in float32
     opaque_operations: tuple[str, ...]  # the operations that cannot be evaluated in float32
-    # For each loss scale at which the program raises an error, the first sentence of the message.
+    # A dictionary that maps each loss scale at which the program raises an error to the first sentence of the message.
     run_time_errors: dict[float, str]
 
     @property
@@ -432,7 +433,7 @@ def of_zeros(leaves: Sequence[LeafGradientError]) -> str:
 
 
 def raise_unless_in_callback(error: Exception) -> None:
-    """Raise an error again, unless it came from a callback in the program.
+    """Re-raise an error unless it came from a callback in the program.
 
     For example, linear solvers use a callback to raise an error if their input is not finite.
     """
@@ -441,7 +442,7 @@ def raise_unless_in_callback(error: Exception) -> None:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error message. The traceback of a callback before the message is omitted."""
+    """Return the first sentence of an error message, without the traceback of a callback that precedes the message."""
     found = _FIRST_SENTENCE.search(str(error))
     return " ".join(found[1].split()) if found else str(error).partition("\n")[0]
 
@@ -473,7 +474,7 @@ def perturbed(call: LossCall, *, keep_dtypes: bool, by: float = PERTURBATION) ->
     Args:
       call: the call.
       keep_dtypes: whether to cast the changed leaves back to their original dtypes. If ``keep_dtypes`` is False,
-        half-precision leaves that are changed are converted to float32.
+        changed half-precision leaves are returned in float32.
       by: the relative size of the change.
     """
     chosen = [call.args[position] for position in call.positions]

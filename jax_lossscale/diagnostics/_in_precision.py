@@ -3,7 +3,7 @@
 A jaxpr contains the dtype of every value. The evaluator replaces float16, bfloat16 and float8 with the new dtype, no
 matter how a value was computed, and leaves all other dtypes unchanged. The new dtypes of an equation therefore depend
 only on its original dtypes, even at the boundaries of loops and branches. Each primitive is bound with its original
-parameters, in which the dtypes are replaced as well.
+parameters, except that the dtypes in the parameters are replaced as well.
 """
 
 from __future__ import annotations

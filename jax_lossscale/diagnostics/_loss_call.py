@@ -20,7 +20,7 @@ _Report = TypeVar("_Report", bound=Callable[..., Any])
 
 
 class LossCall(NamedTuple):
-    """A loss function and its arguments, in which `Leaves` replace each differentiated argument.
+    """A loss function and its arguments, where each differentiated argument is replaced with its `Leaves`.
 
     A differentiated argument can therefore be a whole model that contains leaves without gradients, such as functions,
     keys and counters.
@@ -32,7 +32,7 @@ class LossCall(NamedTuple):
     argnums: int | tuple[int, ...]  # the positions of the differentiated arguments, as in `jax.grad`
     positions: list[int]  # the elements of `argnums` that are valid positions, as non-negative numbers
     # The name of each positional argument in the signature of the function. An element of ``*args`` has a name such as
-    # "args[1]", which contains its position among all positional arguments.
+    # "args[1]", where 1 is its position among all positional arguments.
     names: list[str]
 
     def check_has_gradients(self, caller: str) -> None:
@@ -48,9 +48,9 @@ class LossCall(NamedTuple):
         return Traced(jax.value_and_grad(self.fun, self.argnums, has_aux=True), self.args, self.kwargs)
 
     def scaled(self) -> tuple[Callable[..., Any], list[Any], Mapping[str, Any]]:
-        """Return a function that computes the value and the scaled gradients, its arguments and keyword arguments.
+        """Return a function that computes the value and the scaled gradients, and its arguments and keyword arguments.
 
-        The first argument is the loss scale.
+        The first argument of the function is the loss scale.
         """
 
         def scaled_gradients(scale: jax.Array, /, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,8 @@ def value_and_leaves(program: Traced, outputs: Sequence[Any]) -> tuple[Any, dict
 def with_unambiguous_options(report: _Report) -> _Report:
     """Decorate a report so that it raises a `ValueError` if an option can also be a keyword argument of the function.
 
-    This is the case if the function has a parameter with the name of the option, unless a positional argument sets it.
+    This is the case if the function has a parameter with the name of the option, and no positional argument sets this
+    parameter.
     """
     options = {*inspect.getfullargspec(report).kwonlyargs}
 
@@ -100,7 +101,7 @@ def with_unambiguous_options(report: _Report) -> _Report:
 
 
 def _accepts(fun: Callable[..., Any], args: Sequence[Any], name: str) -> bool:
-    """Return whether a function has a parameter ``name`` that none of its positional arguments ``args`` sets."""
+    """Return whether a function has a parameter ``name`` that is not set by the positional arguments ``args``."""
     try:
         return name in inspect.signature(fun).bind_partial(*args, **{name: None}).arguments
     except (TypeError, ValueError):  # The function has no signature, or these arguments do not fit it.
@@ -165,10 +166,10 @@ def check_call(
 
 @jax.tree_util.register_pytree_with_keys_class
 class Leaves(dict[str, Any]):
-    """A dictionary from the paths of the differentiable leaves of an argument to these leaves.
+    """A dictionary that maps the paths of the differentiable leaves of an argument to these leaves.
 
-    JAX sorts the keys of other dictionaries, but not the keys of this one. In this dictionary, a leaf has the same path
-    as in the argument.
+    JAX does not sort the keys of this dictionary, in contrast to those of a `dict`. The path of a leaf in this
+    dictionary is the same as in the argument.
     """
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
@@ -180,7 +181,7 @@ class Leaves(dict[str, Any]):
 
 
 def _selected(argument: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
-    """Return the differentiable leaves of an argument by path, and a function that inserts leaves into the argument."""
+    """Return the differentiable leaves of an argument, and a function that inserts such leaves into the argument."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(argument)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
     are_trained = dict(zip(leaves, nnx_objects.are_trained(argument), strict=True))

@@ -36,8 +36,8 @@ class LostConstant(NamedTuple):
 def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
     """Return the constants in the forward pass that are zero or infinite in half precision.
 
-    The value of a constant in the source is unknown, because JAX rounds constants before it traces an operation. A
-    constant may therefore be zero or infinite in the source as well.
+    JAX rounds constants before it traces an operation, so their values in the source are unknown. A constant may
+    therefore be zero or infinite in the source as well.
 
     Epsilons, which keep a result away from zero, come first, followed by infinite constants and then by all other
     constants. Each group is in program order.
@@ -52,11 +52,11 @@ def lost_constants(traced: Traced, is_autocast: bool) -> list[LostConstant]:
 
 
 class _KnownValue(NamedTuple):
-    """The facts about a value that are necessary to find lost constants."""
+    """The information about a value that is needed to find lost constants."""
 
     number: float | None = None  # the number, if the value is a scalar constant in half precision; otherwise ``None``
-    # The epsilons that were rounded to zero before they were used in an addition, subtraction or maximum from which the
-    # value is computed.
+    # The epsilons that affect the value through an addition, subtraction or maximum, but were rounded to zero before
+    # that operation.
     epsilons: tuple[LostConstant, ...] = ()
 
 
@@ -80,7 +80,7 @@ class _LostConstants(Propagation[_KnownValue]):
         moved = moved_operands(eqn)
         if moved is not None:
             return [operands[taken[0]] if len(taken) == 1 else self.joined(operands) for taken in moved]
-        # A zero in a sum is harmless by itself. It is an epsilon only if the sum is then used as a divisor, or in
+        # A zero in a sum is harmless by itself. The zero is an epsilon only if the sum is then used as a divisor, or in
         # another operation with a singularity at zero.
         if name in STEEP_AT_ZERO or (name == "integer_pow" and eqn.params["y"] < 0):
             for each in self.joined(operands[1:] if name == "div" else operands).epsilons:
@@ -94,7 +94,7 @@ class _LostConstants(Propagation[_KnownValue]):
             was_zero = self.is_autocast and not is_half(eqn.outvars[0].aval)
             for operand in operands:
                 if name == "max" and operand.number == -math.inf:
-                    continue  # The maximum of a value and minus infinity is the value.
+                    continue  # The maximum of a value and minus infinity is the value itself.
                 if operand.number in (0, math.inf, -math.inf) and not (was_zero and operand.number == 0):
                     group = epsilons if name in _KEEPS_AWAY and operand.number == 0 else self.lost
                     group.append(LostConstant(name, location, operand.number))

@@ -61,7 +61,7 @@ class LostUpdates(Report[LeafLostUpdates]):
 
     @property
     def fraction(self) -> float:
-        """The fraction of all nonzero updates that do not change their parameter."""
+        """The fraction of nonzero updates that do not change their parameter, over all leaves."""
         return self.lost / max(self.nonzero, 1)
 
     def _header(self) -> str:

@@ -1,4 +1,4 @@
-"""A report, created on the host, on the NaN and infinite values in each leaf of a pytree."""
+"""A report of the NaN and infinite values in each leaf of a pytree, which is created on the host."""
 
 from __future__ import annotations
 

@@ -64,9 +64,9 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
 
     Args:
       program: the program, which was traced by `trace_with_reasons`.
-      half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason.
+      half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason for this dtype.
     """
-    # The keys are entries without counts. The values are the indices and the flops of the operations of each kind.
+    # Maps an entry whose counts are not set to the indices and the flops of all operations that belong to this entry.
     found: dict[OperationPrecision, list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
         eqn, location, name = nested.eqn, nested.location, primitives.operation_name(nested.eqn)
@@ -197,7 +197,7 @@ def summary_of(entries: Sequence[OperationPrecision], dtype: str, is_autocast: b
 
 
 def first_float32(program: ClosedJaxpr, dtype: jnp.dtype, names: Sequence[str]) -> str:
-    """Return the location of the first matmul with a float32 operand, and the operand's origin; or "" if there is none.
+    """Return the location of the first float32 operand of a matmul and its origin, or "" if there is none.
 
     Matmuls in the forward pass come first.
 

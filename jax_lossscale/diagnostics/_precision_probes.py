@@ -45,7 +45,7 @@ VALUES, COTANGENTS = slice(0, 3), slice(3, 6)
 
 
 class MatmulSite(NamedTuple):
-    """The site of matmuls, or of calls to `in_half` functions, that the rules of a policy cannot distinguish."""
+    """The site of matmuls (or calls to `in_half` functions) that the rules of a policy cannot distinguish."""
 
     operation: str  # the name of the primitive
     location: Location  # the layer, source, functions and parameter that the rules can match; the rest is empty
@@ -55,12 +55,12 @@ MatmulsBySite: TypeAlias = dict[MatmulSite, set[Path]]  # A dictionary from each
 
 
 class ProbeMeasurements(NamedTuple):
-    """The measurements of a probe, or of several probes as arrays."""
+    """The measurements of a probe, or arrays of the measurements of several probes."""
 
     largest: Any  # the largest magnitude
     error: Any  # the sum of the rounding errors in half precision, divided by the sum of the magnitudes
-    # For a cotangent, the sum of the products of its magnitudes and the rounding errors of its forward-pass value. The
-    # damage is a first-order estimate of how much the result of the program changes if the forward-pass value is
+    # For a cotangent, the sum of its magnitudes multiplied by the rounding errors of the corresponding value in the
+    # forward pass. The damage is a first-order estimate of how much the result of the program changes if this value is
     # rounded.
     damage: Any
 
@@ -107,7 +107,7 @@ mlir.register_lowering(_probe_primitive, lambda context, number, value, **_: [nu
 
 def _differentiate(primals: Any, tangents: Any, *, kind: str, **at: int) -> tuple[Any, Any]:
     (number, value), (tangent, _) = primals, tangents
-    # The probe of the tangent measures nothing. Its transpose is the probe of the cotangent.
+    # The probe of the tangent does not measure anything, but its transpose is the probe of the cotangent.
     if not isinstance(tangent, ad.Zero):
         tangent = _probe_primitive.bind(tangent, value, kind="tangent", **at)
     return _probe_primitive.bind(number, value, kind=kind, **at), tangent

@@ -52,8 +52,8 @@ class Search:
        `run` raises the precision of matmuls until the gradients are accurate, and then lowers the precision of matmuls
        as long as the gradients stay accurate. The precision is raised first where values overflow, then where values
        underflow, and then where rounding does the most damage.
-    3. `verify` evaluates the function under `autocast` with a policy for the precisions that `run` returned. While the
-       policy is not accurate, `find_precision` calls `raise_levels` and `verify` in turn.
+    3. `verify` evaluates the function under `autocast` with a policy for the precisions that `run` returned. As long as
+       the policy is not accurate, `find_precision` calls `raise_levels` and then `verify` again.
     4. `reasons` describes why each matmul is not in half precision.
 
     The methods stop early enough that at most `MOST_GRADIENTS` evaluations of the gradients are needed.
@@ -71,8 +71,8 @@ class Search:
         self.gradients, self._overflow = gradients, limits_of(gradients.dtype).overflow
         self.targets, measured = targets_of(gradients, tolerance)
         self._largest = measured.largest
-        # For each matmul, the two estimated changes in the value of the function: if the result of the matmul is
-        # rounded, and if its operands are rounded. The shape is ``[sites, 2]``.
+        # For each matmul, two estimated changes in the value of the function: one from rounding the result of the
+        # matmul, and one from rounding its operands. The shape is ``[sites, 2]``.
         damage = np.nan_to_num(measured.damage[:, probes.COTANGENTS])
         self._damages = np.stack([damage[:, probes.RESULT], damage[:, [probes.LEFT, probes.RIGHT]].sum(axis=1)], axis=1)
         self._known: dict[bytes, Trial] = {}
@@ -103,13 +103,13 @@ class Search:
     def raise_levels(self, trial: Trial, most: int) -> Trial:
         """Raise up to ``most`` precision levels, first where rounding does the most damage, and return the new trial.
 
-        If only a few evaluations are left, or if the precision of no matmul can be raised, all matmuls of the trial are
-        in float32.
+        If only a few evaluations are left, or if no precision level can be raised further, all matmuls of the new trial
+        are in float32.
         """
         # Each step of the search raises the precision of one matmul. A step is an index of the flattened array
-        # `_damages`, whose columns 0 and 1 contain the damage if only the result is rounded, and the damage if only the
-        # operands are rounded. A float32 result avoids only the first kind of damage, whereas float32 operands avoid
-        # both kinds.
+        # `_damages`. Column 0 of the array contains the damage from rounding only the result, and column 1 the damage
+        # from rounding only the operands. A float32 result avoids only the first kind of damage, whereas float32
+        # operands avoid both kinds.
         steps = np.argsort(-self._damages, axis=None, kind="stable")
         sites, levels = steps // 2, np.where(steps % 2, probes.FLOAT32, probes.FLOAT32_RESULT)
         left = np.flatnonzero(trial.levels[sites] < levels)[:most]
@@ -189,8 +189,8 @@ class Search:
     def reasons(self, trial: Trial) -> list[str]:
         """Return, for each site, why its matmuls are not in half precision, or "" if they are in half precision.
 
-        If the limit on gradient evaluations is reached, the reason "not tested separately" is used for each reason that
-        is still unknown.
+        If the limit on gradient evaluations is reached, each reason that is still unknown becomes "not tested
+        separately".
         """
         measured: dict[float, probes.ProbeMeasurements] = {}
         reasons = [""] * len(trial.levels)

@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
 
     value: Any
     leaves: dict[str, Any]  # the gradients by path, multiplied by the loss scale
-    # The measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None without probes.
+    # The measurements of the probes, ``float32[sites, 2 * roles, fields]``, or None if there are no probes.
     measured: Any = None
 
 
@@ -87,7 +87,7 @@ class Gradients:
         return (self._result(batch, levels, scale, by) for batch in self.batches)
 
     def in_float32(self, scale: float, by: float = 0.0) -> Iterator[Evaluation]:
-        """For each batch, evaluate the program that contains the probes, with all matmuls in float32."""
+        """Evaluate the program with probes for each batch, with all matmuls in float32."""
         return self.with_levels(np.full(len(self.sites), probes.FLOAT32), scale, by)
 
     def measured(self, scale: float) -> probes.ProbeMeasurements:
@@ -165,7 +165,7 @@ class Target(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """The changes of the float32 results of one batch after a change to the parameters."""
+    """The changes in the float32 results for one batch that are caused by a perturbation of the parameters."""
 
     value: float  # the relative change of the value
     leaves: list[errors.Measurement]  # of the gradient of each leaf
@@ -175,7 +175,7 @@ class _Changes(NamedTuple):
 def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.ProbeMeasurements]:
     """Evaluate the float32 gradients for the original parameters, and for two small random perturbations of them.
 
-    Return the target for each batch, and the measurements that the probes make without a loss scale.
+    Return the target for each batch, and the measurements of the probes without a loss scale.
     """
     exact = list(gradients.in_float32(1.0))
 
@@ -213,15 +213,15 @@ def _tolerances(tolerance: float, fine: _Changes, coarse: _Changes) -> list[floa
 
     def allowed(fine_change: float, coarse_change: float) -> float:
         """Return the tolerance for a reliable result, given its relative changes after both perturbations."""
-        # The changes of a smooth function are proportional to the perturbations. If the coarse change is much larger,
-        # the function has kinks. Rounding to half precision crosses the same kinks, even if all matmuls are in float32.
+        # The changes of a smooth function are proportional to the perturbations. If the coarse change is
+        # disproportionately large, the function has kinks. Rounding to half precision crosses the same kinks, even if
+        # all matmuls are in float32.
         if coarse_change <= 2 * fine_change * _COARSE / errors.PERTURBATION:
             return tolerance
         return min(max(coarse_change, tolerance), _MOST_SENSITIVE * tolerance)
 
-    # A tolerance of 0 means that the error of the result is ignored, for example because a gradient is zero. The
-    # gradient of a leaf that contributes little to the whole gradient has a larger tolerance, `_SMALL_LEAF` times that
-    # of the other leaves.
+    # A tolerance of 0 means that the error of the result is ignored, for example because a gradient is zero. If a leaf
+    # contributes little to the whole gradient, its tolerance is `_SMALL_LEAF` times that of the other leaves.
     tolerances = [allowed(fine.value, coarse.value) if fine.value <= tolerance / 2 else 0.0]
     for small, large in zip(fine.leaves, coarse.leaves, strict=True):
         is_reliable = small.norm > 0 and small.relative_error <= tolerance / 2

@@ -109,10 +109,10 @@ class RangeReport(Report[OperationRange]):
       dtype: the name of the half-precision dtype.
       loss_scale: the loss scale at which the backward pass was evaluated.
       opaque_operations: the names of the operations that could not be evaluated in float32. For opaque operations, only
-        the results are measured, and not the steps inside the operations.
-      lost_constants: the constants that are zero or infinite in 16 bits. If the source contains a different value, they
-        are wrong in the float32 reference as well. Only constants that keep a divisor, root or logarithm away from zero
-        are listed, unless a result is NaN.
+        the results are measured, not their internal steps.
+      lost_constants: the constants that are zero or infinite in 16 bits. If a constant has a different value in the
+        source, it is wrong in the float32 reference as well. Only constants that keep a divisor, root or logarithm away
+        from zero are listed, unless a result is NaN.
       summary: the number of matmuls, the number of matmuls in ``dtype``, and the location of the first matmul in
         another dtype, with the reason.
       arguments: sentences that describe problems of the arguments, such as NaN.
@@ -242,8 +242,9 @@ def range_report(
       has_aux: whether ``fun`` returns a pair of the value and auxiliary data, as in `jax.value_and_grad`.
       dtype: the half-precision dtype with whose range the results are compared.
       loss_scale: a `LossScale`, a number, or an optimizer state that contains a loss scale. The default loss scale is
-        the largest power of two that leaves enough headroom before the gradients overflow; usually, `compare_gradients`
-        recommends the same scale. Computing it requires 1 float32 gradient and at most 4 half-precision gradients.
+        the largest power of two that leaves enough headroom before the gradients overflow. Usually, `compare_gradients`
+        recommends the same scale. Computing the default requires 1 float32 gradient and at most 4 half-precision
+        gradients.
       progress: whether to show a progress bar, or a function that wraps the sequence of operations, as in
         `compare_gradients`.
       **kwargs: the keyword arguments of ``fun``. If ``fun`` has a parameter with the name of an option, wrap ``fun`` in

@@ -20,7 +20,7 @@ Progress: TypeAlias = Callable[[Sequence[Any]], Iterable[Any]]  # wraps a sequen
 
 
 class Printed:
-    """Base class for results that consist of a summary, a table and notes, for text and for notebooks."""
+    """Base class for results with a summary, a table and notes that can be printed or displayed in a notebook."""
 
     _text_columns: ClassVar[Sequence[int]] = (0, 1)  # indices of the left-aligned columns
 
@@ -126,7 +126,7 @@ def percent_of_error(error: float, if_meaningless: str = "more than 1000%") -> s
 
 
 def listed(paths: Sequence[str]) -> str:
-    """List the first three paths and the number of remaining paths, if any, such as "a, b, c and 2 more"."""
+    """Format the first three paths and the number of remaining paths, if any, as in "a, b, c and 2 more"."""
     shown = [path or "the only leaf" for path in paths[:3]] + [f"{len(paths) - 3} more"] * (len(paths) > 3)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 

@@ -134,8 +134,8 @@ class MeasuringEvaluator(Interpreter[Any]):
             outputs, rows = self.evaluate(body.closed, [*inputs[:fixed], *carry, *self.from_scan(elements, of_xs)])
             return (outputs[: len(carry)], list(map(jnp.maximum, worst, rows))), self.to_scan(outputs[len(carry) :])
 
-        # The measurements are carried through the loop instead of stacked, so that their size does not depend on the
-        # number of iterations.
+        # The measurements are carried through the loop instead of being stacked, so that their size does not depend on
+        # the number of iterations.
         start = inputs[fixed : sliced.start], self.nothing(body.closed)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         (carry, worst), ys = lax.scan(step, start, self.to_scan(inputs[sliced.start :]), **options)
@@ -164,7 +164,8 @@ class MeasuringEvaluator(Interpreter[Any]):
         branches = [body.closed for body in subjaxprs(eqn).jaxprs]
 
         def taken(number: int, operands: list[Any]) -> Any:
-            # All branches must return the same number of rows, so each branch also returns zeros for the others.
+            # All branches must return the same number of rows, so each branch also returns zeros for the rows of the
+            # other branches.
             of_branches = list(map(self.nothing, branches))
             outputs, of_branches[number] = self.evaluate(branches[number], operands)
             return outputs, [row for rows in of_branches for row in rows]
@@ -188,8 +189,8 @@ class Statistics(NamedTuple):
     nan: Any  # the fraction of elements that are NaN in float32, or 0 if an operand contains NaN
     zero: Any  # the fraction of the nonzero elements that would become zero
     subnormal: Any  # the fraction of the nonzero elements that would become subnormal
-    # The relative error ``norm(half - float32) / norm(float32)``. If the array has outliers, which are elements that
-    # are far larger than all other elements, this is the maximum of the errors with and without outliers.
+    # The relative error ``norm(half - float32) / norm(float32)``. If the array has outliers (elements that are far
+    # larger than all other elements), this is the maximum of the errors with and without outliers.
     error: Any
     input_error: Any  # the largest error of an operand
     # ``error / max(input_error, unit)``, where ``unit`` is half a unit in the last place of the dtype.
@@ -259,7 +260,7 @@ class ShadowEvaluator(MeasuringEvaluator):
     def operation(self, eqn: Any, inputs: list[Pair]) -> list[Pair]:
         half = bind(eqn, [value.half for value in inputs], eqn.params)
         # Before the first operation in half precision, both evaluations have the same values, which are computed and
-        # stored only once. However, references are changed in place, so each evaluation needs references of its own.
+        # stored only once. However, references are changed in place, so each evaluation needs its own references.
         is_shared = not half_dtypes(eqn) and all(value.half is value.float32 for value in inputs)
         has_references = any(map(is_reference, [*eqn.invars, *eqn.outvars]))
         float32 = half
@@ -280,7 +281,7 @@ class ShadowEvaluator(MeasuringEvaluator):
             next(self._progress, None)
 
     def _pair(self, half: Any, float32: Any, aval: Any) -> Pair:
-        # A mutable reference has no value of its own, and reading from it is an operation whose result is measured.
+        # A mutable reference is not measured, but the results of the operations that read from it are.
         if hasattr(aval, "inner_aval") or not has_dtype(aval, jnp.floating):
             return Pair(half, float32, None)
         return Pair(half, float32, _measured(half, float32, self._limits, is_half(aval)))

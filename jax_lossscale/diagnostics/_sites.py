@@ -38,10 +38,10 @@ class Site(NamedTuple):
 
 
 class Dataflow(Propagation[frozenset[int]]):
-    """A graph of a jaxpr, whose nodes are the results that are measured.
+    """The dataflow graph of a jaxpr, with a node for each measured result.
 
-    Carries of loops are also nodes. Each node is represented by an integer. The class propagates a set of nodes for
-    each value: the value depends on these nodes, with only unmeasured operations in between.
+    Carries of loops are also nodes. Each node is represented by an integer. For each value, the class propagates the
+    set of nodes that the value depends on directly, that is, with only unmeasured operations in between.
 
     Attributes:
       sites: a dictionary from each node that is a measured result to its `Site`.
@@ -75,7 +75,7 @@ class Dataflow(Propagation[frozenset[int]]):
         """Add a node with a site for each measured result of an equation, and return the nodes of each result."""
         sources = self.joined(operands)
         # An operand without a location in the source, such as a cast that JAX inserts, is reported at the location of
-        # the operation that uses it. Its new site determines the names below.
+        # the operation that uses it. The new site affects the names that are determined below.
         self._locate_casts(sources, location, is_matmul(eqn))
         if eqn.primitive.name == "div":  # The derivative of a division contains an `integer_pow` at the same position.
             self._divisions.add(location.column)
@@ -91,17 +91,17 @@ class Dataflow(Propagation[frozenset[int]]):
     def _reported_names(self, eqn: Any, location: Location, sources: frozenset[int]) -> tuple[str, str]:
         """Return the attributes ``operation`` and ``derivative_of`` of the sites of an equation.
 
-        Some primitives do not occur in the code of the user. They are reported as the operation that the user wrote.
+        Some primitives do not appear in the user's code. They are reported as the operation that the user wrote.
         """
         name = eqn.primitive.name
         # The sites of the measured operands, in program order.
         operand_sites = [self.sites[node] for node in sorted(sources & self.sites.keys())]
         derivative_of = "" if location.is_backward else self._derivative_of(eqn, location, operand_sites)
-        # JAX computes the derivative of a division with the power -2 of the divisor.
+        # To compute the derivative of a division, JAX raises the divisor to the power -2.
         if name == "integer_pow" and derivative_of == "div":
             return "div", derivative_of
         # JAX computes a sum in half precision as a float32 sum that is then cast to half precision. The float32 sum
-        # rarely leaves its range, so the result of the cast is reported as the result of the sum.
+        # rarely overflows or underflows, so the result of the cast is reported as the result of the sum.
         if name == "convert_element_type" and operand_sites and operand_sites[-1].operation in SUMS_OF_MANY | MATMULS:
             return operand_sites[-1].operation, derivative_of
         return name, derivative_of
@@ -154,5 +154,5 @@ def is_measured(eqn: Any, variable: Any) -> bool:
     if name == "convert_element_type":
         return is_half(aval) and aval.dtype != eqn.invars[0].aval.dtype
     if name == "reduce_precision" and eqn.params["mantissa_bits"] == jnp.finfo(aval.dtype).nmant:
-        return False  # JAX adds this operation after a saved value, and it does not change the value.
+        return False  # JAX applies this operation to saved values, but it does not change them.
     return is_float and name not in _UNMEASURED

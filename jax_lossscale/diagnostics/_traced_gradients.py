@@ -18,7 +18,7 @@ from jax_lossscale.diagnostics._operations import MatmulSummary, first_float32, 
 
 
 class TracedGradients:
-    """The program that computes the value and the scaled gradients, and facts about it that several reports use.
+    """The program that computes the value and the scaled gradients, with information that several reports use.
 
     The cached properties are computed when a report first uses them.
 
@@ -40,7 +40,7 @@ class TracedGradients:
         self.program, self._used, self.is_autocast = trace_with_reasons(*call.scaled())
 
     def inputs_at(self, loss_scale: float) -> list[jax.Array]:
-        """Return the inputs of the program at a loss scale."""
+        """Return the inputs of the program for a given loss scale."""
         return [jnp.float32(loss_scale), *self.program.inputs[1:]]
 
     @property

@@ -1,4 +1,4 @@
-"""Models of further kinds: EGNN, HSTU, an autoencoder, Swin, LRU, a Fourier operator, a flow, and an Evoformer."""
+"""Further models: EGNN, HSTU, an autoencoder, Swin, LRU, a Fourier operator, a flow, and an Evoformer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EGNN(Network, kw_only=True):
     def __call__(
         self, nodes: jax.Array, positions: jax.Array, senders: jax.Array, receivers: jax.Array, targets: jax.Array
     ) -> jax.Array:
-        """Return the mean square error of the positions, ``[nodes, 3]``, for features, ``[nodes, features]``."""
+        """Return the mean square error of the positions (``[nodes, 3]``) for node features (``[nodes, features]``)."""
         add = partial(jax.ops.segment_sum, segment_ids=receivers, num_segments=len(nodes))
         x, share = self.dense(self.width)(nodes), len(nodes) / len(senders)
         for _ in range(self.blocks):
@@ -79,7 +79,7 @@ class Autoencoder(Network, kw_only=True):
 
     @nn.compact
     def __call__(self, images: jax.Array, noise: jax.Array) -> jax.Array:
-        """Return the loss for images, ``[batch, height, width, channels]``, and noise, ``[..., latent]``."""
+        """Return the loss for images (``[batch, height, width, channels]``) and noise (``[..., latent]``)."""
         conv = partial(self.conv, kernel_size=(3, 3))
         x = conv(self.widths[0])(images)
         for level, features in enumerate(self.widths):
@@ -126,7 +126,7 @@ class Swin(Network, kw_only=True):
         return cross_entropy(self.dense(1000)(self.norm(x).mean((1, 2))), labels)
 
     def _attention(self, x: jax.Array, heads: int, shift: int) -> jax.Array:
-        """Apply attention in each window. Pixels that the shift moved to the other side are a separate region."""
+        """Apply attention in each window. Pixels that the shift moved to the other side form a separate region."""
         batch, height, width, features = x.shape
         size = self.window
         row, column = (jnp.arange(length) >= length - shift for length in (height, width))
@@ -143,7 +143,7 @@ class Swin(Network, kw_only=True):
 
 
 def _windows(x: jax.Array, size: int) -> jax.Array:
-    """Divide ``[batch, height, width, features]`` into windows, ``[batch * windows, pixels, features]``."""
+    """Divide images (``[batch, height, width, features]``) into windows (``[batch * windows, pixels, features]``)."""
     batch, height, width, features = x.shape
     x = x.reshape(batch, height // size, size, width // size, size, features)
     return x.swapaxes(2, 3).reshape(-1, size**2, features)
@@ -231,7 +231,7 @@ class Flow(Network, kw_only=True):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the mean negative log-likelihood, except for a constant, of samples, ``[batch, features]``."""
+        """Return the mean negative log-likelihood of samples (``[batch, features]``), up to a constant."""
         log_determinant = jnp.zeros(len(x))
         fixed, moved = jnp.split(x, 2, axis=-1)
         for _ in range(self.layers):

@@ -93,7 +93,7 @@ class Network(nn.Module):
         return nn.Embed(count, features, dtype=self.dtype)
 
     def norm(self, x: jax.Array, **options: Any) -> jax.Array:
-        """Apply a norm of the type ``norm_type``."""
+        """Apply a normalization layer of the type ``norm_type``."""
         return self.norm_type(dtype=self.dtype, **options)(x)
 
     def mlp(self, x: jax.Array, hidden: int, **options: Any) -> jax.Array:
@@ -102,7 +102,7 @@ class Network(nn.Module):
 
 
 class Decoder(Network, kw_only=True):
-    """A language model of blocks with residual connections."""
+    """A language model that consists of blocks with residual connections."""
 
     norm_type: ClassVar[type[nn.Module]] = nn.RMSNorm
     vocabulary: int

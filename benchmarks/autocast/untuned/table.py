@@ -1,7 +1,7 @@
 """The benchmark ``python -m benchmarks untuned``.
 
-It compiles training steps of models that were not used to tune `autocast` for an H100, and compares them with manual
-casts. The errors of the gradients are measured on a CPU with small versions of the models.
+For models that were not used to tune `autocast`, it compiles training steps for an H100, and compares `autocast` with
+manual casts. The errors of the gradients are measured on a CPU with small versions of the models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.harness.report import Cell, Mark, Table, columns
 
 # The goals for the median and the worst value of `autocast`, relative to manual casts in the same model.
 _GOALS = {"predicted time": (1.00, 1.10), "temporaries": (0.85, 1.05), "gradient error": (1.00, 1.10)}
-# The gradient depends on decisions that a small error can reverse, so its error is not compared with the goals.
+# The gradients of these models depend on decisions that a small error can reverse, so their errors have no goals.
 _WITH_DECISIONS = ("experts by ragged_dot",)
 _QUICK_MODELS = ("PPO",)
 _PATIENCE = 1200.0  # The time limit in seconds to compile a program for an H100.
