@@ -17,7 +17,7 @@ where `largest` is at least 1 and at least the largest magnitude of all arrays, 
 may cancel.
 
 An error under `autocast` counts as "as with jit" if `jax.jit` in its place also raises an error or changes the results.
-The sensitivity is the largest change of the array, in float32 or with manual casts, if each element of the
+The sensitivity is the largest change in the array, in float32 or with manual casts, when each element of the
 floating-point arguments is multiplied by 1 + epsilon / 2 or 1 - epsilon / 2 at random. It is large near discontinuities
 (`sort`, comparisons, `floor`). If an array differs, the program is evaluated again with more changes, and with other
 numbers of bits in the manual casts, before the difference counts.

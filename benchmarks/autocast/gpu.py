@@ -31,8 +31,8 @@ def training_step(trained: Model, way: str, dtype: DTypeLike = HALF) -> tuple[An
         return *tx.update_and_apply(grads, opt_state, params, value=value), value
 
     def begin() -> tuple[Any, Any]:
-        # Each function is compiled separately, so that all ways share the compiled programs that create the parameters
-        # and the batch.
+        # Each function is compiled separately, so that the programs that create the parameters and the batch are
+        # compiled only once.
         params = jax.jit(trained.params)()
         batch = jax.jit(trained.batch, static_argnums=0)(0)
         return (params, jax.jit(tx.init)(params), jax.numpy.float32(0)), batch

@@ -142,7 +142,7 @@ def _synthetic() -> Iterator[tuple[str, _Kind]]:
 
 
 def _mixtures() -> Iterator[tuple[str, _Kind]]:
-    """Yield the name and the function of each kind of trace whose gradients have several magnitudes."""
+    """Yield the name and the function of each kind of trace whose gradients differ in magnitude."""
     for size in (12, 24):
         yield f"2^{size} apart in turns", lambda m, size=size: (m.blocks(1, -size), 0)
         yield f"2^{size} apart at random", lambda m, size=size: (m.mostly(0.5, -size), 0)

@@ -1,4 +1,4 @@
-"""Identity primitives of `autocast`, which mark a value as saved, preserve a rounding, or round a cotangent.
+"""Identity primitives that mark a value as saved, keep XLA from omitting a rounding, or round a cotangent.
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
 `jax.ad_checkpoint.checkpoint_name` cannot be transposed. This module also defines how the optimization barriers of

@@ -194,7 +194,8 @@ class MinCut(NamedTuple):
         for value in {value for *_, values in with_operands for value in values if value.is_rounding}:
             network.add_value(value, costs.saved(value), costs.recomputed(value), [SegmentValue(value.id)])
         for node, node_plan, operands in with_operands:
-            # No other node of the segment uses the results of a matmul, so these results are not part of the network.
+            # No other node of the segment uses the results of a matmul, so the flow network does not contain these
+            # results.
             for value in map(SegmentValue, () if node_plan.kind is NodeKind.MATMUL else node.outputs):
                 cost_recomputed = costs.recomputed_by(node, node_plan, operands, value)
                 network.add_value(value, costs.saved(value), cost_recomputed, operands)

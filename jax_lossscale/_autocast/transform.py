@@ -25,7 +25,7 @@ from jax_lossscale._program.remat3 import with_equations
 from jax_lossscale._warn import warn_user
 
 # The context `in_variant(variant)` changes the behavior of `autocast` in all functions that are traced in it, including
-# those that the user decorated with `autocast`. JAX does not reuse a function that it traced in another variant.
+# those that the user decorated with `autocast`. JAX traces a function again for each variant.
 in_variant = jax.make_user_context()
 _OMITTED = "omitted"  # `autocast` has no effect
 HALF_STREAM = "half_stream"  # `autocast` adds `half_residual_stream=True` to its policy

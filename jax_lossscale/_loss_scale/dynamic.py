@@ -118,7 +118,7 @@ class DynamicLossScale(BoundedLossScale):
 
     @property
     def num_good_steps(self) -> jax.Array | np.int32:
-        """Return the number of finite steps since the last increase or non-finite step, an ``int32[]`` leaf."""
+        """Return the number of finite steps since the last increase or non-finite step, as an ``int32[]`` leaf."""
         return self._rule_state.num_good_steps
 
     @property

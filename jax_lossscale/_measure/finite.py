@@ -118,7 +118,7 @@ def first_fault(tree: chex.ArrayTree, axis_name: AxisName) -> tuple[jax.Array, j
     counted, including each ``None``, so that the index of a gradient is also the index of its parameter, even if some
     parameters are frozen and have the gradient ``None``.
     """
-    # Only the checked leaves are passed to the compiled function, which does not accept strings and functions.
+    # Only the checked leaves are passed to the compiled function, which does not accept strings or functions.
     leaves = _tree.leaves_and_nones(tree)
     positions = tuple(position for position, leaf in enumerate(leaves) if _tree.is_inexact(leaf))
     return _first_fault([leaves[position] for position in positions], positions, axis_name)

@@ -100,7 +100,7 @@ def check(
 
 
 def decide(loss_scale: LossScale, checks: StepChecks, gradient_scale: jax.Array | None) -> StepDecision:
-    """Return the decision about a step.
+    """Decide whether a step is applied, and return the decision.
 
     Args:
       loss_scale: the loss scale in the state.

@@ -71,7 +71,7 @@ def paths_with_state(state: optax.OptState) -> set[tuple[str, ...]]:
     """Return the paths of all parameters for which an optimizer state contains a floating-point array.
 
     The path of an array in the state begins with the path of a pytree with the structure of the parameters, such as the
-    first moments of Adam, and ends with the path of a parameter. Because the length of the beginning is unknown, the
+    first moments of Adam, and ends with the path of a parameter. Because the length of this prefix is unknown, the
     result contains all suffixes of each path.
     """
     with_paths = jax.tree_util.tree_leaves_with_path(state)

@@ -100,7 +100,10 @@ def is_half(aval: Any) -> bool:
 
 
 def has_dtype(aval: Any, kind: Any) -> bool:
-    """Return whether the dtype of ``aval`` is of a kind such as `jnp.floating`. References have the dtype of arrays."""
+    """Return whether the dtype of ``aval`` belongs to a kind, such as `jnp.floating`.
+
+    The dtype of a reference is that of its array.
+    """
     return jnp.issubdtype(getattr(aval, "dtype", bool), kind)
 
 

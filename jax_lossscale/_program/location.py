@@ -43,8 +43,8 @@ class Location(NamedTuple):
     # The names of the enclosing scopes. If there are no scopes, the names of the classes whose `__call__` was running,
     # or "" if there are no such classes.
     layer: str
-    # The innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the cell
-    # replaces the file.
+    # The innermost line of code outside of installed libraries, as "file:line". In a notebook, the name of the cell is
+    # shown instead of the file name.
     source: str
     # The innermost expression outside of JAX, as "file:line:column", which distinguishes two operations on the same
     # line, or "" if this library added the equation.

@@ -300,10 +300,10 @@ class GradientErrors(NamedTuple):
     def best(self) -> int:
         """Return the index of the best loss scale among the scales with finite gradients.
 
-        The best scale has the fewest inaccurate leaves. If several scales have equally few inaccurate leaves, the
-        relative errors of the whole gradient are rounded to one digit, and the scale with the smallest rounded error is
-        the best. If the rounded errors at several scales are equal, the largest of these scales is the best, because
-        the fewest gradients underflow at it.
+        The best scale has the fewest inaccurate leaves. If several scales have the same number of inaccurate leaves,
+        the relative errors of the whole gradient are rounded to one digit, and the scale with the smallest rounded
+        error is selected. If the rounded errors at several scales are equal, the largest of these scales is the best,
+        because the fewest gradients underflow at it.
         """
         errors = self.total.relative_error
         return min(self.finite(), key=lambda n: (len(self.inaccurate_leaves(n)), float(f"{errors[n]:.1g}"), -n))

@@ -162,7 +162,7 @@ class Search:
         return 2.0 ** min(max(math.floor(math.log2(self._overflow / largest)) - _LOG2_HEADROOM, -100), 100)
 
     def _compared(self, evaluations: Iterable[Evaluation], levels: np.ndarray, scale: float) -> Trial:
-        """Compare the evaluation of each batch with the float32 results for this batch."""
+        """Compare the evaluation of each batch with the float32 results of the same batch."""
         found = [(0.0, 0.0, "nothing")]
         try:
             # In contrast to a `for` loop, `map` frees the gradients of a batch before the next batch is evaluated.

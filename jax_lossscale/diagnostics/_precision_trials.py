@@ -35,7 +35,7 @@ _SMALL_LEAF = 10.0
 
 
 class Evaluation(NamedTuple):
-    """The value and the gradients of one evaluation for one batch."""
+    """The value and the gradients from one evaluation of one batch."""
 
     value: Any
     leaves: dict[str, Any]  # the gradients by path, multiplied by the loss scale

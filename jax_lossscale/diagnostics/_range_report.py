@@ -306,7 +306,7 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress 
     measured = {node: Statistics(*row.tolist()) for node, row in zip(flow.sites, jax.device_get(rows), strict=True)}
     results = {node for node in of_value.union(*of_leaves.values()) if not _is_noise(measured.get(node), dtype)}
     blamed = blame(flow, measured, results)
-    # If there are no large errors, report smaller errors of the loss, which `compare_gradients` also reports.
+    # If there are no large errors, report smaller errors of the loss, as `compare_gradients` does.
     if not blamed.harmful:
         blamed = blame(flow, measured, results & of_value, noted_error_of_loss(dtype))
     operations = []
