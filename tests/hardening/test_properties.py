@@ -8,7 +8,6 @@ import chex
 import cloudpickle
 import flax.serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,56 +133,6 @@ def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
 
 
 EAGER = jls.loss_scaled(MOMENTUM)
-
-
-# --- Scaling of pytrees ---
-
-
-def leaves_of(seed):
-    """Return one leaf of each dtype, whose magnitudes cover the range of the dtype."""
-    random = np.random.default_rng(seed)
-
-    def leaf(dtype, lowest, highest, size=4):
-        return jnp.asarray(random.normal(size=size) * 2.0 ** random.integers(lowest, highest, size=size), dtype)
-
-    return {
-        "float16": leaf(jnp.float16, -24, 15),
-        "bfloat16": leaf(jnp.bfloat16, -60, 60),
-        "float32": leaf(jnp.float32, -60, 60),
-        "complex64": jax.lax.complex(leaf(jnp.float32, -60, 60), leaf(jnp.float32, -60, 60)),
-        "empty": jnp.zeros((0, 3), jnp.float32),
-        "integers": jnp.arange(3),
-        "flags": jnp.array([True, False]),
-        "none": None,
-        "key": jax.random.key(0),
-    }
-
-
-@jax.jit
-def scaled_and_unscaled(loss_scale, tree):
-    scaled = loss_scale.scale(tree)
-    return scaled, loss_scale.unscale(scaled)
-
-
-@quick(max_examples=100)
-@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
-def test_unscale_inverts_scale_exactly(seed, exponent):
-    """The result is exact if the scaled leaf is a normal number of its dtype."""
-    tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
-    scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
-    for name in ("float16", "bfloat16", "float32", "complex64"):
-        before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
-        assert between.dtype == before.dtype
-        assert after.dtype == (before.dtype if name == "complex64" else np.float32)
-        wider = np.complex128 if name == "complex64" else np.float64
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(between, (before.astype(wider) * 2.0**exponent).astype(before.dtype))
-        finite = np.isfinite(between)
-        np.testing.assert_array_equal(after.astype(wider)[finite], before.astype(wider)[finite])
-        assert not np.isfinite(after[~finite]).any()
-    for name in ("integers", "flags", "empty"):
-        chex.assert_trees_all_equal(unscaled[name], tree[name])
-    assert unscaled["none"] is None
 
 
 # --- Serialization ---
