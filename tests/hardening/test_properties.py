@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pickle
 
-import chex
 import cloudpickle
 import flax.serialization
 import jax
@@ -119,20 +118,6 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             assert_same_bits(after, state.loss_scale)
         elif not kind.needs_largest:
             assert_same_bits(after, adjusted(state.loss_scale, verdict.grads_finite))
-
-
-@quick(max_examples=5)
-@runs
-def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
-    params, state = beginning("auto", MOMENTUM, exponent)
-    for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
-        grads, kwargs = arguments_of(inputs)
-        params, state = EAGER.update_and_apply(grads, state, params, **kwargs)
-        chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
-        assert_same_bits(params, ways[0][0])
-
-
-EAGER = jls.loss_scaled(MOMENTUM)
 
 
 # --- Serialization ---
