@@ -56,12 +56,6 @@ def inputs_of(event, random):
     return {"grads": grads, "value": value, "skip_if": np.bool_(event.startswith("skip_if"))}
 
 
-def stacked_inputs(sequence, seed):
-    """Return the inputs of a whole run. The first axis of each leaf is the step."""
-    random = np.random.default_rng(seed)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *(inputs_of(event, random) for event in sequence))
-
-
 def arguments_of(inputs):
     """Return the gradients of all leaves of `PARAMS`, as from `jax.grad`, and the keyword arguments of a step."""
     grads = {**inputs["grads"], "frozen": None, "count": np.zeros((), jax.dtypes.float0)}

@@ -22,7 +22,6 @@ from runs import (
     events,
     inputs_of,
     momentum_step,
-    stacked_inputs,
     verdict_of,
 )
 
@@ -31,70 +30,43 @@ import jax_lossscale.interop.flax
 
 pytestmark = [pytest.mark.ci, pytest.mark.as_for_users, pytest.mark.filterwarnings("ignore:.*float16 parameters")]
 
-STEPS = 12
 KINDS = {name: make() for name, make in ONE_OF_EACH.items()}
 each_kind = pytest.mark.parametrize("name", KINDS)
 adjusted = jax.jit(lambda loss_scale, grads_finite: loss_scale.adjust(grads_finite))
 quick = functools.partial(settings, deadline=None, derandomize=True)
-runs = given(
-    sequence=st.lists(events, min_size=STEPS, max_size=STEPS),
-    seed=st.integers(0, 2**32 - 1),
-    exponent=st.integers(-3, 14),
-)
+FUSED, SEPARATE = (jls.loss_scaled(MOMENTUM, skip=skip) for skip in ("cond", "select"))
 
 
-@functools.cache
-def program(inner):
-    """Return a compiled run in which each step is computed twice from the same parameters and state.
+@jax.jit
+def both_ways(params, state, inputs):
+    """Compute a step twice from the same parameters and state.
 
     The first result comes from the fused `update_and_apply` with a conditional. The second one comes from `update`, a
     separate addition of the updates, and a selection.
     """
-    fused = jls.loss_scaled(inner, skip="cond").update_and_apply
-    plain = functools.partial(by_update, jls.loss_scaled(inner, skip="select"))
-
-    def step(carry, inputs):
-        params, state = carry
-        grads, kwargs = arguments_of(inputs)
-        after = [way(grads, state, params, **kwargs) for way in (fused, plain)]
-        return after[0], after
-
-    return jax.jit(lambda params, state, inputs: jax.lax.scan(step, (params, state), inputs)[1])
+    grads, kwargs = arguments_of(inputs)
+    fused = FUSED.update_and_apply(grads, state, params, **kwargs)
+    return fused, by_update(SEPARATE, grads, state, params, **kwargs)
 
 
-def beginning(name, inner, exponent):
-    """Return initial parameters and state. The initial scale is ``2**exponent`` if the loss scale is dynamic."""
-    loss_scale = KINDS[name]
+def initial_state(loss_scale, exponent):
+    """Return the initial state. Its scale is ``2**exponent`` if the loss scale is dynamic."""
     if hasattr(loss_scale, "current_loss_scale"):
         floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale or 2.0**127
         loss_scale = dataclasses.replace(loss_scale, current_loss_scale=min(max(2.0**exponent, floor), ceiling))
-    state = jls.loss_scaled(inner, loss_scale).init(PARAMS | {"frozen": None})
-    return PARAMS, state
-
-
-def at(tree, step):
-    return jax.tree.map(lambda leaf: leaf[step], tree)
-
-
-def history(name, inner, sequence, seed, exponent):
-    """Yield, for each step, its inputs, the state before it and the two results after it."""
-    params, state = beginning(name, inner, exponent)
-    inputs = stacked_inputs(sequence, seed)
-    after = jax.device_get(program(inner)(params, state, inputs))
-    before = jax.device_get((params, state))
-    for step in range(STEPS):
-        ways = at(after, step)
-        yield at(inputs, step), before, ways
-        before = ways[0]
+    return jls.loss_scaled(MOMENTUM, loss_scale).init(PARAMS | {"frozen": None})
 
 
 @each_kind
 @quick(max_examples=20)
-@runs
+@given(st.lists(events, min_size=12, max_size=12), st.integers(0, 2**32 - 1), st.integers(-3, 14))
 def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed, exponent):
     """The reference consists of a run in NumPy and the table in the docstring of `loss_scaled`."""
-    kind = KINDS[name]
-    for inputs, (params, state), ways in history(name, MOMENTUM, sequence, seed, exponent):
+    kind, random = KINDS[name], np.random.default_rng(seed)
+    params, state = jax.device_get((PARAMS, initial_state(kind, exponent)))
+    for event in sequence:
+        inputs = inputs_of(event, random)
+        ways = jax.device_get(both_ways(params, state, inputs))
         scale = float(state.loss_scale())
         verdict = verdict_of(kind, scale, inputs)
         new_params, new_trace = params, state.inner_state[0].trace
@@ -118,6 +90,7 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             assert_same_bits(after, state.loss_scale)
         elif not kind.needs_largest:
             assert_same_bits(after, adjusted(state.loss_scale, verdict.grads_finite))
+        params, state = ways[0]
 
 
 # --- Serialization ---
