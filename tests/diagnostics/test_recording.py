@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kinds import step_on_eight_devices
 from samples import GOOD, INF, NAN, PARAMS, recorded
 
 import jax_lossscale as jls
@@ -79,5 +78,9 @@ def test_all_devices_of_a_shard_map_record_the_same_leaf(check_vma):
     tx = jls.loss_scaled(optax.sgd(0.1), axis_name="shard", record_bad_steps=True)
     params = {"a": np.ones(8, np.float32), "b": np.ones(8, np.float32)}
     grads = {**params, "b": np.array([1, 1, 1, 1, 1, NAN, 1, 1], np.float32)}
-    _, state = step_on_eight_devices(tx, params, check_vma)(grads, tx.init(params), params)
+    mesh = jax.make_mesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, state = jax.P("shard"), tx.init(params)  # SGD has no moments, so the state contains only scalars.
+    specs = {"in_specs": (split, jax.P(), split), "out_specs": (split, jax.P())}
+    step = jax.shard_map(tx.update_and_apply, mesh=mesh, check_vma=check_vma, **specs)
+    _, state = jax.jit(step)(grads, state, params)
     assert (state.monitoring.last_bad_step.leaf, state.monitoring.last_bad_step.cause) == (1, "nan")
