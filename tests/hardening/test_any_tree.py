@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import MOMENTUM
+from test_properties import MOMENTUM
 
 import jax_lossscale as jls
 
