@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from any_jax import FLOAT8S, enable_x64
 from jax.experimental import sparse
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 from jax_lossscale import _tree
@@ -323,9 +324,7 @@ def assert_same_leaf(actual, expected):
     if expected is None or expected is FLOAT0 or isinstance(expected, str) or callable(expected):
         assert actual is expected
         return
-    if jnp.issubdtype(jax.typeof(expected).dtype, jax.dtypes.prng_key):
-        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
-    np.testing.assert_array_equal(actual, jnp.asarray(expected), strict=True)
+    assert_same_bits(actual, jnp.asarray(expected))
 
 
 @pytest.mark.parametrize("pred", [True, np.False_, jnp.array(True), jnp.array(False)], ids=repr)
