@@ -143,7 +143,7 @@ LIMITS = {
     (PACKAGE,): 10_050,
     # Benchmarks and tools that no page cites any more should be removed before new ones are added.
     (ROOT / "benchmarks", ROOT / "tools"): 7_799,
-    (TESTS,): 20_286,  # At the release of 0.8.0, at most 20,276, the number of lines of version 0.7.0.
+    (TESTS,): 20_275,
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
