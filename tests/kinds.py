@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jax_lossscale as jls
 
@@ -103,14 +101,6 @@ def named(rows):
 def slow_except(quick, names):
     """Return the names as test parameters, and mark all names that are not in `quick` as slow."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-def step_on_eight_devices(tx, params, check_vma):
-    """Return the compiled `update_and_apply` inside a `jax.shard_map` that splits all vectors over the axis "shard"."""
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))
-    of_state = jax.tree.map(lambda leaf: P("shard") if leaf.ndim else P(), tx.init(params))
-    specs = {"in_specs": (P("shard"), of_state, P("shard")), "out_specs": (P("shard"), of_state)}
-    return jax.jit(jax.shard_map(tx.update_and_apply, mesh=mesh, check_vma=check_vma, **specs))
 
 
 def assert_same_bits(a, b):

@@ -4,21 +4,21 @@
  2. Every field survives flattening and unflattening (`loss_scales/test_pytrees.py`, `hardening/test_properties.py`).
  3. After 160 NaN steps, the parameters are finite, and a step with finite gradients works.
  4. Unscaling is exact at every scale up to the largest finite float32 (`test_tree.py`).
- 5. Adam works with float16 gradients and float32 parameters.
+ 5. Optimizers accept float16 gradients of float32 parameters (`hardening/test_properties.py`).
  6. The first step with a float16 loss is not skipped by default.
- 7. An overflow step returns the unscaled loss.
+ 7. An overflow step returns the unscaled loss (`gradients/test_gradients.py`).
  8. If one shard overflows, all shards skip the step and have the same scale (`wrapper/test_devices.py`).
  9. Pytrees may contain float0, integers, None, random keys and complex numbers (`test_tree.py`).
 10. Many steps need one compilation (`loss_scales/test_pytrees.py`, `wrapper/test_optimizers.py`).
 11. The scale grows after exactly N steps (`loss_scales/test_dynamic.py`).
 12. Zero float16 gradients never become NaN updates in Adam.
-13. With `optax.MultiSteps` inside or outside, one nonfinite micro-batch does not affect the window.
+13. With `optax.MultiSteps` inside (`wrapper/test_optimizers.py`) or outside, one nonfinite micro-batch does not affect
+    the window.
 14. An initial state can be donated, because no two leaves share a buffer (`wrapper/test_transform.py`).
 
 Faults without a number in this file are tested in the files in parentheses.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -57,16 +57,6 @@ def test_03_finite_step_after_160_nan_steps_works__keras_flax_and_apply_if_finit
     assert (state.applied_steps, state.skipped_steps) == (1, 160)
 
 
-def test_05_adam_accepts_float16_gradients_of_float32_parameters__apply_if_finite_raises():
-    params = {"kernel": jnp.ones(3)}
-    grads = {"kernel": jnp.full(3, 4.0, jnp.float16)}
-    for skip in "cond", "select":
-        tx = jls.loss_scaled(optax.adam(0.1), jls.FixedLossScale(8.0, skip_nonfinite=True), skip=skip)
-        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-        chex.assert_trees_all_close(updates, {"kernel": jnp.full(3, -0.1)}, rtol=1e-5)
-        assert {leaf.dtype for leaf in jax.tree.leaves(state.inner_state)} == {jnp.dtype("float32"), jnp.dtype("int32")}
-
-
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 def test_06_first_step_with_a_float16_loss_is_not_skipped__flax():
     tx = jls.loss_scaled(optax.sgd(1.0))
@@ -79,17 +69,6 @@ def test_06_first_step_with_a_float16_loss_is_not_skipped__flax():
     assert (params, state.skipped_steps) == (0.5, 0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_07_overflow_step_returns_the_unscaled_loss__flax_returns_nan_for_float16(dtype):
-    def loss_fn(params):
-        return jnp.sum(params.astype(jnp.float16) * 100).astype(dtype)
-
-    loss_scale = jls.DynamicLossScale(max_loss_scale=2.0**15)  # float16 cannot represent a larger scale.
-    value, grads = jls.value_and_scaled_grad(loss_fn, loss_scale)(jnp.ones(2))
-    assert not jls.all_finite(grads)
-    assert value == 200.0
-
-
 @pytest.mark.filterwarnings("ignore:.*float16 parameters:UserWarning")
 @pytest.mark.parametrize("loss_scale", ["dynamic", 1024.0, None], ids=str)
 @pytest.mark.parametrize("optimizer", [optax.adam, optax.adamw, optax.rmsprop, optax.adafactor])
@@ -98,17 +77,6 @@ def test_12_zero_float16_gradients_never_become_nan__apply_if_finite(optimizer, 
     for params in jnp.ones(3), jnp.ones(3, jnp.float16):
         updates, _ = tx.update(jnp.zeros(3, jnp.float16), tx.init(params), params)
         assert jls.all_finite(updates)
-
-
-def test_13_nonfinite_microbatch_inside_multi_steps_is_dropped__multi_steps():
-    tx = jls.loss_scaled(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2), jls.DynamicLossScale(8.0))
-    params = jnp.float32(0.0)
-    state = tx.init(params)
-    # The gradients are scaled by 8 until the nonfinite gradient lowers the scale to 4.
-    for scaled in 8.0, jnp.inf, 12.0:
-        params, state = tx.update_and_apply(jnp.float32(scaled), state, params)
-    assert params == -(8.0 / 8 + 12.0 / 4) / 2
-    assert jls.get_loss_scale(state)() == 4.0
 
 
 def test_13_nonfinite_microbatch_outside_is_dropped__multi_steps():

@@ -64,64 +64,19 @@ def _scan(eqn, inputs, check, within):
     return [*carry, *map(np.stack, zip(*stacked, strict=True))]
 
 
+# Collectives are identities on a single device. Values on the host have no sharding.
+_IDENTITIES = ("pcast", "psum", "psum_invariant", "pvary", "reshard")
+
+
 @np.errstate(over="ignore", invalid="ignore")  # Values that are not selected may overflow.
 def _operation(eqn, inputs):
-    on_host = _ON_HOST.get(eqn.primitive.name)
-    if on_host is not None:
-        return [np.asarray(on_host(*inputs, **eqn.params), eqn.outvars[0].aval.dtype)]
-    outputs = eqn.primitive.bind(*inputs, **eqn.params)
+    if eqn.primitive.name in _IDENTITIES:
+        return inputs
+    params = {name: None if "sharding" in name else value for name, value in eqn.params.items()}
+    outputs = eqn.primitive.bind(*inputs, **params)
     return [np.asarray(each) for each in (outputs if eqn.primitive.multiple_results else [outputs])]
 
 
-def _matmul(a, b, dimension_numbers, **_):
-    (of_a, of_b), (batch_a, batch_b) = dimension_numbers
-    axes_a, axes_b = list(range(a.ndim)), list(range(a.ndim, a.ndim + b.ndim))
-    shared = (*batch_a, *of_a)
-    for n, m in zip(shared, (*batch_b, *of_b), strict=True):
-        axes_b[m] = n
-    free = [n for n in axes_a + axes_b if n not in shared]
-    float32 = [each.astype(np.result_type(each.dtype, np.float32)) for each in (a, b)]
-    return np.einsum(float32[0], axes_a, float32[1], axes_b, [*batch_a, *free])
-
-
-def _broadcast(x, shape, broadcast_dimensions, **_):
-    sizes = dict(zip(broadcast_dimensions, np.shape(x), strict=True))
-    return np.broadcast_to(np.reshape(x, [sizes.get(n, 1) for n in range(len(shape))]), shape)
-
-
-def _plain(function):
-    return lambda *operands, **_: function(*operands)
-
-
-def _the_same(x, **_):
-    return x
-
-
-# NumPy versions of the most frequent operations and of the collectives, which are identities on a single device. All
-# other operations are evaluated by JAX.
-_ON_HOST = {
-    "broadcast_in_dim": _broadcast,
-    "concatenate": lambda *parts, dimension: np.concatenate(parts, dimension),
-    **dict.fromkeys(("convert_element_type", "pcast", "psum", "psum_invariant", "pvary", "reshard"), _the_same),
-    "dot_general": _matmul,
-    "reduce_max": lambda x, axes, **_: np.max(x, axes),
-    "reduce_sum": lambda x, axes, **_: np.sum(x, axes),
-    "reshape": lambda x, new_sizes, **_: np.reshape(x, new_sizes),
-    "rev": lambda x, dimensions: np.flip(x, dimensions),
-    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    "slice": lambda x, start_indices, limit_indices, strides: x[
-        tuple(map(slice, start_indices, limit_indices, strides or [None] * x.ndim))
-    ],
-    "transpose": lambda x, permutation: np.transpose(x, permutation),
-    **{
-        name: _plain(function)
-        for name, function in {
-            **{"add": np.add, "add_any": np.add, "div": np.divide, "eq": np.equal, "exp": np.exp, "gt": np.greater},
-            **{"lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply, "ne": np.not_equal},
-            **{"neg": np.negative, "sub": np.subtract},
-        }.items()
-    },
-}
 _SUMS = {"add_any", "conv_general_dilated", "cumsum", "dot_general", "reduce_sum"}
 
 

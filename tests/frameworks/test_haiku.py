@@ -38,30 +38,3 @@ def test_nonfinite_batch_leaves_parameters_and_statistics_unchanged(page):
     params, model_state, opt_state, loss = page.train_step(params, model_state, opt_state, page.batch)
     assert jls.all_finite((params, model_state, loss))
     assert opt_state.applied_steps == page.opt_state.applied_steps + 1
-
-
-def convolutions(x):
-    x = hk.Conv2D(8, 3)(x)
-    x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
-    x = hk.Flatten()(hk.MaxPool((2, 2, 1), (2, 2, 1), "SAME")(x))
-    x = hk.dropout(hk.next_rng_key(), 0.1, jax.nn.relu(hk.Linear(16)(x)))
-    return hk.Linear(4)(hk.LayerNorm(-1, True, True)(x))
-
-
-def recurrence_and_attention(x):
-    core = hk.LSTM(8)
-    x, _ = hk.dynamic_unroll(core, x[:, :, 0], core.initial_state(x.shape[1]))
-    x = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling())(x, x, x)
-    return hk.Linear(1)(x[-1])
-
-
-@pytest.mark.parametrize("network", [pytest.param(convolutions, marks=pytest.mark.slow), recurrence_and_attention])
-def test_other_haiku_networks_agree_with_float32_under_autocast(network):
-    model, x = hk.transform_with_state(network), jax.random.normal(jax.random.key(0), (8, 8, 8, 3))
-    params, model_state = jax.jit(model.init)(jax.random.key(1), x)
-
-    def loss_fn(params, model_state, x):
-        y, model_state = model.apply(params, model_state, jax.random.key(2), x)
-        return jnp.mean(jnp.square(y - 1)), model_state
-
-    assert_like_float32(loss_fn, params, model_state, x)

@@ -191,6 +191,8 @@ def test_explain_distinguishes_parameters_from_other_variables(wrt):
     opt.update(model, grads | {"adapter": jax.tree.map(lambda leaf: leaf * jnp.nan, grads["adapter"])})
     report = jls.diagnostics.explain(opt, model)
     assert "there was a NaN in the gradients, first in ['adapter']['lora_a'].value." in str(report)
+    assert "first in ['adapter']['lora_a']" in str(jls.diagnostics.explain(opt.opt_state, nnx.state(model, wrt)))
+    assert jls.metrics(opt)["loss_scale"] == jls.get_loss_scale(opt)() == jls.metrics(opt.opt_state)["loss_scale"]
     assert "['norm']" not in str(report)
     model.norm.mean[...] *= jnp.inf
     report = jls.diagnostics.explain(opt, model)

@@ -110,14 +110,15 @@ def test_float64_gradients_stay_float64():
         assert value.dtype == grads.dtype == jnp.float64
 
 
-def test_value_is_correct_if_the_gradients_overflow():
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 2.0**24), ("float16", 2.0**15)])
+def test_value_is_correct_if_the_gradients_overflow(dtype, scale):
     weights = jnp.array([1.0, 2.0, 3.0], jnp.float16)
 
     def half_precision_loss(w):
-        return jnp.mean(w * w).astype(jnp.float32)
+        return jnp.sum(w * w).astype(dtype)
 
     for jit in (lambda function: function, jax.jit):
-        value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, 2.0**24))(weights)
+        value, grads = jit(jls.value_and_scaled_grad(half_precision_loss, scale))(weights)
         assert_same_bits(value, jit(half_precision_loss)(weights))
         assert not np.isfinite(grads).any()
 

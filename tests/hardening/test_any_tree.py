@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import MOMENTUM
+from test_properties import MOMENTUM
 
 import jax_lossscale as jls
 
@@ -63,7 +63,17 @@ def trees_of(leaves):
 trees = trees_of(NUMBERS) | trees_of(ANYTHING)
 
 
-def check(tree, loss_scale, skip, is_bad):
+def below(tree, other):
+    """Return the subtrees of ``other`` at the positions of the leaves of ``tree``."""
+    return jax.tree.structure(tree).flatten_up_to(other)
+
+
+kinds = st.sampled_from(["dynamic", "auto", jls.FixedLossScale(8.0, skip_nonfinite=True)])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(tree=trees, loss_scale=kinds, skip=st.sampled_from(["cond", "select"]), is_bad=st.booleans())
+def test_trained_leaves_do_not_depend_on_other_leaves(tree, loss_scale, skip, is_bad):
     """Compare a step with a step that contains only the trained leaves. Steps are eager to allow any Python object."""
     tx = jls.loss_scaled(MOMENTUM, loss_scale, skip=skip)
     params = jax.tree.map(lambda leaf: leaf.param, tree)
@@ -88,18 +98,3 @@ def check(tree, loss_scale, skip, is_bad):
             np.testing.assert_array_equal(update, next(expected_updates), strict=True)
         else:
             assert jax.tree.all(jax.tree.map(lambda a, b: a is b, new, leaf.param))
-
-
-def below(tree, other):
-    """Return the subtrees of ``other`` at the positions of the leaves of ``tree``."""
-    return jax.tree.structure(tree).flatten_up_to(other)
-
-
-kinds = st.sampled_from(["dynamic", "auto", jls.FixedLossScale(8.0, skip_nonfinite=True)])
-arguments = {"tree": trees, "loss_scale": kinds, "skip": st.sampled_from(["cond", "select"]), "is_bad": st.booleans()}
-
-
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(**arguments)
-def test_trained_leaves_do_not_depend_on_other_leaves(tree, loss_scale, skip, is_bad):
-    check(tree, loss_scale, skip, is_bad)

@@ -59,6 +59,24 @@ jls.AutoLossScale().adjust(1) -> `AutoLossScale.adjust(grads_finite=...)` must b
 jls.AutoLossScale().adjust(True, largest="x") -> `AutoLossScale.adjust(largest=...)` must be a real scalar, got 'x'.
 jls.AutoLossScale(log2_headroom=-1) -> `AutoLossScale(log2_headroom=...)` must be at least 0, got -1.
 jls.AutoLossScale(log2_headroom=jnp.inf) -> `AutoLossScale(log2_headroom=...)` must be finite in float32, got inf.
+jls.MixedPrecision(3)
+    `MixedPrecision(optimizer=...)` must be an optax transformation, such as `optax.adam(1e-3)`, got 3.
+jls.MixedPrecision(optax.sgd(0.1), "fast") -> `MixedPrecision(loss_scale=...)` must be ACCEPTED; got 'fast'.
+jls.MixedPrecision(optax.sgd(0.1), jnp.bfloat16)
+    `MixedPrecision(loss_scale=...)` got the dtype <class 'jax.numpy.bfloat16'>. Pass it as `dtype=...`.
+jls.MixedPrecision(optax.sgd(0.1), dtype=jnp.int8)
+    `MixedPrecision(dtype=...)` must be float16, bfloat16 or float32 (which has no effect), got int8.
+jls.MixedPrecision(optax.sgd(0.1), policy=3)
+    `MixedPrecision(policy=...)` must be a `PrecisionPolicy` (such as `find_precision(...).policy`) or None, got 3.
+jls.MixedPrecision(optax.sgd(0.1), skip="never")
+    `MixedPrecision(skip=...)` must be 'auto', 'cond' or 'select', got 'never'.
+jls.MixedPrecision(optax.sgd(0.1), record_bad_steps=3)
+    `MixedPrecision(record_bad_steps=...)` must be True or False, got 3.
+jls.MixedPrecision(optax.sgd(0.1), mesh=3) -> `MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got 3.
+jls.MixedPrecision(optax.sgd(0.1)).loss(3)
+    `MixedPrecision.loss(fun=...)` must be a function, got 3. Pass `mp.loss(loss_fn)` to the trainer instead of
+    `mp.loss`.
+jls.MixedPrecision(optax.sgd(0.1)).step(3) -> `MixedPrecision.step(train_step=...)` must be a function, got 3.
 jls.cast_floating(PARAMS, jnp.float16, where="norm")
     `cast_floating(where=...)` must be a function, got 'norm'. The function receives the path and the leaf.
 jls.DynamicLossScale(increment_period=0)
@@ -263,15 +281,10 @@ ACCEPTED = (
 
 
 def rows():
-    """Yield each call together with the lines of its message."""
-    message = []
-    for line in REFUSED.strip().splitlines():
-        if line.startswith(" "):
-            message.append(line.strip())
-        else:
-            call, _, on_the_same_line = line.partition(" -> ")
-            message = [on_the_same_line] if on_the_same_line else []
-            yield call, message
+    """Yield each call together with its message, which may be spread over several lines."""
+    for row in re.split(r"\n(?! )", REFUSED.strip()):
+        call, message = re.split(r" -> |\n", row, maxsplit=1)
+        yield call, " ".join(message.split())
 
 
 STATE_EXPECTED = "must be or contain the state of an optimizer made with `loss_scaled`, such as `tx.init(params)`"
@@ -282,11 +295,11 @@ STANDS_FOR = {
 
 
 def spelled_out(message):
-    """Return the message in one line, with its placeholders replaced."""
-    return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, " ".join(message))
+    """Return the message with its placeholders replaced."""
+    return functools.reduce(lambda text, word: text.replace(word, STANDS_FOR[word]), STANDS_FOR, message)
 
 
-CALLS = {call: spelled_out(message) for call, message in list(rows())}
+CALLS = {call: spelled_out(message) for call, message in rows()}
 NAMES = dict(vars(jls), **globals()) | {name: sys.modules[f"jax_lossscale.interop.{name}"] for name in PEERS}
 
 

@@ -18,7 +18,6 @@ CONFIGURATIONS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "transfer guard": lambda: jax.transfer_guard("disallow"),
-    "rank promotion raises": lambda: jax.numpy_rank_promotion("raise"),
     "debug_nans": lambda: jax.debug_nans(True),
     "leak checks": jax.checking_leaks,
     "disable_jit": jax.disable_jit,

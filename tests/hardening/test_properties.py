@@ -1,102 +1,168 @@
-"""Properties of every step of random runs, for every class of loss scale."""
+"""Properties of every step of random runs, for every class of loss scale.
+
+Each step has one random event, such as an overflow in one leaf. Events are inputs of a compiled program, so no example
+requires a compilation.
+"""
 
 import dataclasses
 import functools
+import math
 import pickle
 
-import chex
 import cloudpickle
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import ONE_OF_EACH, HalvingLossScale, assert_same_bits, dynamic_configs
-from runs import (
-    EVENTS,
-    MOMENTUM,
-    PARAMS,
-    arguments_of,
-    assert_scale_is_sound,
-    by_update,
-    events,
-    inputs_of,
-    momentum_step,
-    stacked_inputs,
-    verdict_of,
-)
+from kinds import F32_MAX, ONE_OF_EACH, HalvingLossScale, assert_same_bits, dynamic_configs
 
 import jax_lossscale as jls
 import jax_lossscale.interop.flax
 
 pytestmark = [pytest.mark.ci, pytest.mark.as_for_users, pytest.mark.filterwarnings("ignore:.*float16 parameters")]
 
-STEPS = 12
+# --- Random steps, and a reference implementation of a step in Python and NumPy ---
+
+# All factors of this optimizer are 1/2, so each step rounds only once, and fusion cannot change the result.
+MOMENTUM = optax.sgd(0.5, momentum=0.5)
+
+# The parameters include a matrix, a vector, a scalar, several dtypes, a leaf whose gradient is None and an integer.
+PARAMS = {
+    "kernel": jnp.ones((2, 3), jnp.float32),
+    "bias": jnp.ones(3, jnp.bfloat16),
+    "gain": jnp.ones([], jnp.float32),
+    "frozen": jnp.ones(2, jnp.float32),
+    "count": jnp.array(7, jnp.int32),
+}
+_TRAINED = {"kernel": ((2, 3), jnp.float16), "bias": ((3,), jnp.bfloat16), "gain": ((), jnp.float32)}
+
+# Events of a step. An event that affects only one leaf contains the name of the leaf.
+EVENTS = [
+    *["good"] * 4,
+    *[f"{fault}:{leaf}" for fault in ("nan", "inf", "-inf") for leaf in _TRAINED],
+    *["zeros", "tiny", "huge", "lost_loss", "lost_loss_and_grads", "skip_if", "skip_if_and_inf"],
+]
+events = st.sampled_from(EVENTS)
+
+
+def inputs_of(event, random):
+    """Return the inputs of a step with the given event: scaled gradients, the loss and `skip_if`."""
+    exponent = {"tiny": -23, "huge": 14}.get(event, random.integers(-8, 8))
+    grads = {
+        name: np.asarray(random.uniform(0.5, 1, shape) * random.choice([-1.0, 1.0], shape) * 2.0**exponent).astype(
+            dtype
+        )
+        for name, (shape, dtype) in _TRAINED.items()
+    }
+    if event == "zeros":
+        grads = jax.tree.map(np.zeros_like, grads)
+    fault, _, leaf = {"lost_loss_and_grads": "nan:bias", "skip_if_and_inf": "inf:kernel"}.get(event, event).partition(
+        ":"
+    )
+    if leaf:
+        grads[leaf][np.unravel_index(random.integers(grads[leaf].size), grads[leaf].shape)] = float(fault)
+    value = np.float32(random.choice([np.nan, np.inf]) if event.startswith("lost_loss") else 0.5)
+    return {"grads": grads, "value": value, "skip_if": np.bool_(event.startswith("skip_if"))}
+
+
+def arguments_of(inputs):
+    """Return the gradients of all leaves of `PARAMS`, as from `jax.grad`, and the keyword arguments of a step."""
+    grads = {**inputs["grads"], "frozen": None, "count": np.zeros((), jax.dtypes.float0)}
+    return grads, {name: inputs[name] for name in ("value", "skip_if")}
+
+
+def by_update(tx, grads, state, params, **kwargs):
+    """Run a step with `update`, and add the updates to the parameters."""
+    updates, state = tx.update(grads, state, params, **kwargs)
+    # This expression equals `optax.apply_updates`, but also accepts updates that are None.
+    return jax.tree.map(lambda p, u: p if u is None else jnp.asarray(p + u).astype(p.dtype), params, updates), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One row of the table in the docstring of `loss_scaled`."""
+
+    applied: bool
+    grads_finite: bool
+    reacts: bool
+
+
+def verdict_of(kind, scale, inputs):
+    """Return whether a step is applied, has finite gradients and adjusts the scale, according to that table."""
+    if not kind.checks_gradients:
+        return Verdict(applied=not inputs["skip_if"], grads_finite=True, reacts=False)
+    leaves = [np.float32(leaf) / np.float32(scale) for leaf in inputs["grads"].values()]
+    grads_finite = all(np.isfinite(leaf).all() for leaf in leaves)
+    value_finite = bool(np.isfinite(inputs["value"]))
+    applied = value_finite and not inputs["skip_if"] and (grads_finite or not kind.skip_nonfinite)
+    reacts = value_finite and (not inputs["skip_if"] or not grads_finite)
+    return Verdict(applied=applied, grads_finite=grads_finite, reacts=reacts)
+
+
+def momentum_step(params, trace, grads, scale):
+    """Run a step of `MOMENTUM` in NumPy, in float32. New parameters are rounded to their own dtype."""
+    new_params, new_trace = dict(params), dict(trace)
+    with np.errstate(all="ignore"):
+        for name, grad in grads.items():
+            new_trace[name] = np.float32(grad) / np.float32(scale) + np.float32(0.5) * trace[name]
+            moved = np.float32(params[name]) - np.float32(0.5) * new_trace[name]
+            new_params[name] = np.asarray(moved).astype(params[name].dtype)
+    return new_params, new_trace
+
+
+def assert_scale_is_sound(loss_scale):
+    """Check that the scale is finite, positive, within its bounds and a power of two."""
+    scale = float(loss_scale())
+    assert math.isfinite(scale)
+    assert scale > 0
+    assert math.frexp(scale)[0] == 0.5
+    ceiling, floor = loss_scale.upper_bound, getattr(loss_scale, "min_loss_scale", 0)
+    assert floor <= scale <= (F32_MAX if ceiling is None else ceiling)
+
+
+# --- Steps ---
+
 KINDS = {name: make() for name, make in ONE_OF_EACH.items()}
 each_kind = pytest.mark.parametrize("name", KINDS)
 adjusted = jax.jit(lambda loss_scale, grads_finite: loss_scale.adjust(grads_finite))
 quick = functools.partial(settings, deadline=None, derandomize=True)
-runs = given(
-    sequence=st.lists(events, min_size=STEPS, max_size=STEPS),
-    seed=st.integers(0, 2**32 - 1),
-    exponent=st.integers(-3, 14),
-)
+FUSED, SEPARATE = (jls.loss_scaled(MOMENTUM, skip=skip) for skip in ("cond", "select"))
 
 
-@functools.cache
-def program(inner):
-    """Return a compiled run in which each step is computed twice from the same parameters and state.
+@jax.jit
+def both_ways(params, state, inputs):
+    """Compute a step twice from the same parameters and state.
 
     The first result comes from the fused `update_and_apply` with a conditional. The second one comes from `update`, a
     separate addition of the updates, and a selection.
     """
-    fused = jls.loss_scaled(inner, skip="cond").update_and_apply
-    plain = functools.partial(by_update, jls.loss_scaled(inner, skip="select"))
-
-    def step(carry, inputs):
-        params, state = carry
-        grads, kwargs = arguments_of(inputs)
-        after = [way(grads, state, params, **kwargs) for way in (fused, plain)]
-        return after[0], after
-
-    return jax.jit(lambda params, state, inputs: jax.lax.scan(step, (params, state), inputs)[1])
+    grads, kwargs = arguments_of(inputs)
+    fused = FUSED.update_and_apply(grads, state, params, **kwargs)
+    return fused, by_update(SEPARATE, grads, state, params, **kwargs)
 
 
-def beginning(name, inner, exponent):
-    """Return initial parameters and state. The initial scale is ``2**exponent`` if the loss scale is dynamic."""
-    loss_scale = KINDS[name]
+def initial_state(loss_scale, exponent):
+    """Return the initial state. Its scale is ``2**exponent`` if the loss scale is dynamic."""
     if hasattr(loss_scale, "current_loss_scale"):
         floor, ceiling = loss_scale.min_loss_scale, loss_scale.max_loss_scale or 2.0**127
         loss_scale = dataclasses.replace(loss_scale, current_loss_scale=min(max(2.0**exponent, floor), ceiling))
-    state = jls.loss_scaled(inner, loss_scale).init(PARAMS | {"frozen": None})
-    return PARAMS, state
-
-
-def at(tree, step):
-    return jax.tree.map(lambda leaf: leaf[step], tree)
-
-
-def history(name, inner, sequence, seed, exponent):
-    """Yield, for each step, its inputs, the state before it and the two results after it."""
-    params, state = beginning(name, inner, exponent)
-    inputs = stacked_inputs(sequence, seed)
-    after = jax.device_get(program(inner)(params, state, inputs))
-    before = jax.device_get((params, state))
-    for step in range(STEPS):
-        ways = at(after, step)
-        yield at(inputs, step), before, ways
-        before = ways[0]
+    return jls.loss_scaled(MOMENTUM, loss_scale).init(PARAMS | {"frozen": None})
 
 
 @each_kind
 @quick(max_examples=20)
-@runs
+@given(st.lists(events, min_size=12, max_size=12), st.integers(0, 2**32 - 1), st.integers(-3, 14))
 def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed, exponent):
     """The reference consists of a run in NumPy and the table in the docstring of `loss_scaled`."""
-    kind = KINDS[name]
-    for inputs, (params, state), ways in history(name, MOMENTUM, sequence, seed, exponent):
+    kind, random = KINDS[name], np.random.default_rng(seed)
+    params, state = jax.device_get((PARAMS, initial_state(kind, exponent)))
+    for event in sequence:
+        inputs = inputs_of(event, random)
+        ways = jax.device_get(both_ways(params, state, inputs))
         scale = float(state.loss_scale())
         verdict = verdict_of(kind, scale, inputs)
         new_params, new_trace = params, state.inner_state[0].trace
@@ -120,70 +186,7 @@ def test_fused_and_separate_steps_equal_the_numpy_reference(name, sequence, seed
             assert_same_bits(after, state.loss_scale)
         elif not kind.needs_largest:
             assert_same_bits(after, adjusted(state.loss_scale, verdict.grads_finite))
-
-
-@quick(max_examples=5)
-@runs
-def test_eager_steps_equal_compiled_steps(sequence, seed, exponent):
-    params, state = beginning("auto", MOMENTUM, exponent)
-    for inputs, _, ways in history("auto", MOMENTUM, sequence, seed, exponent):
-        grads, kwargs = arguments_of(inputs)
-        params, state = EAGER.update_and_apply(grads, state, params, **kwargs)
-        chex.assert_trees_all_close((params, state), ways[0], rtol=1e-6)
-        assert_same_bits(params, ways[0][0])
-
-
-EAGER = jls.loss_scaled(MOMENTUM)
-
-
-# --- Scaling of pytrees ---
-
-
-def leaves_of(seed):
-    """Return one leaf of each dtype, whose magnitudes cover the range of the dtype."""
-    random = np.random.default_rng(seed)
-
-    def leaf(dtype, lowest, highest, size=4):
-        return jnp.asarray(random.normal(size=size) * 2.0 ** random.integers(lowest, highest, size=size), dtype)
-
-    return {
-        "float16": leaf(jnp.float16, -24, 15),
-        "bfloat16": leaf(jnp.bfloat16, -60, 60),
-        "float32": leaf(jnp.float32, -60, 60),
-        "complex64": jax.lax.complex(leaf(jnp.float32, -60, 60), leaf(jnp.float32, -60, 60)),
-        "empty": jnp.zeros((0, 3), jnp.float32),
-        "integers": jnp.arange(3),
-        "flags": jnp.array([True, False]),
-        "none": None,
-        "key": jax.random.key(0),
-    }
-
-
-@jax.jit
-def scaled_and_unscaled(loss_scale, tree):
-    scaled = loss_scale.scale(tree)
-    return scaled, loss_scale.unscale(scaled)
-
-
-@quick(max_examples=100)
-@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(0, 60))
-def test_unscale_inverts_scale_exactly(seed, exponent):
-    """The result is exact if the scaled leaf is a normal number of its dtype."""
-    tree, loss_scale = leaves_of(seed), jls.FixedLossScale(2.0**exponent)
-    scaled, unscaled = scaled_and_unscaled(loss_scale, tree)
-    for name in ("float16", "bfloat16", "float32", "complex64"):
-        before, between, after = (np.asarray(x[name]) for x in (tree, scaled, unscaled))
-        assert between.dtype == before.dtype
-        assert after.dtype == (before.dtype if name == "complex64" else np.float32)
-        wider = np.complex128 if name == "complex64" else np.float64
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(between, (before.astype(wider) * 2.0**exponent).astype(before.dtype))
-        finite = np.isfinite(between)
-        np.testing.assert_array_equal(after.astype(wider)[finite], before.astype(wider)[finite])
-        assert not np.isfinite(after[~finite]).any()
-    for name in ("integers", "flags", "empty"):
-        chex.assert_trees_all_equal(unscaled[name], tree[name])
-    assert unscaled["none"] is None
+        params, state = ways[0]
 
 
 # --- Serialization ---

@@ -1,4 +1,4 @@
-"""`all_finite` for special values and sharded arrays. `test_largest.py` tests each dtype and implementation."""
+"""`all_finite` for computed values and sharded arrays. `test_largest.py` tests each dtype and implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,6 @@ import jax_lossscale as jls
 from jax_lossscale._measure import agree
 
 pytestmark = pytest.mark.as_for_users
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value", "expected"),
-    [
-        ("float8_e5m2", np.inf, False),
-        ("float8_e5m2", np.nan, False),
-        ("float8_e4m3", -np.inf, False),
-        ("float8_e4m3fn", np.nan, False),  # float8_e4m3fn has no infinity.
-        ("float8_e4m3fnuz", np.nan, False),
-        ("float8_e8m0fnu", np.nan, False),
-        ("float8_e4m3fn", 448.0, True),  # 448 is the largest number in float8_e4m3fn.
-        ("float16", 65504.0, True),
-        ("float16", 2.0**-24, True),
-        ("bfloat16", -np.inf, False),
-        ("float32", -0.0, True),
-        ("complex64", complex(0, np.nan), False),
-        ("complex64", complex(-np.inf, 0), False),
-    ],
-)
-def test_all_finite_of_special_values_in_each_dtype(dtype, value, expected):
-    assert jls.all_finite(jnp.full(3, value, dtype)).tolist() is expected
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

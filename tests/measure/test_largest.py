@@ -85,7 +85,7 @@ def leaves(draw, dtype):
     limits = jnp.finfo(dtype)
     smallest, greatest = float(limits.smallest_normal), float(limits.max)
     shape = draw(st.sampled_from([(), (3, 43)]))
-    values = st.sampled_from([0.0, 1.0, -1.5, smallest, -3 * smallest, greatest, -greatest, greatest / 2])
+    values = st.sampled_from([0.0, -0.0, 1.0, -1.5, smallest, -3 * smallest, greatest, -greatest, greatest / 2])
     parts = [np.array(draw(st.lists(values, min_size=1, max_size=4))) for _ in range(2)]
     leaf = np.resize(parts[0], shape).astype(dtype)
     if np.iscomplexobj(leaf):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kinds import assert_same_bits
 
 import jax_lossscale as jls
 
@@ -87,13 +88,19 @@ def test_eager_and_compiled_steps_agree(loss_scale, skip, apply_together):
         return updates, optax.apply_updates(params, updates), state
 
     jitted = jax.jit(step, static_argnames="label")
-    ways = [lambda *args: step(*args), lambda *args: step(*args, label="a"), lambda *args: jitted(*args, label="a")]
+    ways = [
+        lambda *args: step(*args, value=1.0, skip_if=False),
+        lambda *args: step(*args, label="a"),
+        lambda *args: jitted(*args, label="a"),
+    ]
     states = [(PARAMS, tx.init(PARAMS))] * len(ways)
     for grads in GRADS, BAD_GRADS, GRADS:
         results = [way(grads, state, params) for way, (params, state) in zip(ways, states, strict=True)]
         for result in results[:2]:
             chex.assert_trees_all_equal_shapes_and_dtypes(result, results[2])
             chex.assert_trees_all_close(result, results[2], rtol=1e-6)
+        if apply_together:
+            assert_same_bits(results[0], results[2])
         states = [result[-2:] for result in results]
 
 

@@ -336,11 +336,6 @@ def test_two_wrappers_that_round_parameters_raise_an_error(wrapper):
             wrapper(optax.chain(inner(optax.adam(1e-3)))).init(params_in(BF16))
 
 
-def test_warning_about_16_bit_parameters_recommends_the_wrappers():
-    with pytest.warns(UserWarning, match=r"jls\.master_weights.*jls\.stochastic_rounding"):
-        jls.loss_scaled(jls.half_precision_state(optax.adam(1e-3))).init(params_in(F16))
-
-
 @both_dtypes
 @of_parameters
 def test_wrappers_cause_no_warning(wrapper, dtype):

@@ -131,16 +131,6 @@ class Listening(jls.LossScale):
 START = Listening(jnp.array(True), jnp.float32(0))
 
 
-def assert_reported(reported, finite, largest):
-    """Check the stored arguments. If ``largest`` is None, check that it was not measured."""
-    assert bool(reported.finite) == finite
-    if largest is None:
-        assert not 0 < reported.largest < np.inf
-        assert not (finite and reported.largest == 0)
-    else:
-        assert reported.largest == largest
-
-
 FINITE, OVERFLOWED = np.array([-3.0, 1.0], np.float32), np.array([-np.inf, 1.0], np.float32)
 # The columns are the unscaled gradients, the argument `grads_finite` of `update`, and the expected arguments of
 # `adjust`.
@@ -161,6 +151,11 @@ def test_adjust_receives_grads_finite_and_the_largest_gradient(grads, said, fini
     tx = jls.loss_scaled(optax.sgd(0.1), START)
     step = call(lambda grads, said: tx.update_and_apply(grads, tx.init(FINITE), FINITE, grads_finite=said))
     _, state = step(grads * SCALE, said)
-    assert_reported(state.loss_scale, finite, largest)
+    assert bool(state.loss_scale.finite) == finite
+    if largest is None:  # The largest gradient was not measured.
+        assert not 0 < state.loss_scale.largest < np.inf
+        assert not (finite and state.loss_scale.largest == 0)
+    else:
+        assert state.loss_scale.largest == largest
     assert (state.applied_steps, state.skipped_steps, state.grads_finite) == (finite, not finite, finite)
     np.testing.assert_equal(float(state.monitoring.largest), np.nan if largest is None else largest)

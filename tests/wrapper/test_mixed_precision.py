@@ -822,33 +822,3 @@ def test_errors_about_other_wrappers_name_the_class():
         optax.masked(jls.MixedPrecision(adam()).optimizer, {"weights": False}).init(PARAMS)
     with pytest.raises(ValueError, match=r"`MixedPrecision\(optimizer=\.\.\.\)` already contains"):
         jls.MixedPrecision(jls.loss_scaled(adam())).optimizer.init(PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"optimizer": 3}, "optimizer"),
-        ({"loss_scale": "fast"}, "loss_scale"),
-        ({"dtype": jnp.int8}, "dtype"),
-        ({"policy": 3}, "policy"),
-        ({"skip": "never"}, "skip"),
-        ({"record_bad_steps": 3}, "record_bad_steps"),
-        ({"mesh": 3}, "mesh"),
-    ],
-)
-def test_invalid_arguments_are_named(arguments, name):
-    with pytest.raises(ValueError, match=rf"`MixedPrecision\({name}=\.\.\.\)`"):
-        jls.MixedPrecision(**{"optimizer": adam(), **arguments})
-
-
-def test_a_dtype_in_place_of_the_loss_scale_is_explained():
-    with pytest.raises(ValueError, match=r"`MixedPrecision\(loss_scale=.* Pass it as `dtype=\.\.\.`"):
-        jls.MixedPrecision(adam(), jnp.bfloat16)
-
-
-def test_functions_must_be_callable():
-    mp = jls.MixedPrecision(adam())
-    with pytest.raises(ValueError, match=r"MixedPrecision\.loss\(fun=\.\.\.\)"):
-        mp.loss(3)
-    with pytest.raises(ValueError, match=r"MixedPrecision\.step\(train_step=\.\.\.\)"):
-        mp.step(3)

@@ -216,17 +216,6 @@ def test_wrapped_leaves_are_read_as_arrays(wrap):
     assert (value, grad) == (9.0, 6.0 * bare.loss_scale())
 
 
-def test_metrics_and_explain_read_an_nnx_optimizer():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jls.loss_scaled(optax.sgd(0.1), "dynamic", record_bad_steps=True), wrt=nnx.Param)
-    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.inf), nnx.state(model, nnx.Param))
-    optimizer.update(model, grads)
-    assert jls.metrics(optimizer.opt_state)["skipped_steps"] == 1
-    assert jls.metrics(optimizer)["loss_scale"] == jls.get_loss_scale(optimizer)() == 2.0**14
-    text = str(jls.diagnostics.explain(optimizer.opt_state, nnx.state(model, nnx.Param)))
-    assert "an infinity in the gradients, first in ['bias']" in text
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class Named:
     """A named array, as in haliax. It is a pytree node and cannot be converted to an array."""

@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.ci, pytest.mark.as_for_users]
 COLLECTIVES = r"\s(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 TX = jls.loss_scaled(optax.sgd(0.1), jls.DynamicLossScale(8.0))
+SELECTING = jls.loss_scaled(optax.adam(0.1), jls.DynamicLossScale(8.0), skip="select")
 MEASURING = jls.loss_scaled(optax.sgd(0.1), jls.AutoLossScale(8.0))
 PROGRAMS = {
     "all_finite": (TX, lambda grads, state, params: jls.all_finite(grads)),
     "update": (TX, TX.update),
     "update_and_apply": (TX, TX.update_and_apply),
+    "update_and_apply, selecting": (SELECTING, SELECTING.update_and_apply),
     "update_and_apply, measuring": (MEASURING, MEASURING.update_and_apply),
 }
 # The entries are the mesh shape, the specs of the leaves and the number of all-reduces with automatic axes. With
@@ -63,6 +65,7 @@ def leaves_on(mesh, specs, number):
 CASES = [(split, "all_finite") for split in SPLITS]
 CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:-1])
 CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
+CASES += [("two axes, split in all ways", "update_and_apply, selecting")]
 
 
 @pytest.mark.slow

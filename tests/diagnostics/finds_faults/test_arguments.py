@@ -27,7 +27,8 @@ def loss_fn(params, batch, mask=None):
 
 def warned(*args, **kwargs):
     with pytest.warns(UserWarning, match="not finite in float32 either") as warnings:
-        find_precision(loss_fn, *args, **kwargs)
+        report = find_precision(loss_fn, *args, **kwargs)
+    assert (report.policy, report.loss_scale, report.errors) == (jls.PrecisionPolicy(), None, None)
     return str(warnings[0].message)
 
 
