@@ -143,7 +143,7 @@ LIMITS = {
     (PACKAGE,): 10_050,
     # Benchmarks and tools that no page cites any more should be removed before new ones are added.
     (ROOT / "benchmarks", ROOT / "tools"): 7_799,
-    (TESTS,): 20_275,
+    (TESTS,): 20_276,
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

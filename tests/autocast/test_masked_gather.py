@@ -124,13 +124,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "transformed",
-    [
-        pytest.param(transformed, id=name, marks=pytest.mark.ci if name == "jax.shard_map" else ())
-        for name, transformed in TRANSFORMED.items()
-    ],
-)
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_masks_under_transformations(transformed):
     plain, half = (
         lambda *args, f=f: jnp.sum(jnp.square(10 * transformed(f)(*args)))

@@ -59,11 +59,7 @@ def scatters(function, *args):
     return "select_and_scatter_add" in names
 
 
-SIMILAR = ("3 x 3", "no padding needed", "channels and examples", "one window", "dilation", "gaps between windows")
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SIMILAR else ()) for name in (*MASKED, *NOT_MASKED)]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*MASKED, *NOT_MASKED])
 def test_only_the_gradient_of_a_pool_with_disjoint_windows_is_a_mask(name):
     loss = sum_of((MASKED | NOT_MASKED)[name])
     half = jls.autocast(loss)
@@ -86,10 +82,7 @@ def gradients_at(x, window):
     return [f(finite, jnp.eye(x.shape[-1])) for f in (grad, half)]
 
 
-LESS_COMMON = [pytest.param(window, marks=pytest.mark.slow) for window in ((2, 1, 5, 1), (1, 1, 1, 1), (1, 8, 10, 3))]
-
-
-@pytest.mark.parametrize("window", [(1, 2, 2, 1), (1, 4, 2, 2), *LESS_COMMON])
+@pytest.mark.parametrize("window", [(1, 2, 2, 1), (1, 4, 2, 2), (2, 1, 5, 1), (1, 1, 1, 1), (1, 8, 10, 3)])
 def test_first_of_several_equal_elements_has_the_gradient_and_the_tangent(window):
     x = jax.random.randint(jax.random.key(2), X.shape, 0, 3).astype(jnp.float32)
     np.testing.assert_array_equal(*gradients_at(x, window))

@@ -10,7 +10,7 @@ import pytest
 from any_jax import enable_x64, set_mesh
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
-from kinds import assert_same_bits
+from kinds import assert_same_bits, slow_except
 from test_half_parameters import BF16, EXACT, F16, F32, all_wrappers, grads_at, params_in, step_of, trained
 from test_half_parameters import WRAPPERS as HALF_WRAPPERS
 from test_optimizers import OPTIMIZERS
@@ -311,9 +311,7 @@ def mixed_precision(optimizer, scale, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*float16 parameters")
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, None), (F16, "auto"), (F16, 2.0**10)])
-@pytest.mark.parametrize(
-    "way", [scaled_grad, *(pytest.param(way, marks=pytest.mark.slow) for way in (accumulated, mixed_precision))]
-)
+@pytest.mark.parametrize("way", slow_except([scaled_grad], [scaled_grad, accumulated, mixed_precision]))
 def test_training_in_16_bits_reaches_the_loss_of_float32(way, dtype, scale):
     optimizer = optax.adam(1e-3)
     exact = final_loss(*way(optimizer, scale, dtype), model_params(F32))

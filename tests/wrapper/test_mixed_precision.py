@@ -319,11 +319,9 @@ def mesh_of(axis_type, devices=8):
     return jax.make_mesh((devices,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:devices])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize(
-    ("devices", "is_set"),
-    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (8, True)))],
-)
+@pytest.mark.parametrize(("devices", "is_set"), [(2, False), (2, True), (8, True)])
 def test_several_devices(axis_type, is_set, devices):
     mesh = mesh_of(axis_type, devices)
     mp = jls.MixedPrecision(adam())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import workloads
+from kinds import slow_except
 
 import jax_lossscale as jls
 from jax_lossscale import autocast
@@ -125,9 +126,7 @@ def printed_places(loss, *args):
 
 @pytest.mark.filterwarnings("ignore:`find_precision`")
 @pytest.mark.usefixtures("in_the_checkout")
-@pytest.mark.parametrize(
-    "body", [in_scopes, *(pytest.param(body, marks=pytest.mark.slow) for body in (in_a_scan, with_rules))]
-)
+@pytest.mark.parametrize("body", slow_except([in_scopes], [in_scopes, in_a_scan, with_rules]))
 def test_every_printed_location_matches_as_a_rule(body):
     def loss(ws, x):
         with jls.keep_float32():
