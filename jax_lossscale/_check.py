@@ -49,8 +49,9 @@ def check_function(value: Any, name: str, fix: str = "") -> None:
 def shown(value: Any) -> str:
     """Return a one-line description of a value for an error message.
 
-    An array with more than one element is described by its dtype and shape. A dict, list or tuple with such arrays is
-    described by its tree structure, and any other pytree with such arrays by the name of its class.
+    An array with more than one element is described by its dtype and shape. A dict, list or tuple (but no instance of a
+    subclass) with such arrays is described by its tree structure, and any other pytree with such arrays by the name of
+    its class.
     """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         text = str(jax.tree.structure(value)) if type(value) in (dict, list, tuple) else f"a `{type(value).__name__}`"

@@ -145,9 +145,9 @@ def passed_on(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
 def _sums(graph: Graph, node_plans: Sequence[NodePlan]) -> set[ValueId]:
     """Return the values that are sums of two arrays of equal size, such as a residual stream or a recurrent state.
 
-    If an operand is a sum, the result of moving its data, of adding a smaller array to it, or of multiplying or
-    dividing it by a smaller array also counts as a sum. The result of subtracting a smaller array, such as a mean, does
-    not count as a sum, because such a subtraction is part of a norm.
+    Differences of such arrays count as sums, too. If an operand is a sum, the result of an operation in `_PRESERVING`
+    or of data movement is also a sum, unless it combines several large arrays. The result of subtracting a smaller
+    array, such as a mean, does not count as a sum, because such a subtraction is part of a norm.
     """
     broadcasts = {n for node in graph.nodes if node.eqn.primitive.name == "broadcast_in_dim" for n in node.outputs}
     sums = set[ValueId]()

@@ -63,7 +63,7 @@ def updates_of_untrained(grads: optax.Updates, params: optax.Params | None) -> o
     | Python number whose gradient is ``None``, function, string, random key     | ``None``               |
 
     If ``params`` is ``None``, the gradients themselves are returned. A gradient of ``None`` can stand for a whole
-    subtree of the parameters, so ``update`` is applied to every parameter below each leaf of the gradients.
+    subtree of the parameters, so each parameter below a leaf of the gradients has an update of its own.
     """
     if params is None:
         return grads

@@ -93,8 +93,7 @@ def derivative_of(eqn: Any, perturbed: Sequence[int], bind: Bind = bind_here) ->
         return outputs, [t for t, is_zero in zip(out_tangents, are_zeros, strict=True) if not is_zero]
 
     types = _types(eqn)
-    jaxpr = with_remat2(jax.make_jaxpr(derivative)(types, [types[n] for n in perturbed]))
-    return jaxpr, list(are_zeros)
+    return with_remat2(jax.make_jaxpr(derivative)(types, [types[n] for n in perturbed])), list(are_zeros)
 
 
 def _recorder_of_zero_tangents(are_zeros: list[bool]) -> Callable[..., Any]:

@@ -156,8 +156,7 @@ def half_precision_state(
     def rounded(inner_state: optax.OptState, counter: jax.Array, are_rounded: list[bool]) -> optax.OptState:
         leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_empty)
         keys = keys_of_step(bits_seed, counter)
-        for index, is_rounded in enumerate(are_rounded):
-            leaf = leaves[index]
+        for index, (leaf, is_rounded) in enumerate(zip(leaves, are_rounded, strict=True)):
             if is_rounded and isinstance(leaf, jax.ShapeDtypeStruct):
                 leaves[index] = leaf.update(dtype=jnp.bfloat16)
             elif is_rounded and leaf.dtype == jnp.float32:

@@ -306,7 +306,8 @@ def weights_of(leaf: Any, remainder: jax.Array | None) -> Any:
     """Return the float32 weights of a 16-bit parameter, or any other leaf unchanged."""
     if not _tree.is_half(leaf):
         return leaf
-    return rounding.as_float32(leaf) if remainder is None else rounding.join(leaf, remainder)
+    leaf = jnp.asarray(leaf)
+    return rounding.as_float32(leaf) if remainder is None else rounding.join(leaf, jnp.asarray(remainder))
 
 
 def _remainders_of(name: str, leaves: list[Any], structure: Any, remainders: chex.ArrayTree) -> list[Any]:

@@ -17,7 +17,7 @@ zero on some platforms. Neither affects integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     # remainder is free.
     signs = _float_bits(weights) >> 31 << 15
     lower = jnp.where((upper == 0) & (fixed != 0), lower | signs, lower)
+    # The conversion of an integer to 16 bits keeps its lower 16 bits.
     return _half_number(weights, upper, dtype), lower.astype(jnp.uint16 if dtype == jnp.bfloat16 else jnp.int16)
 
 
@@ -89,11 +90,11 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((sign << 31) | magnitude, jnp.float32)
 
 
+@_compiled
 def as_float32(params: jax.Array) -> jax.Array:
-    """Return 16-bit parameters in float32."""
+    """Return 16-bit parameters in float32. As in `join`, the derivative is zero, because no number is cast."""
     if params.dtype == jnp.float16:
         return join(params, jnp.zeros_like(params, jnp.uint16))
-    # In contrast to `join`, a cast would have a nonzero derivative.
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -109,15 +110,16 @@ def keys_of_step(seed: np.uint32, counter: jax.Array | int) -> Callable[[int], t
     """
     number = jnp.asarray(counter).astype(jnp.uint32)
     indices, step = (number & 1, ~number & 1), _mixed(number)
+    constants = _mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed)
+    return lambda leaf: _keys(_mixed(constants + np.uint32(leaf)), indices, step)
 
-    def keys(leaf: int) -> tuple[jax.Array, jax.Array]:
-        of_leaf = _mixed(_mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed) + np.uint32(leaf))
-        # XLA would insert the constant `of_leaf[0]` into the code of the kernel, so each leaf would need its own
-        # kernel. If the index depends on the step, XLA compiles only one kernel for all leaves of the same shape.
-        first, second = (jax.lax.dynamic_slice(of_leaf, [index], [1])[0] for index in indices)
-        return first ^ step, second + step
 
-    return keys
+@_compiled
+def _keys(of_leaf: np.ndarray, indices: Sequence[jax.Array], step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # XLA would insert the constant `of_leaf[0]` into the code of the kernel, so each leaf would need its own kernel. If
+    # the index depends on the step, XLA compiles only one kernel for all leaves of the same shape.
+    first, second = (jax.lax.dynamic_slice(of_leaf, [index], [1])[0] for index in indices)
+    return first ^ step, second + step
 
 
 @partial(_compiled, static_argnums=1)

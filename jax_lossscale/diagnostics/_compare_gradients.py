@@ -142,8 +142,7 @@ class GradientComparison(Report[LeafGradientError]):
         """
         numbers = range(len(self.loss_scales))
         cells = [[(leaf.nonfinite[n] > 0, f"{leaf.relative_error[n]:.0e}") for leaf in leaves] for n in numbers]
-        ends = {0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]}
-        return sorted(ends)
+        return sorted({0, *(n for m in numbers[1:] if cells[m - 1] != cells[m] for n in (m - 1, m)), numbers[-1]})
 
 
 @with_unambiguous_options

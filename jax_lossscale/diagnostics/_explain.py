@@ -36,7 +36,7 @@ _REPORTED_HEADROOM = 6
 # gradients outside of `loss_scaled`.
 _HEADROOM_OF_UNSCALED = 12
 _OVERFLOWS_OF_CLIPPED_GRADIENTS = 2
-# The causes that are recorded for steps whose gradients are not finite.
+# The causes, recorded or inferred, of steps whose gradients are not finite.
 _GRADIENT_CAUSES = ("nan", "infinity", "gradients")
 
 _HOW_TO_SKIP = 'To skip such steps, use `FixedLossScale(..., skip_nonfinite=True)` or the "dynamic" loss scale.'

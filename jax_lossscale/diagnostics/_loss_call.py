@@ -168,7 +168,7 @@ def check_call(
 class Leaves(dict[str, Any]):
     """A dictionary that maps the paths of the differentiable leaves of an argument to these leaves.
 
-    JAX does not sort the keys of this dictionary, in contrast to those of a `dict`. The path of a leaf in this
+    JAX does not sort the keys of this dictionary, in contrast to those of a plain `dict`. The path of a leaf in this
     dictionary is the same as in the argument.
     """
 

@@ -100,10 +100,13 @@ LEFT = {"killed": -signal.SIGKILL, "ends": 0, "raises": 1, "frozen": None}
 FIRST, LAST = 0, -1  # The first process is the coordinator.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "who"),
-    [(how, who) for how in LEFT for who in (FIRST, LAST)],
+    [
+        pytest.param(how, who, marks=() if (how, who) == ("killed", LAST) else pytest.mark.slow)
+        for how in LEFT
+        for who in (FIRST, LAST)
+    ],
 )
 def test_other_processes_end_if_one_process_ends_or_freezes(how, who, tmp_path):
     port, number = free_port(), 2

@@ -68,7 +68,6 @@ CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
 CASES += [("two axes, split in all ways", "update_and_apply, selecting")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", MESH)
 @pytest.mark.parametrize(("split", "program"), CASES)
 def test_number_of_scalar_all_reduces_does_not_depend_on_the_number_of_leaves(split, axis_type, program):
