@@ -1,6 +1,5 @@
 """Collectives in the compiled optimizer step on a mesh."""
 
-import itertools
 import re
 from collections import Counter
 
@@ -62,8 +61,8 @@ def leaves_on(mesh, specs, number):
     ]
 
 
-CASES = [(split, "all_finite") for split in SPLITS]
-CASES += itertools.product(["one axis"], tuple(PROGRAMS)[1:-1])
+CASES = [(split, "all_finite") for split in SPLITS] + [("one axis", program) for program in tuple(PROGRAMS)[1:-1]]
+CASES = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 CASES += [("one axis, not all leaves", "update_and_apply, measuring")]
 CASES += [("two axes, split in all ways", "update_and_apply, selecting")]
 
