@@ -10,6 +10,7 @@ import pytest
 from any_jax import needs_jax, pcast, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kinds import slow_except
 from reading import distance, equations, matmul_dtypes, matmul_dtypes_in, result_dtypes
 
 import jax_lossscale as jls
@@ -262,7 +263,7 @@ def with_a_relu(w, x):
     return jax.nn.relu(x @ w) @ w
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_except([True], [True, False]))
 @pytest.mark.parametrize("function", [with_a_relu, skip_connections, with_an_unused_result])
 def test_gradients_of_functions_in_shard_map(function, check_vma):
     def shard(w, x):
