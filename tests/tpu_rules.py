@@ -20,14 +20,14 @@ def forced() -> Iterator[None]:
     import jax
     from jax.interpreters import mlir
 
-    import jax_lossscale._autocast.marks  # noqa: F401
+    from jax_lossscale._autocast import marks
 
     rules = {
         primitive: entry
         for primitive, entry in mlir._platform_specific_lowerings["tpu"].items()
-        if getattr(entry.rule, "func", entry.rule).__module__.startswith("jax_lossscale")
+        if primitive is marks._unfused or getattr(entry.rule, "func", entry.rule).__module__.startswith("jax_lossscale")
     }
-    assert len(rules) == 2  # the barriers of rounded cotangents and of `jax.checkpoint`
+    assert len(rules) == 3  # the barriers of rounded cotangents, of `jax.checkpoint` and of `unfused`
     with (
         mock.patch.object(jax.lax, "platform_dependent", _on_tpu),
         mock.patch.dict(mlir._platform_specific_lowerings["cpu"], rules),

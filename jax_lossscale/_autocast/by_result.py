@@ -21,17 +21,21 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jax_lossscale._autocast.constants import IntervalOrNaN, Intervals
-from jax_lossscale._autocast.marks import as_float32, mark_saved
+from jax_lossscale._autocast.marks import as_float32, mark_saved, unfused
 from jax_lossscale._autocast.plan import NodeKind, NodePlan
 from jax_lossscale._program.inline import Graph, Node, ValueId, value_ids
 from jax_lossscale._program.jaxpr import bind_here, in_context, is_float32
 
 
 class ByResult(NamedTuple):
-    """A function and its derivative, which is computed from the function's result and a tangent."""
+    """A function and its derivative, which is computed from the function's result and a tangent.
+
+    On a TPU, XLA does not fuse the result with the operations that use it if ``is_unfused`` is True.
+    """
 
     function: Callable[[Any], Any]
     derivative: Callable[[Any, Any], Any]
+    is_unfused: bool = False
 
     def of(self, x: Any, dtype: jnp.dtype, is_saved: bool) -> tuple[jax.Array, jax.Array]:
         """Return the result of the function for ``x``, and the same result rounded to half precision.
@@ -50,7 +54,8 @@ class ByResult(NamedTuple):
             result, rounded = function(*primals)
             # The rounded result is marked as saved here, because marking the result of `function` would save a second
             # copy.
-            rounded = mark_saved(rounded) if is_saved else rounded
+            if is_saved:
+                rounded = mark_saved(unfused(rounded) if self.is_unfused else rounded)
             tangent = self.derivative(as_float32(rounded), tangents[0])
             return (result, rounded), (tangent, tangent.astype(dtype))
 
@@ -76,7 +81,7 @@ def _leaky_relu(slope: float) -> ByResult:
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...]) -> ByResult:
+def _softmax(axes: tuple[int, ...], is_unfused: bool = False) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)
@@ -90,11 +95,11 @@ def _softmax(axes: tuple[int, ...]) -> ByResult:
         # This kernel cannot overwrite an array that it also sums, so it needs one more array with the shape of `y`.
         return y * (tangent - (y / total * tangent).sum(axes, keepdims=True))
 
-    return ByResult(function, derivative)
+    return ByResult(function, derivative, is_unfused)
 
 
 def with_functions_by_result(
-    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals
+    graph: Graph, node_plans: Sequence[NodePlan], half: Set[ValueId], constants: Intervals, in_remat: bool
 ) -> tuple[Graph, list[NodePlan]]:
     """Return a graph in which each softmax, relu and leaky relu is a single node, and the plan of each node.
 
@@ -118,7 +123,7 @@ def with_functions_by_result(
         elif node_plan.kind is NodeKind.DATA_MOVEMENT and half_or_rounded.issuperset(node.outputs):
             replacement = _leaky_relu_at(node, makers, constants)
         elif node_plan == NodePlan(NodeKind.OTHER) and half >= {*node.outputs}:
-            replacement = _softmax_at(node, makers)
+            replacement = _softmax_at(node, makers, is_unfused=not in_remat)
         if replacement is not None:
             first, function = replacement
             nodes[position] = first._replace(outputs=node.outputs)
@@ -159,7 +164,7 @@ def _leaky_relu_at(node: Node, makers: Mapping[ValueId, Node], constants: Interv
     return (parts[0], _leaky_relu(slope.low)) if is_leaky_relu else None
 
 
-def _softmax_at(node: Node, makers: Mapping[ValueId, Node]) -> tuple[Node, ByResult] | None:
+def _softmax_at(node: Node, makers: Mapping[ValueId, Node], is_unfused: bool) -> tuple[Node, ByResult] | None:
     """Return the node ``exp(x)`` of a softmax of ``x`` and the `ByResult` of the softmax.
 
     Return None if ``node`` does not compute the result of a softmax.
@@ -170,7 +175,7 @@ def _softmax_at(node: Node, makers: Mapping[ValueId, Node]) -> tuple[Node, ByRes
     exp, axes = makers.get(dividend), _axes_summed_up(dividend, makers.get(divisor), makers)
     if exp is None or exp.eqn.primitive.name != "exp" or axes is None:
         return None
-    return exp, _softmax(axes)
+    return exp, _softmax(axes, is_unfused)
 
 
 def _axes_summed_up(exponentials: Any, below: Node | None, makers: Mapping[Any, Node]) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 New primitives are necessary because a `jax.custom_vjp` function would not support forward-mode differentiation, and
 `jax.ad_checkpoint.checkpoint_name` cannot be transposed. This module also defines how the optimization barriers of
-`autocast` are lowered, because they are omitted in programs for TPUs.
+`autocast` are lowered, because programs for TPUs contain other barriers than programs for CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_lossscale._program.jaxpr import as_dtype
-from jax_lossscale._program.primitives import ROUNDED, ROUNDED_COTANGENT, SAVED
+from jax_lossscale._program.primitives import ROUNDED, ROUNDED_COTANGENT, SAVED, UNFUSED
 from jax_lossscale._program.subjaxprs import REMAT
 
 
@@ -60,6 +60,15 @@ def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     return _rounded_cotangent.bind(value, dtype=dtype)
 
 
+def unfused(value: Any) -> Any:
+    """Return ``value``. On a TPU, XLA does not fuse its computation with the operations that use it.
+
+    XLA for TPUs fuses the whole softmax, including the matmul that computes the logits, into each matmul that uses the
+    probabilities, and therefore computes the logits and their maximum several times.
+    """
+    return _unfused.bind(value)
+
+
 def _round_again(value: Any, *, dtype: jnp.dtype) -> jax.Array:
     """Return a float32 value, rounded to the number of significant bits of ``dtype``.
 
@@ -97,6 +106,9 @@ _rounded = _of_primals(identity(ROUNDED, lambda cotangent, value, dtype: [cotang
 _rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
 mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
 jet.deflinear(_rounded)
+_unfused = _of_primals(identity(UNFUSED, lambda cotangent, value: [cotangent]))
+mlir.register_lowering(_unfused, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False), platform="tpu")
+jet.deflinear(_unfused)
 
 
 def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:
@@ -108,7 +120,7 @@ def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **
 
 _barrier = identity("optimization_barrier", lambda cotangent, value: [cotangent])
 mlir.register_lowering(_barrier, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False))
-# Programs for TPUs do not contain the barriers of `autocast`. XLA for TPUs fuses chains of arithmetic, including
+# Programs for TPUs do not contain the other barriers of `autocast`. XLA for TPUs fuses chains of arithmetic, including
 # reductions, into the kernels of the matmuls that use the results or compute the operands, and recomputes this
 # arithmetic if necessary. A barrier would prevent both.
 mlir.register_lowering(_barrier, lambda context, value: [value], platform="tpu")

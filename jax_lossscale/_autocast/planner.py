@@ -31,7 +31,7 @@ from jax_lossscale._program.inline import Atom, Graph, Node, ValueId, inlined, v
 from jax_lossscale._program.jaxpr import is_float32
 from jax_lossscale._program.location import Path
 from jax_lossscale._program.primitives import OPERANDWISE_DATA_MOVEMENT
-from jax_lossscale._program.subjaxprs import subjaxprs
+from jax_lossscale._program.subjaxprs import REMAT, subjaxprs
 
 _OUTERMOST = Context()
 
@@ -87,7 +87,8 @@ class Planner:
         # A softmax, for example, is replaced only if its result is stored in half precision. Therefore, functions are
         # replaced after the dtypes have been chosen.
         if self._recomputes(context.within):
-            graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants)
+            in_remat = any(eqn.primitive.name == REMAT for eqn in context.within)
+            graph, node_plans = with_functions_by_result(graph, node_plans, values.half, constants, in_remat)
         is_half = any(node_plan.is_half for node_plan in node_plans) or any(
             plan.is_half for call in calls.values() for plan in call.plans
         )

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax_lossscale._autocast.constants import known_results
 from jax_lossscale._autocast.float32_result_matmul import float32_result_matmul
 from jax_lossscale._autocast.half_function import results_in
-from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, with_rounded_cotangent
+from jax_lossscale._autocast.marks import as_float32, is_marked_saved, mark_saved, unfused, with_rounded_cotangent
 from jax_lossscale._autocast.masked_gradient import is_masked_pool, masked_gather, masked_pool
 from jax_lossscale._autocast.node_planner import params_in_half
 from jax_lossscale._autocast.plan import FOLLOWING, CallPlan, Context, NodeKind, NodePlan, Plan, operands_in_half
@@ -198,6 +198,8 @@ class Rewriting:
         if is_masked_pool(eqn) and self.measured is None:
             return masked_pool(eqn, operands)
         outputs = jaxpr.bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
+        if name == "reduce_max":
+            return list(map(unfused, outputs))
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs
 

@@ -16,7 +16,7 @@ from jax_lossscale._program.jaxpr import has_dtype, size_of_shape
 
 # The primitives that `autocast` defines.
 FLOAT32_RESULT_MATMUL, IN_HALF = "float32_result_matmul", "in_half"
-SAVED, ROUNDED, ROUNDED_COTANGENT = "saved", "rounded", "rounded_cotangent"
+SAVED, ROUNDED, ROUNDED_COTANGENT, UNFUSED = "saved", "rounded", "rounded_cotangent", "unfused"
 
 
 def _names(words: str) -> frozenset[str]:
@@ -53,7 +53,7 @@ OPERANDWISE_DATA_MOVEMENT = _names("optimization_barrier sort")
 # selection, because rounding preserves the order of numbers. Max and min pooling select one number from each window.
 POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
-DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED}
+DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED, UNFUSED}
 DATA_MOVEMENT |= REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
 # For data movement with additional operands, such as indices or sizes: the number of leading operands that are moved.
 _NUM_MOVED_OPERANDS = {

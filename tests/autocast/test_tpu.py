@@ -1,5 +1,7 @@
 """Rules of `autocast` that differ on a TPU. They are chosen when a program is lowered, and do not change any number."""
 
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -19,6 +21,10 @@ def loss_fn(params, x, index):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(hidden @ params["out"]), index[:, None], 1))
 
 
+def attention(params, x):
+    return jnp.sum(jax.nn.softmax(x @ params["in"] @ params["out"]) @ params["in"])
+
+
 def lowered(function, platforms, *args):
     return str(jax.export.export(jax.jit(function), platforms=platforms)(*args).mlir_module())
 
@@ -27,15 +33,21 @@ def gradient(params, x, index):
     return jax.value_and_grad(jls.autocast(loss_fn, jnp.bfloat16))(params, x, index)
 
 
-def test_programs_for_tpus_contain_no_barriers_and_no_gather_of_the_labels():
+def barriers_in(text):
+    """Return the types of all values behind optimization barriers."""
+    return re.findall(r"stablehlo.optimization_barrier .* : (\S+)", text)
+
+
+def test_programs_for_tpus_contain_no_barriers_of_segments_and_no_gather_of_the_labels():
     def counts(platforms):
         text = lowered(gradient, platforms, PARAMS, X, INDEX)
-        return text.count("stablehlo.optimization_barrier"), text.count('"stablehlo.gather"')
+        return barriers_in(text), text.count('"stablehlo.gather"')
 
     barriers, gathers = counts(["cuda"])
-    assert barriers > 1
+    assert len(barriers) > 1
     assert gathers == 1
-    assert counts(["tpu"]) == (0, 0)
+    maximum = f"tensor<{len(X)}xf32>"
+    assert counts(["tpu"]) == ([maximum], 0)
     # One program for several platforms contains both, in branches for the platforms other than TPUs.
     assert all(counts(["cpu", "cuda", "tpu"]))
 
@@ -44,8 +56,22 @@ def test_checkpoints_of_the_user_keep_their_barriers():
     def loss(params, x, index):
         return jax.checkpoint(loss_fn)(params, x, index)
 
-    text = lowered(jax.grad(loss), ["tpu"], PARAMS, X, INDEX)
-    assert text.count("stablehlo.optimization_barrier") == 1
+    assert len(barriers_in(lowered(jax.grad(loss), ["tpu"], PARAMS, X, INDEX))) == 1
+
+
+def test_maximum_and_saved_result_of_a_softmax_are_not_fused_on_a_tpu():
+    def barriers(function):
+        step = jax.grad(jls.autocast(function, jnp.bfloat16))
+        assert "unfused" in str(jax.make_jaxpr(step)(PARAMS, X))
+        assert barriers_in(lowered(step, ["cuda"], PARAMS, X)) != barriers_in(lowered(step, ["tpu"], PARAMS, X))
+        return {*barriers_in(lowered(step, ["tpu"], PARAMS, X))}
+
+    maximum, probabilities = f"tensor<{len(X)}xf32>", f"tensor<{len(X)}x8xbf16>"
+    assert barriers(attention) == {maximum, probabilities}
+    # A checkpoint of the user recomputes the softmax instead of saving its result.
+    inside = barriers(jax.checkpoint(attention))
+    assert maximum in inside
+    assert probabilities not in inside
 
 
 # Selected positions, and numbers whose bits a sum or a maximum could change.
