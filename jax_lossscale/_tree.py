@@ -92,10 +92,14 @@ def leaves_and_nones(tree: chex.ArrayTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_none)
 
 
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """Return the leaves of a pytree with their paths, as formatted by `jax.tree_util.keystr`."""
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+
+
 def paths_of(tree: chex.ArrayTree) -> list[str]:
     """Return the paths of all leaves, including each ``None``, as formatted by `jax.tree_util.keystr`."""
-    with_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_none)
-    return [jax.tree_util.keystr(path) for path, _ in with_paths]
+    return [path for path, _ in named_leaves(tree, is_none)]
 
 
 def hash_of_paths(tree: chex.ArrayTree) -> int:
@@ -251,10 +255,7 @@ def cast_floating(
         return is_floating(leaf) and (where is None or bool(where(path, leaf)))
 
     chosen = jax.tree_util.tree_map_with_path(is_chosen, tree)
-
-    def cast(leaves: list[Any]) -> list[jax.Array]:
-        return _device_by_device(lambda leaves: _cast(leaves, dtype), leaves)
-
+    cast = partial(_device_by_device, lambda leaves: _cast(leaves, dtype))
     return _replace(cast, tree, jax.tree.leaves(chosen))
 
 

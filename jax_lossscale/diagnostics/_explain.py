@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -356,6 +355,5 @@ def _reports_of_arrays(tree: chex.ArrayTree | None) -> list[LeafReport]:
 
     Leaves without values, such as a `jax.ShapeDtypeStruct`, and Python floats, such as a dropout rate, are ignored.
     """
-    with_paths = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [pair for pair in with_paths if _tree.has_values(pair[1]) and _tree.is_inexact(pair[1])]
-    return reports_of_named([(jax.tree_util.keystr(path), leaf) for path, leaf in arrays])
+    named = _tree.named_leaves(tree)
+    return reports_of_named([pair for pair in named if _tree.has_values(pair[1]) and _tree.is_inexact(pair[1])])

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jax_lossscale import _tree
-from jax_lossscale._check import as_argnums, check_flag, check_function
+from jax_lossscale._check import Function, as_argnums, check_flag, check_function
 from jax_lossscale._gradients.scaled import value_and_scaled_grad
 from jax_lossscale._program import nnx_objects
 from jax_lossscale._program.jaxpr import Traced
-
-_Report = TypeVar("_Report", bound=Callable[..., Any])
 
 
 class LossCall(NamedTuple):
@@ -61,7 +59,7 @@ class LossCall(NamedTuple):
     def named_leaves(self) -> list[list[tuple[str, Any]]]:
         """Return one list of ``(name, leaf)`` pairs for each positional argument and each keyword argument."""
         return [
-            [(name + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(argument)]
+            [(name + path, leaf) for path, leaf in _tree.named_leaves(argument)]
             for name, argument in [*zip(self.names, self.args, strict=True), *sorted(self.kwargs.items())]
         ]
 
@@ -74,11 +72,10 @@ def value_and_leaves(program: Traced, outputs: Sequence[Any]) -> tuple[Any, dict
       outputs: the outputs of the program.
     """
     ((value, _), grads), _ = program.filled(outputs)
-    with_paths = jax.tree_util.tree_leaves_with_path(grads)
-    return value, {jax.tree_util.keystr(path): leaf for path, leaf in with_paths}
+    return value, dict(_tree.named_leaves(grads))
 
 
-def with_unambiguous_options(report: _Report) -> _Report:
+def with_unambiguous_options(report: Function) -> Function:
     """Decorate a report so that it raises a `ValueError` if an option can also be a keyword argument of the function.
 
     This is the case if the function has a parameter with the name of the option, and no positional argument sets this

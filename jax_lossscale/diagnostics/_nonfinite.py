@@ -137,8 +137,7 @@ def nonfinite_report(grads: chex.ArrayTree) -> NonfiniteReport:
       ['kernel']  float32  [2, 2]    1     1     1  75.00%               1    [0, 1]
     """
     _tree.check_tree(grads, "nonfinite_report(grads=...)")
-    with_paths = jax.tree_util.tree_leaves_with_path(grads)
-    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_paths if _tree.is_inexact(leaf)]
+    named = [(path, leaf) for path, leaf in _tree.named_leaves(grads) if _tree.is_inexact(leaf)]
     if any(isinstance(leaf, jax.core.Tracer) for _, leaf in named):
         raise ValueError(
             "`nonfinite_report(grads=...)` got traced arrays, whose values are not known yet. Return the gradients "
