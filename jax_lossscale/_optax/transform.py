@@ -197,24 +197,19 @@ def loss_scaled(
       ``tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`` multiplies the loss by the scale itself, and
       does not check whether the loss is finite.
     """
-    options = checked_options(inner, loss_scale, axis_name, skip, record_bad_steps, names=("loss_scaled", "inner"))
+    options = checked_options(Wrapper, inner, loss_scale, axis_name, skip, record_bad_steps)
     wrapper = Wrapper(**options)
     return LossScaledTransformation(wrapper.init, wrapper.update)
 
 
 def checked_options(
-    inner: Any, loss_scale: Any, axis_name: AxisName, skip: Any, record_bad_steps: Any, names: tuple[str, str]
+    kind: type[Wrapper], inner: Any, loss_scale: Any, axis_name: AxisName, skip: Any, record_bad_steps: Any
 ) -> dict[str, Any]:
-    """Return the fields of a `Wrapper`. Raise a `ValueError` if an argument is not valid.
-
-    ``names`` contains two names for error messages: the function that the user called, and the argument of this
-    function that contains ``inner``.
-    """
-    function, argument = names
-    check_flag(record_bad_steps, f"{function}(record_bad_steps=...)")
+    """Return the fields of a `Wrapper` of the given class. Raise a `ValueError` if an argument is not valid."""
+    check_flag(record_bad_steps, f"{kind.function}(record_bad_steps=...)")
     if skip not in ("auto", "cond", "select"):
-        raise ValueError(f"`{function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
-    inner = checked_optimizer(inner, f"{function}({argument}=...)")
-    initial_loss_scale = made(loss_scale, f"{function}(loss_scale=...)")
+        raise ValueError(f"`{kind.function}(skip=...)` must be 'auto', 'cond' or 'select', got {skip!r}.")
+    inner = checked_optimizer(inner, f"{kind.function}({kind.argument}=...)")
+    initial_loss_scale = made(loss_scale, f"{kind.function}(loss_scale=...)")
     options = {"axis_name": axis_name, "skip": skip, "record_bad_steps": record_bad_steps}
     return {"inner": inner, "initial_loss_scale": initial_loss_scale, **options}

@@ -121,8 +121,7 @@ class MixedPrecision:
             raise ValueError(
                 f"`MixedPrecision(loss_scale=...)` got the dtype {shown(loss_scale)}. Pass it as `dtype=...`."
             )
-        names = "MixedPrecision", "optimizer"
-        options = checked_options(optimizer, loss_scale, axis_name, skip, record_bad_steps, names)
+        options = checked_options(_UnscaledWrapper, optimizer, loss_scale, axis_name, skip, record_bad_steps)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"`MixedPrecision(mesh=...)` must be a `jax.sharding.Mesh` or None, got {mesh!r}.")
         self._shared = SharedLossScale(options["initial_loss_scale"], mesh)
