@@ -19,14 +19,7 @@ LossScaleOrState: TypeAlias = LossScaleLike | Any
 state of `loss_scaled` or `optax.chain`, a flax ``TrainState``, an ``nnx.Optimizer``, or a dictionary of states. A type
 checker accepts objects of all types, because any class can be registered as a pytree."""
 
-_Found = TypeVar("_Found")
-_Tree = TypeVar("_Tree")
-
-# If a class is not registered with flax, flax restores objects of this class as dictionaries.
-READ_WITHOUT_INTEROP = (
-    "contains a dictionary instead of a loss scale. If flax restored the state from a checkpoint, "
-    "first import `jax_lossscale.interop.flax`, and then restore the checkpoint again."
-)
+_T = TypeVar("_T")
 
 
 def get_loss_scale(opt_state: chex.ArrayTree, path: str | None = None) -> LossScale:
@@ -83,7 +76,7 @@ def find_loss_scale(tree: chex.ArrayTree, name: str, path: str | None = None) ->
     return unwrapped(find_one(tree, LossScale, name, path))  # type: ignore[type-abstract]
 
 
-def find_one(tree: chex.ArrayTree, kind: type[_Found], name: str, path: str | None = None) -> _Found:
+def find_one(tree: chex.ArrayTree, kind: type[_T], name: str, path: str | None = None) -> _T:
     """Return the only instance of a class in a pytree whose leaves can be wrapped arrays (see `unwrapped`).
 
     Args:
@@ -132,7 +125,7 @@ def not_a_state(argument: Any, name: str) -> ValueError:
     return ValueError(f"`{name}` must be or contain {expected}; got {got}. {fix}".rstrip())
 
 
-def unwrapped(tree: _Tree) -> _Tree:
+def unwrapped(tree: _T) -> _T:
     """Return the pytree with each object that has a ``__jax_array__`` method converted to an array.
 
     `nnx.Optimizer` wraps each number in an optimizer state in an object with a ``__jax_array__`` method. Apply

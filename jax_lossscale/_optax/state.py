@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_lossscale import _tree
 from jax_lossscale._loss_scale import LossScale
-from jax_lossscale._loss_scale.lookup import READ_WITHOUT_INTEROP, not_a_state
+from jax_lossscale._loss_scale.lookup import not_a_state
 from jax_lossscale._measure import AxisName, finite_and_largest, first_fault
 from jax_lossscale._optax.decision import StepChecks, StepDecision, run_or_skip
 from jax_lossscale._optax.inner import with_dtypes_of, with_own_buffers
@@ -215,8 +215,12 @@ def check_state(state: Any, method: str, order: str) -> None:
     """
     if not isinstance(state, LossScaledState):
         raise ValueError(f"{not_a_state(state, f'{method}(state=...)')} The order is `{method}({order})`.")
+    # If a class is not registered with flax, flax restores objects of this class as dictionaries.
     if isinstance(state.loss_scale, dict):
-        raise ValueError(f"`{method}(state=...)` {READ_WITHOUT_INTEROP}")
+        raise ValueError(
+            f"`{method}(state=...)` contains a dictionary instead of a loss scale. If flax restored the state from a "
+            "checkpoint, first import `jax_lossscale.interop.flax`, and then restore the checkpoint again."
+        )
 
 
 def _largest(before: Monitoring, checks: StepChecks) -> jax.Array | None:

@@ -83,14 +83,6 @@ class Wrapper:
         self._warn(params, inner_state)
         return initial_state(self.initial_loss_scale, inner_state, self.record_bad_steps)
 
-    def _params(self, params: optax.Params, inner_state: optax.OptState, loss_scale: LossScale) -> optax.Params:
-        """Return the parameters that the inner optimizer receives.
-
-        A wrapper for 16-bit parameters, such as `master_weights`, receives them as they are. All other optimizers
-        receive a float32 copy of them.
-        """
-        return params if rounds_parameters(inner_state) else _widened(params, loss_scale)
-
     def _warn(self, params: optax.Params, inner_state: optax.OptState) -> None:
         """Warn about 16-bit parameters whose updates or gradients would be lost.
 
@@ -252,7 +244,10 @@ class Wrapper:
 
         def run() -> tuple[chex.ArrayTree, optax.OptState]:
             grads = _widened(unscaled(), loss_scale)
-            inner_params = None if params is None else self._params(params, state.inner_state, loss_scale)
+            # A wrapper for 16-bit parameters, such as `master_weights`, receives the parameters as they are. All other
+            # optimizers receive a float32 copy of them.
+            are_passed_on = params is None or rounds_parameters(state.inner_state)
+            inner_params = params if are_passed_on else _widened(params, loss_scale)
             updates, inner_state = self.inner.update(grads, state.inner_state, inner_params, **extra_args)
             result = apply_updates(params, updates) if applies else updates
             return result, with_dtypes_of(state.inner_state, inner_state)
