@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Argnums = int | tuple[int, ...]
 # The type of a function that is transformed into a function with the same signature.
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,7 +61,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def as_argnums(value: int | Sequence[int], name: str) -> Argnums:
+def as_argnums(value: int | Sequence[int], name: str) -> int | tuple[int, ...]:
     """Return ``value`` as an integer or a tuple of integers, so that the result is hashable.
 
     Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ _SCOPE = "in_half_fallback"
 _FLOAT32, *_HALVES = (jnp.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 _T = TypeVar("_T")
-# For each dtype, the jaxpr of the function, or the error that the function raised when it was traced in this dtype.
-_Programs: TypeAlias = dict[jnp.dtype, ClosedJaxpr | Exception]
 
 _primitive = Primitive(IN_HALF)
 _primitive.multiple_results = True
@@ -181,12 +179,15 @@ def _described(aval: Any) -> str:
     return f"{'float' if is_float else aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
-def _bind(operands: Sequence[Any], programs: _Programs) -> list[Any]:
+def _bind(operands: Sequence[Any], programs: dict[jnp.dtype, ClosedJaxpr | Exception]) -> list[Any]:
     """Bind the equation of an `in_half` function and return the results.
 
     The equation has two parameters: the jaxpr of ``fallback``, and a function that returns the jaxpr for a given dtype.
     Code that traverses all jaxprs in a program therefore finds only the jaxpr of ``fallback``, not the float16 and
     bfloat16 jaxprs.
+
+    ``programs`` contains the jaxpr of the function for each dtype, or the error that the function raised when it was
+    traced in this dtype.
     """
     jaxpr = programs[_FLOAT32] if isinstance(programs[_FLOAT32], ClosedJaxpr) else None
     return _primitive.bind(*operands, jaxpr=jaxpr, program_in=programs.__getitem__)

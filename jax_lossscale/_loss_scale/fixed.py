@@ -131,9 +131,7 @@ class NoOpLossScale(LossScale):
         """Return the same tree."""
         return tree
 
-    def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Return the same tree."""
-        return tree
+    unscale = scale
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the same loss scale."""

@@ -45,6 +45,7 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
     `optax.apply_updates` rounds the sum again, so that small updates are lost. The state of `optax.chain` is a tuple of
     states, and that of `optax.named_chain` is a dictionary of states.
     """
+    children: list[optax.OptState] = []
     of_groups = getattr(state, "inner_states", None)
     if isinstance(of_groups, dict):
         # `optax.partition` trains different parameters with these transformations, so their order is irrelevant.
@@ -61,8 +62,6 @@ def check_rounding_is_last(state: optax.OptState, name: str) -> None:
                 "last transformation, so small updates would be lost. Wrap the complete chain: "
                 "`master_weights(optax.chain(...))`."
             )
-    else:
-        return
     for child in children:
         check_rounding_is_last(child, name)
 
@@ -105,9 +104,7 @@ def with_own_buffers(state: optax.OptState) -> optax.OptState:
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        if id(leaf) in seen:
+        if isinstance(leaf, jax.Array) and id(leaf) in seen:
             return jnp.copy(leaf)
         seen.add(id(leaf))
         return leaf
