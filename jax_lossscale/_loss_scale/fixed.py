@@ -131,7 +131,9 @@ class NoOpLossScale(LossScale):
         """Return the same tree."""
         return tree
 
-    unscale = scale
+    def unscale(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Return the same tree."""
+        return tree
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Return the same loss scale."""

@@ -150,20 +150,6 @@ def test_loss_scale_is_found_in_containers(name):
     np.testing.assert_allclose(traced(HOLDERS[name]()), expected, rtol=1e-4)
 
 
-HOLDING_NONE = {
-    "string": ("8", "a number"),
-    "empty": ([], "contain the state of an optimizer"),
-    "two states": ((TX.init(X), TX.init(X)), "must contain exactly one `LossScale`, got 2"),
-}
-
-
-@pytest.mark.parametrize(("loss_scale", "message"), HOLDING_NONE.values(), ids=HOLDING_NONE)
-@pytest.mark.parametrize("function", [jls.value_and_scaled_grad, jls.scaled_grad])
-def test_arguments_without_a_loss_scale_are_rejected(function, loss_scale, message):
-    with pytest.raises(ValueError, match=rf"`{function.__name__}\(loss_scale=...\)`.*{message}"):
-        function(loss, loss_scale)
-
-
 def test_batch_of_loss_scales_is_rejected():
     message = r"value_and_scaled_grad\(loss_scale=...\)` must contain a single scale, got scales of shape \(3,\)"
     with pytest.raises(ValueError, match=message):

@@ -344,6 +344,7 @@ NOT_A_STATE = {
     "another optimizer": (optax.sgd(0.1), "the optimizer itself. Pass `tx.init(params)`, or the state"),
     "an untargeted restore": ([RESTORED], "a dictionary, as stored in a checkpoint. Restore the checkpoint"),
     "the parameters": ({"kernel": PARAMS}, "PyTreeDef({'kernel': *})."),
+    "an empty tree": ([], "[]."),
     "another state": (optax.scale_by_adam().init({"kernel": PARAMS}), "a `ScaleByAdamState`."),
     "a loss scale": (jls.FixedLossScale(8.0), "a `FixedLossScale`. Pass the optimizer state instead."),
 }

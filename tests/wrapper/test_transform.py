@@ -416,11 +416,6 @@ def test_step_without_gradients_counts_as_finite():
     assert (params, state.loss_scale(), state.applied_steps) == ({"kernel": None}, 16.0, 1)
 
 
-def test_nested_loss_scaled_is_rejected():
-    with pytest.raises(ValueError, match="twice"):
-        jls.loss_scaled(optax.chain(jls.loss_scaled(optax.sgd(0.1)))).init(PARAMS)
-
-
 # --- Masks around the wrapper ---
 
 MASK = {"kernel": True, "bias": False}
