@@ -61,17 +61,12 @@ def test_checkpoints_of_the_user_keep_their_barriers():
 
 def test_maximum_and_saved_result_of_a_softmax_are_not_fused_on_a_tpu():
     def barriers(function):
-        step = jax.grad(jls.autocast(function, jnp.bfloat16))
-        assert "unfused" in str(jax.make_jaxpr(step)(PARAMS, X))
-        assert barriers_in(lowered(step, ["cuda"], PARAMS, X)) != barriers_in(lowered(step, ["tpu"], PARAMS, X))
-        return {*barriers_in(lowered(step, ["tpu"], PARAMS, X))}
+        return {*barriers_in(lowered(jax.grad(jls.autocast(function, jnp.bfloat16)), ["tpu"], PARAMS, X))}
 
     maximum, probabilities = f"tensor<{len(X)}xf32>", f"tensor<{len(X)}x8xbf16>"
     assert barriers(attention) == {maximum, probabilities}
     # A checkpoint of the user recomputes the softmax instead of saving its result.
-    inside = barriers(jax.checkpoint(attention))
-    assert maximum in inside
-    assert probabilities not in inside
+    assert {maximum, probabilities} & barriers(jax.checkpoint(attention)) == {maximum}
 
 
 # Selected positions, and numbers whose bits a sum or a maximum could change.
