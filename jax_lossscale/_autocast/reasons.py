@@ -29,6 +29,9 @@ _AUTOCAST = f"{HIDDEN_SCOPE}autocast"
 _REASON = f"{HIDDEN_SCOPE}reason: "
 
 _are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", default=False)
+# JAX must not reuse a program that it traced without reasons. The keys of its caches contain the values of all user
+# contexts, which exist since JAX 0.8.
+_in_cache_keys = getattr(jax, "make_user_context", lambda _: lambda _: contextlib.nullcontext())(False)
 
 
 @contextlib.contextmanager
@@ -39,7 +42,8 @@ def adding_reasons() -> Iterator[None]:
     """
     token = _are_added.set(True)
     try:
-        yield
+        with _in_cache_keys(True):
+            yield
     finally:
         _are_added.reset(token)
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from any_jax import needs_jax
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report, compare_gradients
@@ -57,6 +58,13 @@ def test_two_calls_of_a_jitted_function_on_one_line_have_their_own_reasons(funct
     assert reasons(function, is_backward=False) == forward
     of_calls = reasons(function, is_backward=True)
     assert {reason: of_calls.get(reason) for reason in backward} == backward
+
+
+@needs_jax("0.8", "JAX reuses the program that it traced without reasons")
+def test_jitted_function_that_was_called_before_a_report_has_reasons():
+    function = jax.jit(jls.autocast(jls.keep_float32(loss)))
+    jax.grad(function)(*ARGUMENTS)
+    assert "inside `keep_float32`" in compare_gradients(function, *ARGUMENTS).summary.first_float32
 
 
 def test_a_report_leaves_the_layers_and_the_program_unchanged():

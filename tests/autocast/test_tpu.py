@@ -46,8 +46,7 @@ def test_programs_for_tpus_contain_no_barriers_of_segments_and_no_gather_of_the_
     barriers, gathers = counts(["cuda"])
     assert len(barriers) > 1
     assert gathers == 1
-    maximum = f"tensor<{len(X)}xf32>"
-    assert counts(["tpu"]) == ([maximum], 0)
+    assert counts(["tpu"]) == ([f"tensor<{len(X)}xf32>"], 0)
     # One program for several platforms contains both, in branches for the platforms other than TPUs.
     assert all(counts(["cpu", "cuda", "tpu"]))
 

@@ -15,12 +15,7 @@ from samples import FLOATS, INF, NAN, random_bits
 
 import jax_lossscale as jls
 from jax_lossscale._measure import first_fault
-from jax_lossscale.diagnostics import (
-    exponent_histogram,
-    nonfinite_report,
-    suggest_loss_scale,
-    underflow_fraction,
-)
+from jax_lossscale.diagnostics import exponent_histogram, nonfinite_report, suggest_loss_scale, underflow_fraction
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("strict_promotion")]
 
