@@ -81,7 +81,7 @@ def _leaky_relu(slope: float) -> ByResult:
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...], is_unfused: bool = False) -> ByResult:
+def _softmax(axes: tuple[int, ...], is_unfused: bool) -> ByResult:
     def function(x: Any) -> Any:
         exponentials = jnp.exp(x)
         return exponentials / exponentials.sum(axes, keepdims=True)

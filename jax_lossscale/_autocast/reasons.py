@@ -29,9 +29,9 @@ _AUTOCAST = f"{HIDDEN_SCOPE}autocast"
 _REASON = f"{HIDDEN_SCOPE}reason: "
 
 _are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", default=False)
-# JAX must not reuse a program that it traced without reasons. The keys of its caches contain the values of all user
-# contexts, which exist since JAX 0.8.
-_in_cache_keys = getattr(jax, "make_user_context", lambda _: lambda _: contextlib.nullcontext())(False)
+# The keys of JAX's caches contain the values of all user contexts, so JAX does not reuse a program that it traced
+# without reasons.
+_in_cache_keys = jax.make_user_context(False)
 
 
 @contextlib.contextmanager

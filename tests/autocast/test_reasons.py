@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from any_jax import needs_jax
 
 import jax_lossscale as jls
 from jax_lossscale.diagnostics import autocast_report, compare_gradients
@@ -60,7 +59,6 @@ def test_two_calls_of_a_jitted_function_on_one_line_have_their_own_reasons(funct
     assert {reason: of_calls.get(reason) for reason in backward} == backward
 
 
-@needs_jax("0.8", "JAX reuses the program that it traced without reasons")
 def test_jitted_function_that_was_called_before_a_report_has_reasons():
     function = jax.jit(jls.autocast(jls.keep_float32(loss)))
     jax.grad(function)(*ARGUMENTS)

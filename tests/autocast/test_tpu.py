@@ -22,7 +22,7 @@ def loss_fn(params, x, index):
 
 
 def attention(params, x):
-    return jnp.sum(jax.nn.softmax(x @ params["in"] @ params["out"]) @ params["in"])
+    return jnp.sum(jax.nn.softmax(jax.nn.relu(x @ params["in"]) @ params["out"]) @ params["in"])
 
 
 def lowered(function, platforms, *args):
