@@ -30,7 +30,7 @@ from jax_lossscale._program.jaxpr import bind_here, in_context, is_float32
 class ByResult(NamedTuple):
     """A function and its derivative, which is computed from the function's result and a tangent.
 
-    On a TPU, XLA does not fuse the result with the operations that use it if ``is_unfused`` is True.
+    If ``is_unfused`` is True, XLA for TPUs does not fuse a saved result with the operations that use it.
     """
 
     function: Callable[[Any], Any]

@@ -61,10 +61,10 @@ def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
 
 
 def unfused(value: Any) -> Any:
-    """Return ``value``. On a TPU, XLA does not fuse its computation with the operations that use it.
+    """Return ``value``. On a TPU, XLA does not fuse the operations that compute ``value`` with those that use it.
 
-    XLA for TPUs fuses the whole softmax, including the matmul that computes the logits, into each matmul that uses the
-    probabilities, and therefore computes the logits and their maximum several times.
+    XLA for TPUs would otherwise fuse a whole softmax, including the matmul that computes the logits, into each matmul
+    that uses the probabilities. The logits and their maximum would then be computed several times.
     """
     return _unfused.bind(value)
 

@@ -9,8 +9,7 @@ each matmul with `reason_of_matmul`.
 from __future__ import annotations
 
 import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,29 +27,21 @@ from jax_lossscale._program.subjaxprs import NestedEquation, nested_equations
 _AUTOCAST = f"{HIDDEN_SCOPE}autocast"
 _REASON = f"{HIDDEN_SCOPE}reason: "
 
-_are_added: contextvars.ContextVar[bool] = contextvars.ContextVar("are_added", default=False)
-# The keys of JAX's caches contain the values of all user contexts, so JAX does not reuse a program that it traced
-# without reasons.
-_in_cache_keys = jax.make_user_context(False)
+_are_added = jax.make_user_context(False)
 
 
-@contextlib.contextmanager
-def adding_reasons() -> Iterator[None]:
+def adding_reasons() -> contextlib.AbstractContextManager[Any]:
     """Record why matmuls are not in half precision, in all programs that are traced in this context.
 
-    Reasons are recorded only in functions to which `autocast` is applied.
+    Reasons are recorded only in functions to which `autocast` is applied. In this context, JAX traces a function again
+    if it has traced the function without reasons.
     """
-    token = _are_added.set(True)
-    try:
-        with _in_cache_keys(True):
-            yield
-    finally:
-        _are_added.reset(token)
+    return _are_added(True)
 
 
 def are_added() -> bool:
     """Return whether the code runs inside `adding_reasons()`."""
-    return _are_added.get()
+    return bool(_are_added.value)
 
 
 def autocast_scope() -> contextlib.AbstractContextManager[Any]:

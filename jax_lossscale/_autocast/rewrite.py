@@ -198,7 +198,7 @@ class Rewriting:
         if is_masked_pool(eqn) and self.measured is None:
             return masked_pool(eqn, operands)
         outputs = jaxpr.bind_here(eqn, operands, params_in_half(eqn) if node_plan.is_half else eqn.params)
-        if name == "reduce_max":
+        if name == "reduce_max":  # such as the maximum that a softmax subtracts from its operand
             return list(map(unfused, outputs))
         is_rounding = position in segment.rounds_cotangent and self.dtype != _FLOAT32
         return [with_rounded_cotangent(value, self.dtype) for value in outputs] if is_rounding else outputs

@@ -48,7 +48,9 @@ def test_programs_for_tpus_contain_no_barriers_of_segments_and_no_gather_of_the_
     assert gathers == 1
     assert counts(["tpu"]) == ([f"tensor<{len(X)}xf32>"], 0)
     # One program for several platforms contains both, in branches for the platforms other than TPUs.
-    assert all(counts(["cpu", "cuda", "tpu"]))
+    of_all, gathers = counts(["cpu", "cuda", "tpu"])
+    assert len(of_all) > len(barriers)
+    assert gathers
 
 
 def test_checkpoints_of_the_user_keep_their_barriers():

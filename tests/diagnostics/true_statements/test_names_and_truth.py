@@ -59,6 +59,10 @@ def mean_of_an_empty_selection(x):
     return jnp.sum(jnp.where(y > 1, y, 0)) / jnp.sum(y > 1)  # here
 
 
+def mean_of_no_columns(x):
+    return jnp.mean(x.astype(half).astype(jnp.float32)[:, :0])  # here
+
+
 @pytest.mark.parametrize(
     ("fun", "operation", "cause"),
     [
@@ -66,6 +70,7 @@ def mean_of_an_empty_selection(x):
         (softmax_of_an_empty_row, "`sub`", "Look for a square root or logarithm of a negative number"),
         (norm_of_zero, "`mul`", "Look for a square root or logarithm of a negative number"),
         (mean_of_an_empty_selection, "`div`", "Zero is divided by zero"),
+        (mean_of_no_columns, "`div`", "Zero is divided by zero"),
     ],
 )
 def test_operation_that_creates_a_nan_in_float32_is_reported(fun, operation, cause):
