@@ -273,9 +273,8 @@ class AutoLossScale(BoundedLossScale):
         # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))
         allowance_after_overflow = allowance + jnp.where((allowance >= 0) & ~allowance_is_large, 1.0, 0.0)
-        # The rows of the table in the class docstring: a condition, the new margin and the new allowance. `jnp.select`
-        # uses the first row whose condition is true.
-        conditions, margins, allowances = zip(
+        # The rows of the table in the class docstring: a condition, the new margin and the new allowance.
+        rows = (
             # Usually, the previous step has overflowed as well and has already changed the margin or the allowance.
             (s <= target - LOG2_MOVE, margin, allowance),
             (peak <= LOG2_NOTHING, margin_without_peak, allowance),
@@ -287,10 +286,12 @@ class AutoLossScale(BoundedLossScale):
             # If more than 5 bits are free, the allowance grows by 2 bits. If the allowance grew by only 1 bit, and only
             # rare batches overflowed, it would decay faster than it grows.
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
-            (True, margin, jnp.minimum(allowance + 2, LOG2_MOVE)),
-            strict=True,
         )
-        margin, allowance = jnp.select(conditions, margins), jnp.select(conditions, allowances)
+        changed: _Bits = (margin, jnp.minimum(allowance + 2, LOG2_MOVE))
+        # The first row whose condition is true is applied last. `jnp.select` would double the compile time of the rule.
+        for condition, *values in reversed(rows):
+            changed = _where(condition, tuple(values), changed)
+        margin, allowance = changed
         return jnp.minimum(s, self._target(peak, margin, allowance)) - LOG2_MOVE, peak, margin, allowance
 
     def _target(self, peak: jax.Array, margin: jax.Array, allowance: jax.Array) -> jax.Array:

@@ -279,8 +279,9 @@ def _last_bad_step(
         # If there are several reasons to skip a step, only the first reason is recorded. Non-finite gradients are a
         # reason to skip a step only if `skip_nonfinite` is true.
         skips = ~grads_finite & state.loss_scale.skip_nonfinite
-        reasons = [~_or_true(decision.checks.value_finite), skips, ~_or_true(decision.checks.allowed)]
-        kind = jnp.select(reasons, [_kind("loss"), of_gradients, _kind("skip_if")], of_gradients)
+        is_from_skip_if = ~_or_true(decision.checks.allowed) & ~skips
+        of_finite_loss = jnp.where(is_from_skip_if, _kind("skip_if"), of_gradients)
+        kind = jnp.where(_or_true(decision.checks.value_finite), of_finite_loss, _kind("loss"))
         step = _saturating_add(state.applied_steps, state.skipped_steps)
         largest = _largest_of_bad_step(state, before, unscaled(), axis_name)
         structure = jnp.int32(_tree.hash_of_paths(unscaled()))
