@@ -17,7 +17,7 @@ zero on some platforms. Neither affects integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_compiled = partial(jax.jit, inline=True)
+# Each function is traced and lowered only once for all arrays of the same shape and dtype.
+_compiled = jax.jit
 
 _SMALLEST_NORMAL = np.uint32(113 << 23)  # bits of 2^-14 in float32, the smallest normal float16 number
 _BIAS = np.uint32(112 << 23)  # difference between the exponent biases of float32 and float16, in the bits of float32
+_CONSTANTS = np.array([0x9E3779B9, 0x85EBCA6B], np.uint32)  # odd numbers whose multiples differ in many bits
 _UNIT = np.float32(2.0**-40)  # unit of the fixed-point magnitude of subnormal float16 numbers
 _HALF_INFINITY = {"bfloat16": np.uint32(0x7F80), "float16": np.uint32(0x7C00)}
+_LARGEST_BFLOAT16 = np.float32(jnp.finfo(jnp.bfloat16).max)
 _MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32 mantissa that the dtype lacks
 
 
@@ -109,17 +112,17 @@ def keys_of_step(seed: np.uint32, counter: jax.Array | int) -> Callable[[int], t
       counter: ``int32[]``, the number of the step, which may wrap around after the largest int32 number.
     """
     number = jnp.asarray(counter).astype(jnp.uint32)
-    indices, step = (number & 1, ~number & 1), _mixed(number)
-    constants = _mixed(np.array([0x9E3779B9, 0x85EBCA6B], np.uint32) ^ seed)
-    return lambda leaf: _keys(_mixed(constants + np.uint32(leaf)), indices, step)
+    index, step = number & 1, number * _CONSTANTS[0]
+    of_optimizer = _mixed(_CONSTANTS ^ seed)
+    return lambda leaf: _keys(_mixed(of_optimizer + np.uint32(leaf)), index, step)
 
 
 @_compiled
-def _keys(of_leaf: np.ndarray, indices: Sequence[jax.Array], step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _keys(of_leaf: np.ndarray, index: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     # XLA would insert the constant `of_leaf[0]` into the code of the kernel, so each leaf would need its own kernel. If
     # the index depends on the step, XLA compiles only one kernel for all leaves of the same shape.
-    first, second = (jax.lax.dynamic_slice(of_leaf, [index], [1])[0] for index in indices)
-    return first ^ step, second + step
+    key = jax.lax.dynamic_slice(of_leaf, [index], [1])[0]
+    return key ^ step, key * _CONSTANTS[1] + step
 
 
 @partial(_compiled, static_argnums=1)
@@ -136,8 +139,15 @@ def round_stochastically(weights: jax.Array, dtype: jnp.dtype, keys: tuple[jax.A
       dtype: the dtype of the result, bfloat16 or float16.
       keys: as in `_random_bits`.
     """
-    upper = (_fixed_point(weights, dtype) + _random_bits(weights, keys)) >> 16
-    return _half_number(weights, jnp.minimum(upper, _HALF_INFINITY[dtype.name] - np.uint32(1)), dtype)
+    random_bits = _random_bits(weights, keys)
+    if dtype == jnp.float16:
+        return _half_number(weights, (_fixed_point(weights, dtype) + random_bits) >> 16, dtype)
+    # The fixed-point magnitude for bfloat16 consists of float32 bits, so the random bits are added to these bits.
+    # Weights that are too large or not finite are truncated. Adding 1 does not change such weights, except that it sets
+    # the highest mantissa bit of each NaN. A truncated NaN is therefore not infinite.
+    random_sum, truncated = _float_bits(weights) + random_bits, _float_bits(weights + 1)
+    bits = jnp.where(jnp.abs(weights) < _LARGEST_BFLOAT16, random_sum, truncated)
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
 
 
 @_compiled

@@ -217,10 +217,11 @@ def test_random_bits_are_a_hash_of_the_seed_the_leaf_the_step_and_the_element(se
         number = (number ^ number >> 16) * 0x7FEB352D + key & 0xFFFFFFFF
         return (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
 
-    keys = [mixed(mixed(constant ^ seed) + leaf & 0xFFFFFFFF) for constant in (0x9E3779B9, 0x85EBCA6B)]
-    first, second = keys if counter % 2 == 0 else reversed(keys)
-    step = mixed(counter & 0xFFFFFFFF)
-    expected = [mixed(index ^ first ^ step, second + step) >> 16 for index in range(100)]
+    constants = (0x9E3779B9, 0x85EBCA6B)
+    key = mixed(mixed(constants[counter % 2] ^ seed) + leaf & 0xFFFFFFFF)
+    step = counter * constants[0] & 0xFFFFFFFF
+    second = key * constants[1] + step & 0xFFFFFFFF
+    expected = [mixed(index ^ key ^ step, second) >> 16 for index in range(100)]
     found = rounding._random_bits(jnp.zeros((4, 25)), rounding.keys_of_step(np.uint32(seed), jnp.int32(counter))(leaf))
     np.testing.assert_array_equal(found.ravel(), expected)
 
