@@ -140,10 +140,11 @@ def test_loss_scale_modules_do_not_import_each_other(path):
 # the package, increase the limit and name the capability here.
 ROOT = TESTS.parent
 LIMITS = {
-    (PACKAGE,): 10_039,
+    # Including 36 lines with which `autocast` adds biases in half precision before batch norms and group norms.
+    (PACKAGE,): 10_083,
     # Benchmarks and tools that no page cites any more should be removed before new ones are added.
     (ROOT / "benchmarks", ROOT / "tools"): 7_799,
-    (TESTS,): 20_275,
+    (TESTS,): 20_320,
 }
 WITHOUT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
