@@ -174,14 +174,17 @@ class RangeReport(Report[OperationRange]):
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
         count = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
         also = f" Rounding in {count} operation{'s' * (len(rest) > 1)} changes the value or a gradient." if rest else ""
-        operations = f"{sum(operation.dtype == self.dtype for operation in self)} {self.dtype} operations"
+        # If the function uses another half-precision dtype than the report, this dtype is named instead.
+        in_half = [operation.dtype for operation in self if operation.dtype not in ("float32", "float64")]
+        operations = f"{len(in_half)} {' and '.join(sorted({*in_half})) or self.dtype} operations"
         scale = power_of_two(self.loss_scale)
         if not over and not zero:
             return f"All {operations} stay in range at a loss scale of {scale}.{also}"
         harmless = sum(not operation.changes_result for operation in over)
         without_harm = f" ({harmless} without changing the result)" if harmless else ""
         counted = f"{len(over)} of {operations}" if over else f"none of the {operations}"
-        overflow = f"{counted} overflow{'s' * (len(over) < 2)}{without_harm}"
+        elsewhere = "" if {*in_half} <= {self.dtype} else f" in {self.dtype}"
+        overflow = f"{counted} overflow{'s' * (len(over) < 2)}{elsewhere}{without_harm}"
         lost = f" In {zero} operation{'s' * (zero > 1)}, more than half of the elements become zero." if zero else ""
         return f"At a loss scale of {scale}, {overflow}.{lost}{also}"
 

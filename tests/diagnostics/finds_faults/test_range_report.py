@@ -270,6 +270,15 @@ def test_report_is_printed_as_a_table_with_suggestions_below():
     assert notes[0].startswith("[1] The derivative of `rsqrt` is computed in the forward pass, so no loss scale helps.")
 
 
+def test_summary_names_the_dtype_of_a_function_in_another_half_precision_dtype():
+    def loss(w, x):
+        return jnp.sum(jnp.square(x @ w))
+
+    report = jls.diagnostics.range_report(jls.autocast(loss, jnp.bfloat16), jnp.full((8, 8), 1e4), jnp.ones((4, 8)))
+    number = sum(operation.dtype == "bfloat16" for operation in report)
+    assert f" of {number} bfloat16 operations overflow in float16" in str(report)
+
+
 def test_operations_that_overflow_are_listed_in_the_order_of_the_program():
     def fun(w, x):
         w, x = w.astype(jnp.float16), x.astype(jnp.float16)
