@@ -35,7 +35,7 @@ BENCHMARKS = {
     "policies": Benchmark("policies", "skipped steps and unused bits of loss scales on recorded and synthetic traces"),
     "autocast": Benchmark(
         "autocast",
-        "`jls.autocast` compared with manual casts: steps for an H100 (group `bench-cuda`), saved bytes",
+        "`jls.autocast` compared with manual casts: saved bytes, and steps for an H100 (group `bench-cuda`)",
     ),
     "untuned": Benchmark(
         "autocast.untuned.table", "training steps of 32 models that `jls.autocast` was not tuned for (`bench-cuda`)"

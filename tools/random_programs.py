@@ -50,8 +50,8 @@ SMALLEST = 1e-6
 # For each dtype, the number of exponent bits and the number of mantissa bits. For float32, the plan for float16 is
 # executed in float32. Because sums may then be computed in another order, five bits are ignored.
 BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 18)}
-# Options for all jaxprs except those under `autocast`. The first one saves most of the compilation time, as does the
-# last one, which jax 0.12 does not have. The second one keeps XLA from omitting the casts of the program.
+# Options for all jaxprs except those under `autocast`. `xla_allow_excess_precision` keeps XLA from omitting the casts
+# of the program. The other options shorten the compilation; jax 0.12 does not have the last one.
 REFERENCE = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
 REFERENCE |= {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 12) else {}
 EXPLAINED = ("same", "sensitive", "rounding", "as with jit", "invalid")

@@ -44,7 +44,7 @@ def run(quick: bool, progress: Progress) -> list[Table]:
     """Return a table of all models. Without a GPU, raise an error."""
     if jax.default_backend() != "gpu":
         raise RuntimeError(
-            "the benchmark on_gpu needs a GPU. On a CPU, run the benchmarks autocast and untuned instead."
+            "the benchmark on_gpu needs a GPU. On a CPU, run the benchmarks `autocast` and `untuned` instead."
         )
     return [measured(_QUICK_MODELS if quick else _MODELS, quick, progress, HALF, WITHOUT_AUTOTUNING)]
 

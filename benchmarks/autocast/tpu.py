@@ -50,7 +50,7 @@ _OPTIMIZERS = "four layers of 1,024"  # The name under which the estimates of `o
 _OPTIMIZER_COLUMNS = columns("step | cycles {:.3f} M | over Adam in float32 {:.2f} | temporaries {:.0f} MiB")
 _OPTIMIZER_NOTES = (
     "Training steps of a network with four layers of 1,024 units and a batch of 4,096, compiled for a v5e. Clipping by "
-    "the global norm and the check of `loss_scaled` need all gradients before the first update. XLA can therefore not "
+    "the global norm and the check of `loss_scaled` need all gradients before the first update. XLA therefore cannot "
     "update the weights in the kernels that compute their gradients.",
 )
 _NOTES = (

@@ -48,8 +48,8 @@ class FlowNetwork:
 
     - The value is saved if its "needed" node is on the source side. The edge from its "needed" node to its "available"
       node is then cut.
-    - The value is recomputed if its "needed" node is on the sink side. The edge from the source of the network to its
-      "needed" node is then cut, and all operands of the value must be available as well.
+    - The value is recomputed if its "needed" node is on the sink side. The edge from the source of the network to this
+      node is then cut. All operands of the value must be available as well.
     """
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ _LOG2_FORGOTTEN = 1 / 64
 # step with finite gradients if there is an allowance or if all gradients are zero.
 _LOG2_HARDLY_FORGOTTEN = 1 / 768
 _LOG2_LEAST_MARGIN = 1
-# If gradients overflow even though the scale is below its target, the sum of the new margin and the magnitude of the
-# old allowance is at most this number. Normal float16 numbers span 30 powers of two.
+# An overflow at a scale below the target raises the margin. The sum of the new margin and the magnitude of the
+# allowance is then limited to this number, because normal float16 numbers span 30 powers of two.
 _LOG2_MOST_MARGIN = 30
 # The base-2 logarithm of the target that is used until the first nonzero gradient. If all gradients of a step are zero,
 # the scale is set to 2**39, 1 bit below this target. At this scale, gradients above 2**-64 do not underflow in float16.
@@ -268,7 +268,7 @@ class AutoLossScale(BoundedLossScale):
         """Return the state after an overflow, before the scale is clipped to its bounds."""
         s, peak, margin, allowance = now
         target, allowance_is_large = self._target(peak, margin, allowance), allowance > LOG2_MOVE - 1
-        # With this margin, the new target is 24 bits below the current scale, and the new scale is 32 bits below it.
+        # This margin places the new target 24 bits, and the new scale 32 bits, below the current scale.
         margin_without_peak = jnp.maximum(margin + target - s + 3 * LOG2_MOVE, margin)
         # With this margin and the same allowance, the new target would be 1 bit below the scale.
         margin_for_lower_target = jnp.minimum(margin + target - s + 1, _LOG2_MOST_MARGIN - jnp.abs(allowance))

@@ -38,8 +38,8 @@ INSIDE_THE_STEP = (
     "changes"
 )
 SEEMS_UNSCALED = (
-    "In the first steps, the largest gradient became smaller by about the same factor by which the loss scale became "
-    "larger. Most likely, the gradients are not scaled."
+    "In the first steps, the loss scale increased, and the largest gradient decreased by about the same factor. Most "
+    "likely, the gradients are not scaled."
 )
 
 # A dictionary that maps the possible causes of a problem and the situation of the run (see `_situations`) to a fix.
@@ -130,8 +130,8 @@ def _where(record: BadStep, state: LossScaledState, params: chex.ArrayTree | Non
     paths = _tree.paths_of(params)
     if int(record.leaf) >= len(paths):
         raise ValueError(
-            f"`explain(params=...)` must have the structure of the gradients, got a tree of {len(paths)} leaves, "
-            f"although leaf {record.leaf} of the gradients was not finite. Pass the complete parameters."
+            f"`explain(params=...)` must have the structure of the gradients, got a tree of {len(paths)} leaves. The "
+            f"state records a non-finite gradient of leaf {record.leaf}. Pass the complete parameters."
         )
     return paths[int(record.leaf)] or "the only leaf"
 

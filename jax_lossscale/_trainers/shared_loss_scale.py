@@ -144,8 +144,8 @@ class SharedLossScale:
         if known is not None:
             return known
         # The scale is stored in a reference. JAX adds this reference to the arguments of the compiled step, so the
-        # reference must be on the devices of the step. These are the mesh of `jax.set_mesh`, or else the mesh of the
-        # arguments.
+        # reference must be on the devices of the step. These devices are the mesh of `jax.set_mesh`, if it was called,
+        # and otherwise the mesh of the arguments.
         context = jax.sharding.get_abstract_mesh()
         if context.manual_axes:
             raise ValueError(

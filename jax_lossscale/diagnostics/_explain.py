@@ -76,12 +76,12 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       opt_state: an optimizer state that contains exactly one `LossScaledState`.
       params: the current parameters. The report states whether the parameters are finite, because a NaN in the
         parameters makes every later step non-finite. This check ignores all leaves that are not arrays, such as the
-        rate of a dropout layer or a `jax.ShapeDtypeStruct`. The path of the first non-finite leaf is looked up in the
-        parameters, where ``None`` counts as a leaf, or without ``params``, in a part of the optimizer state with the
-        same tree structure as the gradients, such as a moment of Adam. If there is no such part, the report contains
-        the index of the leaf. If ``params`` is an nnx model, pass the nnx optimizer as ``opt_state``. Its attribute
-        ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters, and the report also states whether one of
-        the other variables, such as a batch statistic, is not finite.
+        rate of a dropout layer or a `jax.ShapeDtypeStruct`. The report uses the parameters to find the path of the
+        first non-finite leaf (``None`` counts as a leaf). Without ``params``, it uses a part of the optimizer state
+        with the same tree structure as the gradients, such as a moment of Adam. If there is no such part, the report
+        contains the index of the leaf. If ``params`` is an nnx model, pass the nnx optimizer as ``opt_state``. Its
+        attribute ``wrt`` (for an optimizer state, `nnx.Param`) selects the parameters, and the report also states
+        whether one of the other variables, such as a batch statistic, is not finite.
 
     Returns:
       An `Explanation`, whose text is ``str(explanation)``. Programs can read its attribute ``cause``, the first of
@@ -256,7 +256,7 @@ def _conclude(record: BadStep, state: LossScaledState, add: _Add) -> None:
     """Add a conclusion from the steps that followed the recorded step."""
     loss_scale = state.loss_scale
     if record.cause == "loss":
-        add("No later loss that was passed to `update` was non-finite. The loss does not depend on the loss scale.")
+        add("All later losses that were passed to `update` were finite. The loss does not depend on the loss scale.")
         add(_IF_AGAIN)
     elif record.cause == "grads_finite":
         add(*causes.advice("grads_finite", state))

@@ -26,7 +26,7 @@ LINES = {
     "If the loss is not finite in float32 either, check the batch for NaN, *": "",
     # Earlier steps.
     "The last non-finite or skipped step was * ago: *.": "bad step ago",
-    "No later loss that was passed to `update` was non-finite. *": "one loss",
+    "All later losses that were passed to `update` were finite. *": "one loss",
     "A later step at the same or a higher loss scale, with gradients at least as large, was finite.": "the batch",
     "A later step at the same or a higher loss scale was finite, so * is a possible cause.": "perhaps the batch",
     "All later steps were finite, but the loss scale or the gradients were smaller.": "unknown",
@@ -46,7 +46,7 @@ LINES = {
     "The largest gradient of the last step was *.": "largest",
     "The largest gradient would not overflow in float16 even if the loss scale were 2^* times larger.": "room",
     "The loss scale times the largest gradient is *, far below the float16 maximum.": "not scaled",
-    "In the first steps, the largest gradient became smaller by about the same factor *": "",
+    "In the first steps, the loss scale increased, and the largest gradient decreased by *": "",
     "Compute the gradients with `jls.value_and_scaled_grad`, clip them *": "",
     "If the loss does not decrease, check whether the gradients are scaled. Compute *": "question",
     "The last step was applied, although its gradients were not finite.": "not measured",

@@ -33,7 +33,7 @@ _NOTES = (
     "The gradient error is the distance from the float32 gradient on a CPU, relative to manual casts, for the small "
     "models in the same folder with their initial parameters (median over the batches). Its goals do not apply to "
     "mixtures of experts.",
-    "The columns for the half residual stream are for `PrecisionPolicy(half_residual_stream=True)`. Only models that "
+    '"Half residual stream" stands for `PrecisionPolicy(half_residual_stream=True)`. Only models that '
     "do not reach the goal for the time with the default policy are compiled with it.",
     "XLA compiles `ragged_dot` to matmuls that apply every expert to every token.",
     "Causes of longer times: a float32 residual stream, and norm layers that XLA compiles into several kernels "
