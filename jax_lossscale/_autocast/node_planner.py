@@ -107,15 +107,6 @@ class NodePlanner:
             return NodePlan(follows, is_alone)
         return NodePlan(NodeKind.OTHER, is_alone, is_half=precision == "half" and self._can_be_half(node, constants))
 
-    def may_be_half(self, node: Node, within: Path, constants: Intervals) -> bool:
-        """Return whether `autocast` may evaluate an arithmetic node in half precision without a rule that requires it.
-
-        The arguments are those of `plan`.
-        """
-        path = (*within, *node.within, node.eqn)
-        has_rule = self._rule(path) is not None or is_in_scope(KEEP_FLOAT32, path)
-        return not has_rule and self._can_be_half(node, constants)
-
     def _reason_for_fallback(self, path: Path) -> str:
         """Return why `in_half` evaluates its fallback, or "" if it evaluates its half-precision function."""
         rule = self._rule(path)

@@ -27,7 +27,6 @@ class NodeKind(enum.Enum):
     LOOKUP = enum.auto()  # A gather from an array that is rounded to half precision.
     CALL = enum.auto()  # An equation whose jaxprs are planned, and rewritten if necessary.
     IN_HALF = enum.auto()  # A call to an `in_half` function.
-    BIAS_SUM = enum.auto()  # A half-precision sum of the result of a matmul and a smaller array.
     OTHER = enum.auto()
 
 
@@ -63,8 +62,6 @@ def operands_in_half(node: Node, node_plan: NodePlan, half: Set[ValueId], upcast
     """
     if node_plan.kind is NodeKind.LOOKUP:
         return [node.inputs[0] in half, False]
-    if node_plan.kind is NodeKind.BIAS_SUM:  # The bias is cast later, so that its cotangent is summed in float32.
-        return [variable.aval.shape == node.eqn.outvars[0].aval.shape for variable in node.eqn.invars]
     if node_plan.kind not in FOLLOWING:
         return [node_plan.is_half] * len(node.inputs)
     are_half = [value_id in half and value_id not in upcast for value_id in node.outputs]

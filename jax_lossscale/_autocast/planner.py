@@ -79,9 +79,6 @@ class Planner:
         node_plans = [node_plan._replace(batch=batch_dimensions(node, makers)) for node, node_plan in decided]
         for position in uses.lookups_in_half(graph, node_plans, closed):
             node_plans[position] = NodePlan(NodeKind.LOOKUP, is_half=True, has_float32_result=True)
-        for position in uses.bias_sums_before_norms(graph, node_plans):
-            if self.node_planner.may_be_half(graph.nodes[position], context.within, constants):
-                node_plans[position] = NodePlan(NodeKind.BIAS_SUM, is_half=True)
         half_outputs = {*value_ids([*itertools.compress(graph.outputs, context.half_outputs)])}
         values = _Values(set(), half_outputs, unrounded, constants)
         calls, reasons = self._choose_dtypes(graph, node_plans, context, values)

@@ -193,8 +193,6 @@ class Rewriting:
             return jaxpr.bind_here(eqn, operands, params)
         if node_plan.kind is NodeKind.LOOKUP:
             return [_lookup(eqn, operands, self.dtype)]
-        if node_plan.kind is NodeKind.BIAS_SUM:
-            return [_bias_sum(eqn, operands, self.dtype)]
         if node_plan.batch and self.measured is None:
             return masked_gather(eqn, operands, dict(node_plan.batch))
         if is_masked_pool(eqn) and self.measured is None:
@@ -290,20 +288,6 @@ def _lookup(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
         return gather(*operands), *jaxpr.bind_here(eqn, [tangent, *operands[1:]], eqn.params)
 
     return gather(*operands)
-
-
-def _bias_sum(eqn: Any, operands: Sequence[Any], dtype: jnp.dtype) -> Any:
-    """Return the half-precision sum of two arrays. The gradient of the smaller one, the bias, is summed in float32."""
-
-    def add(operands: Sequence[Any], dtype: jnp.dtype) -> Any:
-        return jaxpr.bind_here(eqn, [jaxpr.as_dtype(operand, dtype) for operand in operands], eqn.params)[0]
-
-    @jax.custom_jvp
-    def total(*operands: Any) -> Any:
-        return add(operands, dtype)
-
-    total.defjvp(lambda operands, tangents: (total(*operands), jaxpr.as_dtype(add(tangents, _FLOAT32), dtype)))
-    return total(*operands)
 
 
 def _marked_if_saved(segment: Segment, value: SegmentValue, array: Any) -> Any:

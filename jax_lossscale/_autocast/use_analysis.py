@@ -258,39 +258,12 @@ def _normalized(graph: Graph, segment: Segment) -> set[ValueId]:
     """
     from_sums, products = set[ValueId](), set[ValueId]()
     for node in (graph.nodes[position] for position in segment.nodes):
-        if _is_sum_before_last_axis(node.eqn) or not from_sums.isdisjoint(value_ids(node.inputs)):
+        eqn, name = node.eqn, node.eqn.primitive.name
+        is_sum = name == "reduce_sum" and eqn.params["axes"] != (eqn.invars[0].aval.ndim - 1,)
+        if is_sum or not from_sums.isdisjoint(value_ids(node.inputs)):
             from_sums.update(node.outputs)
-            products.update(node.outputs if node.eqn.primitive.name == "mul" else ())
+            products.update(node.outputs if name == "mul" else ())
     return products
-
-
-def _is_sum_before_last_axis(eqn: Any) -> bool:
-    """Return whether an equation is a sum over other axes than only the last one."""
-    return eqn.primitive.name == "reduce_sum" and bool(eqn.params["axes"] != (eqn.invars[0].aval.ndim - 1,))
-
-
-def bias_sums_before_norms(graph: Graph, node_plans: Sequence[NodePlan]) -> list[int]:
-    """Return the positions of the nodes that add a bias to the half-precision result of a matmul, before a norm.
-
-    The norm sums over other axes than only the last one, such as a batch norm or a group norm. XLA compiles such a norm
-    to several kernels. If the sum of the matmul's result and the bias is in half precision, as with manual casts, these
-    kernels read half as many bytes.
-    """
-    unchanged = {*value_ids(graph.outputs)}
-    results = set[ValueId]()
-    positions: list[int] = []
-    for position, (node, node_plan) in enumerate(zip(graph.nodes, node_plans, strict=True)):
-        if node_plan.kind is NodeKind.MATMUL and node_plan.is_half and not node_plan.has_float32_result:
-            results.update(node.outputs)
-        elif _adds_a_bias(graph, node, results, broadcasts=set()) and unchanged.isdisjoint(node.outputs):
-            positions.append(position)
-            results.update(node.outputs)
-    summed = set[ValueId]()
-    for position, (node, node_plan) in reversed([*enumerate(zip(graph.nodes, node_plans, strict=True))]):
-        is_passed_on = node_plan.kind is NodeKind.DATA_MOVEMENT or position in positions
-        if _is_sum_before_last_axis(node.eqn) or (is_passed_on and not summed.isdisjoint(node.outputs)):
-            summed |= _float32_operands(graph, node)
-    return [position for position in positions if not summed.isdisjoint(graph.nodes[position].outputs)]
 
 
 def _adds_a_bias(graph: Graph, node: Node, summands: Set[ValueId], broadcasts: Set[ValueId]) -> bool:

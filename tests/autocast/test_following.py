@@ -142,69 +142,6 @@ def test_result_of_a_norm_over_other_axes_than_the_last_one_has_a_rounded_cotang
     assert distance(jax.grad(jls.autocast(loss))(W, X), jax.grad(loss)(W, X)) < 0.02
 
 
-def batch_norm(y, axes=(0,)):
-    return (y - y.mean(axes, keepdims=True)) * jax.lax.rsqrt(y.var(axes, keepdims=True) + 1e-6)
-
-
-def keeping_the_sum(w, b, x):
-    y = x @ w
-    with jls.keep_float32():
-        z = y + b[None]
-    return batch_norm(z)
-
-
-def returning_the_sum(w, b, x):
-    y = x @ w + b[None]
-    return y, batch_norm(y)
-
-
-# Functions of weights, a bias and inputs, and the number of sums in half precision.
-SUMS_BEFORE_NORMS = {
-    "batch norm": (lambda w, b, x: batch_norm(x @ w + b[None]), 1),
-    "group norm": (lambda w, b, x: batch_norm((x @ w + b[None]).reshape(-1, 2, 4), (0, 2)), 1),
-    "two biases": (lambda w, b, x: batch_norm(x @ w + b[None] + x[:, :1]), 2),
-    "a norm over the last axis": (lambda w, b, x: batch_norm(x @ w + b[None], (1,)), 0),
-    "a norm after arithmetic": (lambda w, b, x: batch_norm(jnp.sin(x @ w + b[None])), 0),
-    "a sum of two arrays": (lambda w, b, x: batch_norm(x @ w + x), 0),
-    "a matmul in float32": (lambda w, b, x: batch_norm(jnp.matmul(x, w, precision="highest") + b[None]), 0),
-    "a bias that is broadcast first": (lambda w, b, x: batch_norm(x @ w + jnp.broadcast_to(b, x.shape)), 0),
-    "a bias without a matmul": (lambda w, b, x: batch_norm(jnp.sin(x) + b[None]) @ w, 0),
-    "a constant that is too large": (lambda w, b, x: batch_norm(x @ w + jnp.full((1, 8), 1e6)), 0),
-    "inside keep_float32": (keeping_the_sum, 0),
-    "a sum that is returned": (returning_the_sum, 0),
-}
-
-
-@pytest.mark.parametrize(("function", "number"), SUMS_BEFORE_NORMS.values(), ids=SUMS_BEFORE_NORMS)
-def test_bias_is_added_in_half_precision_before_a_norm_over_other_axes_than_the_last_one(function, number):
-    arguments = W, jnp.arange(8.0) / 4, X
-    assert result_dtypes(["add"], jls.autocast(function), *arguments).count(HALF) == number
-    # The gradient of a bias before a batch norm is zero.
-    exact, half = (jax.jit(jax.jacrev(f, (0, 2)))(*arguments) for f in (function, jls.autocast(function)))
-    assert distance(exact, half) < 6e-3
-
-
-def test_gradient_of_a_bias_before_a_norm_is_summed_in_float32():
-    """In float16, 2048 + 1 is rounded to 2048, and 4097 is rounded to 4096."""
-
-    def loss(w, b, x):
-        y = x @ w + b[None]
-        return jnp.sum(y) + 0 * jnp.sum(batch_norm(y))
-
-    arguments = W, jnp.ones(8), jnp.ones((4097, 8))
-    gradient = jax.grad(jls.autocast(loss), 1)
-    assert result_dtypes(["add"], gradient, *arguments)[0] == HALF
-    sums = [eqn for eqn in equations(jax.make_jaxpr(gradient)(*arguments)) if eqn.primitive.name == "reduce_sum"]
-    assert {eqn.invars[0].aval.dtype for eqn in sums if eqn.invars[0].aval.shape[0] == 4097} == {jnp.dtype(jnp.float32)}
-    np.testing.assert_array_equal(gradient(*arguments), 4097)
-
-
-def test_rule_keeps_the_addition_of_a_bias_in_float32():
-    policy = jls.PrecisionPolicy([jls.PrecisionRule("float32", operation="add")])
-    function = jls.autocast(lambda w, b, x: batch_norm(x @ w + b[None]), policy=policy)
-    assert result_dtypes(["add"], function, W, jnp.ones(8), X) == [FLOAT32, FLOAT32]
-
-
 # Functions of the result of a bias addition, and whether the cotangent of this result is computed in float32.
 USES_OF_BIASED = {
     "a matmul": (lambda w, y: y @ w, False),
