@@ -90,6 +90,7 @@ def identity(name: str, transpose: Callable[..., list[Any]]) -> Primitive:
     primitive.def_abstract_eval(lambda aval, **_: aval)
     mlir.register_lowering(primitive, lambda context, value, **_: [value])
     ad.deflinear2(primitive, transpose)
+    jet.deflinear(primitive)
     batching.primitive_batchers[primitive] = lambda values, axes, **params: (primitive.bind(*values, **params), axes[0])
     return primitive
 
@@ -105,10 +106,8 @@ _saved = _of_primals(identity(SAVED, lambda cotangent, value: [cotangent]))
 _rounded = _of_primals(identity(ROUNDED, lambda cotangent, value, dtype: [cotangent]))
 _rounded_cotangent = identity(ROUNDED_COTANGENT, _round_cotangent)
 mlir.register_lowering(_rounded, mlir.lower_fun(_round_again, multiple_results=False))
-jet.deflinear(_rounded)
 _unfused = _of_primals(identity(UNFUSED, lambda cotangent, value: [cotangent]))
 mlir.register_lowering(_unfused, mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False), platform="tpu")
-jet.deflinear(_unfused)
 
 
 def _lower_checkpoint(rule: Callable[..., Any], context: Any, *operands: Any, **params: Any) -> Any:

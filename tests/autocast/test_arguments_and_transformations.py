@@ -317,7 +317,7 @@ def test_error_of_the_function_is_raised():
 
 def test_taylor_mode_needs_a_policy_without_recomputation():
     def function(w):
-        hidden = X @ w
+        hidden = X @ w + w[:1]  # with a bias
         return (jnp.sin(hidden) * hidden / jnp.max(hidden)) @ w
 
     series = (W,), ((W, jnp.zeros_like(W)),)
