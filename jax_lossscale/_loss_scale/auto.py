@@ -288,7 +288,7 @@ class AutoLossScale(BoundedLossScale):
             (margin + allowance <= 5, margin, jnp.minimum(allowance + 1, LOG2_MOVE)),
         )
         changed: _Bits = (margin, jnp.minimum(allowance + 2, LOG2_MOVE))
-        # The first row whose condition is true is applied last. `jnp.select` would double the compile time of the rule.
+        # The first row whose condition is true is applied last. `jnp.select` would compile to a reduction.
         for condition, *values in reversed(rows):
             changed = _where(condition, tuple(values), changed)
         margin, allowance = changed

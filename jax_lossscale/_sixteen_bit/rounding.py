@@ -12,6 +12,8 @@ The fixed-point magnitude increases with the magnitude of the weight. To round a
 random 16-bit integer (stochastic rounding) is added to its fixed-point magnitude, and the sum is shifted right by 16
 bits. XLA removes a cast to 16 bits and back (``xla_allow_excess_precision``), and flushes subnormal float32 numbers to
 zero on some platforms. Neither affects integers.
+
+With `jax.jit`, each function is traced and lowered only once for all arrays of the same shape and dtype.
 """
 
 from __future__ import annotations
@@ -25,9 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Each function is traced and lowered only once for all arrays of the same shape and dtype.
-_compiled = jax.jit
-
 _SMALLEST_NORMAL = np.uint32(113 << 23)  # bits of 2^-14 in float32, the smallest normal float16 number
 _BIAS = np.uint32(112 << 23)  # difference between the exponent biases of float32 and float16, in the bits of float32
 _CONSTANTS = np.array([0x9E3779B9, 0x85EBCA6B], np.uint32)  # odd numbers whose multiples differ in many bits
@@ -37,7 +36,7 @@ _LARGEST_BFLOAT16 = np.float32(jnp.finfo(jnp.bfloat16).max)
 _MISSING_BITS = {"bfloat16": 16, "float16": 13}  # number of bits of the float32 mantissa that the dtype lacks
 
 
-@partial(_compiled, static_argnums=1)
+@partial(jax.jit, static_argnums=1)
 def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the weights rounded to 16-bit numbers, and the remainders from which `join` reconstructs the weights.
 
@@ -69,7 +68,7 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     return _half_number(weights, upper, dtype), lower.astype(jnp.uint16 if dtype == jnp.bfloat16 else jnp.int16)
 
 
-@_compiled
+@jax.jit
 def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     """Return the float32 weights, reconstructed from the 16-bit parameters and their remainders (see `split`)."""
     bits = jax.lax.bitcast_convert_type(params, jnp.uint16).astype(jnp.uint32)
@@ -93,7 +92,7 @@ def join(params: jax.Array, remainders: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((sign << 31) | magnitude, jnp.float32)
 
 
-@_compiled
+@jax.jit
 def as_float32(params: jax.Array) -> jax.Array:
     """Return 16-bit parameters in float32. As in `join`, the derivative is zero, because no number is cast."""
     if params.dtype == jnp.float16:
@@ -117,7 +116,7 @@ def keys_of_step(seed: np.uint32, counter: jax.Array | int) -> Callable[[int], t
     return lambda leaf: _keys(_mixed(of_optimizer + np.uint32(leaf)), index, step)
 
 
-@_compiled
+@jax.jit
 def _keys(of_leaf: np.ndarray, index: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     # XLA would insert the constant `of_leaf[0]` into the code of the kernel, so each leaf would need its own kernel. If
     # the index depends on the step, XLA compiles only one kernel for all leaves of the same shape.
@@ -125,7 +124,7 @@ def _keys(of_leaf: np.ndarray, index: jax.Array, step: jax.Array) -> tuple[jax.A
     return key ^ step, key * _CONSTANTS[1] + step
 
 
-@partial(_compiled, static_argnums=1)
+@partial(jax.jit, static_argnums=1)
 def round_stochastically(weights: jax.Array, dtype: jnp.dtype, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return float32 weights rounded to one of the two nearest 16-bit numbers at random.
 
@@ -150,7 +149,7 @@ def round_stochastically(weights: jax.Array, dtype: jnp.dtype, keys: tuple[jax.A
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)
 
 
-@_compiled
+@jax.jit
 def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the float32 updates with which `optax.apply_updates` converts the parameters ``old`` to ``new``.
 
