@@ -186,7 +186,7 @@ def _axes_summed_up(exponentials: Any, below: Node | None, makers: Mapping[Any, 
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])
-        below = next(map(makers.get, value_ids(below.inputs)), None)  # None for a broadcast literal
+        below = next(map(makers.get, value_ids(below.inputs)), None)  # `below` is None if a literal is broadcast
     if below is None or below.eqn.primitive.name != "reduce_sum" or below.inputs[0] != exponentials or not broadcasts:
         return None
     axes = below.eqn.params["axes"]

@@ -81,7 +81,7 @@ class _Costs(NamedTuple):
     """The costs of saving and recomputing the values of a segment, in bytes that are read and written."""
 
     bytes_of: Callable[[SegmentValue], int]
-    cost_saved: float  # of a saved byte that the backward pass reads
+    cost_saved: float  # the cost of a saved byte that the backward pass reads
     inputs: Set[SegmentValue]
     in_memory: Set[SegmentValue]  # the values that the forward pass reads from memory or writes to memory anyway
     read_from: Mapping[ValueId, Set[ValueId]]  # for each computed value, the result of `_read_from`
@@ -140,7 +140,7 @@ class MinCut(NamedTuple):
     graph: Graph
     half: Set[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
-    cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
+    cost_saved: float  # the cost of a saved byte, relative to reading or writing a byte (`PrecisionPolicy.recompute`)
     # Caches of the results of `saved` for segments and of `operands_needed` for equations. All graphs that share these
     # dictionaries must have the same `dtype` and `cost_saved`.
     known_cuts: dict[Any, Any]
