@@ -109,8 +109,9 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
     gradients. If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An
     error is raised if both of the following conditions are true:
 
-    - In the first 10 steps, the scale grew by a factor of at least 2**8. In each of these steps, the measured gradients
-      had shrunk in proportion, and by a factor of at least 2**4, since the first step.
+    - In the first 10 steps, the scale grew by a factor of at least 2**8. In each of these steps after the first one,
+      the product of the scale and the largest measured gradient was about the same as in the first step, and the
+      measured gradient was at least 2**4 times smaller.
     - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
 
     This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients

@@ -44,11 +44,11 @@ class BadStep(NamedTuple):
         `jls.diagnostics.explain` reports its path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step.
-      largest: ``float32[]``, the largest magnitude among the finite gradients of the bad step and the gradients of the
-        last step before it whose gradients were finite; 0 if the loss scale does not use the largest gradient.
-      was_exceeded: ``bool[]``, whether the loss scale and the largest gradient of a single later step were at least
-        ``loss_scale`` and ``largest``, and all gradients of this step were finite. If ``largest`` is 0, only the loss
-        scales are compared.
+      largest: ``float32[]``, the largest finite magnitude among the gradients of the bad step and of the steps before
+        it, back to the last step whose gradients were all finite; 0 if the loss scale does not use the largest
+        gradient.
+      was_exceeded: ``bool[]``, whether a later step had finite gradients, a loss scale of at least ``loss_scale``, and
+        a largest gradient of at least ``largest``. If ``largest`` is 0, only the loss scales are compared.
       structure: ``int32[]``, a hash of the paths of all leaves of the gradients; -1 if there was no bad step. `explain`
         compares this hash with the hashes of parts of the optimizer state, to find a part with the same structure as
         the gradients.

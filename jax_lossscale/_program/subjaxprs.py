@@ -151,7 +151,7 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 def _solve(eqn: Any) -> SubJaxprs:
-    """Return the solver of a linear system ``x = b``, as in `jls.unscale_gradient`; no jaxprs for any other system."""
+    """Return the solver of a linear system ``x = b``, as in `jls.unscale_gradient`, or no jaxprs for other systems."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     matrix = jaxprs.matvec.jaxpr
     # The operands are the constants of the four functions, in the order of `lengths`, followed by the right-hand sides.

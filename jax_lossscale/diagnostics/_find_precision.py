@@ -44,9 +44,9 @@ class PrecisionReport(Report[PrecisionRule]):
     Attributes:
       policy: the policy for `autocast`.
       loss_scale: the loss scale at which the policy was tested, or ``None`` if there is no float32 reference.
-      errors: the largest relative error of the value and the gradients, compared with float32: the error with all
-        matmuls in half precision, and the error under the policy. An error of more than 1 is replaced by 1. ``errors``
-        is ``None`` if there is no float32 reference.
+      errors: two relative errors compared with float32, the first with all matmuls in half precision and the second
+        under the policy. Each is the largest error of the value and the gradients, but at most 1. ``errors`` is
+        ``None`` if there is no float32 reference.
       summary: under the policy, the number of matmuls, the number of matmuls in ``dtype``, and the location of the
         first matmul in another dtype.
     """
