@@ -88,7 +88,7 @@ class _Costs(NamedTuple):
 
     def saved(self, value: SegmentValue) -> float:
         """Return the cost of saving a value: reading it in the backward pass, and writing it in the forward pass."""
-        # `jax.checkpoint` keeps the inputs of a segment anyway, so an input is only read.
+        # `jax.checkpoint` saves the inputs of a segment anyway, so saving an input only adds the cost of reading it.
         cost_per_byte = 1.0 if value in self.inputs else self.cost_saved + (value not in self.in_memory)
         return self.bytes_of(value) * cost_per_byte
 

@@ -115,7 +115,7 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
     - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
 
     This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
-    itself, or if gradients are clipped outside of `loss_scaled`. None of these mistakes is detected if the largest
+    itself, or if gradients are clipped outside of `loss_scaled`. These mistakes are not detected if the largest
     gradient that the user computes is above 4 or changes by a factor of more than 2**3 in the first 10 steps, or if
     clipped gradients overflow in these steps. Steps whose largest gradient is zero or not finite are not counted. A run
     with scaled gradients is reported by mistake only if its gradients become at least 2**4 times smaller in the first

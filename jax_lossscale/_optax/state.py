@@ -92,8 +92,8 @@ class Monitoring(NamedTuple):
       largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step; NaN before the first
         step, or if the gradients were not finite or not measured; ``None`` if the loss scale does not use the largest
         gradient.
-      scaling_evidence: evidence from the first steps of whether the gradients are scaled; ``None`` if the loss scale
-        does not use the largest gradient.
+      scaling_evidence: measurements from the first steps that indicate whether the gradients are scaled; ``None`` if
+        the loss scale does not use the largest gradient.
       consecutive_nonfinite_losses: ``int32[]``, the number of steps with a non-finite ``value`` since the last step
         whose ``value`` was finite or was not passed.
     """

@@ -274,9 +274,9 @@ def _policy(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[s
         level = int(levels[number])
         if number in covered:
             continue
-        # The sets of names are sorted: those that are most likely to remain valid if the model changes come first. Use
-        # the first set that does not match any matmul with another precision. If every set matches such a matmul, use
-        # the last and most specific set.
+        # The sets of names that are most likely to remain valid if the model changes come first. Use the first set that
+        # does not match any matmul with another precision. If every set matches such a matmul, use the last and most
+        # specific set.
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
             matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]
