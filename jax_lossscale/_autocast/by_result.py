@@ -104,8 +104,8 @@ def with_functions_by_result(
     """Return a graph in which each softmax, relu and leaky relu is a single node, and the plan of each node.
 
     The node that computes the result of such a function is replaced by a node that computes the result directly from
-    the operand of the function, so the nodes between the operand and the result are no longer needed for this result.
-    The plan of the new node contains the `ByResult`. Three kinds of functions are replaced:
+    the operand of the function. The nodes in between are then no longer needed for this result. The plan of the new
+    node contains the `ByResult`. Three kinds of functions are replaced:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.

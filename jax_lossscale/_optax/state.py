@@ -130,7 +130,7 @@ class LossScaledState(NamedTuple):
 
 
 def _raise_attribute_error(state: LossScaledState, name: str) -> NoReturn:
-    """Raise an `AttributeError` that suggests ``inner_state`` or ``monitoring`` if it has the attribute.
+    """Raise an `AttributeError` that suggests ``inner_state`` or ``monitoring`` if one of them has the attribute.
 
     Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
     """

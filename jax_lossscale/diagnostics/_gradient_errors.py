@@ -352,7 +352,8 @@ def errors_by_scale(gradients: TracedGradients, scales: Sequence[float] | None, 
     def measured_at(scale: float) -> tuple[float, list[Measurement]]:
         """Return the value of the function and the measurements of the gradients at a loss scale.
 
-        The gradients are freed when this function returns, so only those of one loss scale are in memory.
+        The gradients are freed when this function returns, so only the gradients at one loss scale are in memory at a
+        time.
         """
         value, leaves = value_and_leaves(program, compiled(*gradients.inputs_at(scale)))
         return float(value), measure(leaves, reference.leaves, scale)
