@@ -34,13 +34,13 @@ def check_flag(value: Any, name: str) -> None:
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:
-    """Return a sentence that suggests the most similar of some names, or "" if no name is similar."""
+    """Return a sentence that suggests the most similar of the given names, or "" if no name is similar."""
     similar = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.8)
     return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def check_function(value: Any, name: str, fix: str = "") -> None:
-    """Unless ``value`` is callable, raise a `ValueError` that names the argument and, if ``fix`` is given, the fix."""
+    """Raise a `ValueError` that names the argument and ends with ``fix`` if ``value`` is not callable."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {shown(value)}. {fix}".rstrip())
 
@@ -48,9 +48,9 @@ def check_function(value: Any, name: str, fix: str = "") -> None:
 def shown(value: Any) -> str:
     """Return a one-line description of a value for an error message.
 
-    An array with more than one element is described by its dtype and shape. A dict, list or tuple (but no instance of a
-    subclass) with such arrays is described by its tree structure, and any other pytree with such arrays by the name of
-    its class.
+    An array with more than one element is described by its dtype and shape. A dict, list or tuple that contains such an
+    array is described by its tree structure. Any other pytree that contains such an array, including an instance of a
+    subclass of dict, list or tuple, is described by the name of its class.
     """
     if any(is_array_or_scalar(leaf) and leaf.size > 1 for leaf in jax.tree.leaves(value)):
         text = str(jax.tree.structure(value)) if type(value) in (dict, list, tuple) else f"a `{type(value).__name__}`"

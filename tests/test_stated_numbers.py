@@ -96,7 +96,7 @@ def test_errors_of_the_estimates():
     marked = {row[0]: row[1] for row in rows(RESULTS / "estimates.md", "## Marks")}
     name = "GPU program (compiled, not run): estimated time of autocast over {}: largest error"
     manual, float32 = (100 * number(marked[name.format(way)]) for way in ("manual casts", "float32"))
-    text = f"measured above by at most {manual:.0f}%, and those relative to float32 by {float32:.0f}%"
+    text = f"measured above by at most {manual:.0f}%, and the times relative to float32 by at most {float32:.0f}%"
     assert text in words(ROOT / "docs" / "performance.md")
 
 
@@ -119,7 +119,7 @@ def test_estimates_for_tpus():
     v6e = "TPU v6e program (compiled, not run): autocast: {} cycles over {}"
     ratios = [marked[v6e.format(*which)] for which in itertools.product(("median", "max"), ("float32", "manual casts"))]
     medians = "{} relative to float32 and {} relative to manual casts.".format(*ratios[:2])
-    assert f"{medians} The worst are {ratios[2]} (50,304 words) and {ratios[3]} (MLP-Mixer)." in page
+    assert f"{medians} The maxima are {ratios[2]} (50,304 words) and {ratios[3]} (MLP-Mixer)." in page
     cycles = {name: number(cell) for name, cell, *_ in rows(RESULTS / "tpu.md", "### Optimizers on a TPU")}
     in_float16 = cycles["`loss_scaled(adam)`, `autocast` in float16"]
     assert f"takes {in_float16 / cycles['Adam, `autocast` in bfloat16']:.2f} times as many cycles in float16" in page

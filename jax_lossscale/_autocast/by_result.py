@@ -104,8 +104,8 @@ def with_functions_by_result(
     """Return a graph in which each softmax, relu and leaky relu is a single node, and the plan of each node.
 
     The node that computes the result of such a function is replaced by a node that computes the result directly from
-    the operand of the function, so the nodes between the operand and the result are no longer needed for this result.
-    The plan of the new node contains the `ByResult`. Three kinds of functions are replaced:
+    the operand of the function. The nodes in between are then no longer needed for this result. The plan of the new
+    node contains the `ByResult`. Three kinds of functions are replaced:
 
     - A softmax, ``exp(x) / sum(exp(x))``, if its result is stored in half precision.
     - `jax.nn.relu`, if its result is stored in half precision or a matmul uses the rounded result.
@@ -186,7 +186,7 @@ def _axes_summed_up(exponentials: Any, below: Node | None, makers: Mapping[Any, 
     broadcasts = []
     while below is not None and below.eqn.primitive.name == "broadcast_in_dim":
         broadcasts.append(below.eqn.params["broadcast_dimensions"])
-        below = next(map(makers.get, value_ids(below.inputs)), None)  # None for a broadcast literal
+        below = next(map(makers.get, value_ids(below.inputs)), None)  # `below` is None if a literal is broadcast
     if below is None or below.eqn.primitive.name != "reduce_sum" or below.inputs[0] != exponentials or not broadcasts:
         return None
     axes = below.eqn.params["axes"]

@@ -158,7 +158,7 @@ def _of_result(eqn: Any, position: int, operands: Sequence[Interval]) -> Interva
         numbers = [*operands[0], *operands[2]]
     elif name == "rem":
         numbers = [sign * abs(end) for end in operands[1] for sign in (-1, 1)]
-        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, the value of n rem 0 is n.
+        numbers += operands[0] if operands[1].low <= 0 <= operands[1].high else []  # In XLA, `rem(n, 0)` is n.
     elif name == "custom_linear_solve":
         for solver in subjaxprs(eqn).jaxprs:
             known = [functools.partial(Interval, *operands[n]) for n in solver.operands]

@@ -28,7 +28,7 @@ from jax_lossscale._program.subjaxprs import subjaxprs
 
 # The reasons why a value must not be rounded. The set is empty if the value may be rounded.
 Reasons: TypeAlias = frozenset[str]
-# A dictionary that maps each value of a graph that must not be rounded to the reasons.
+# The values of a graph that must not be rounded, each with the reasons why.
 Unrounded: TypeAlias = Mapping[ValueId, Reasons]
 
 NO_REASON: Reasons = frozenset()
@@ -63,11 +63,12 @@ class Feeding:
         self._arguments: dict[tuple[Jaxpr, tuple[Reasons, ...]], list[Reasons]] = {}
 
     def values(self, graph: Graph, outputs: Sequence[Reasons]) -> dict[ValueId, Reasons]:
-        """Return a dictionary that maps each value of a graph that must not be rounded to the reasons.
+        """Return the values of a graph that must not be rounded, as a dictionary that maps each value to the reasons.
 
         Args:
           graph: the graph.
-          outputs: the reasons for the first results of the graph. All other results may be rounded.
+          outputs: for each of the first results of the graph, the reasons why it must not be rounded. All other results
+            may be rounded.
         """
         found: dict[ValueId, Reasons] = {}
 
@@ -115,8 +116,10 @@ class Feeding:
             with_reasons = zip(eqn.outvars, outputs, strict=True)
             reasons = NO_REASON.union(*(each for atom, each in with_reasons if has_dtype(atom.aval, jnp.inexact)))
             return [reasons if is_linear else reasons - _IN_PRODUCT for is_linear in _linear_operands(eqn)], of_results
-        # The result that the body of a loop returns for a carry is an argument of the next iteration. Therefore, the
-        # reasons for the argument are added to those for the result, until no carry has a new reason.
+        # Each carry that the body of a loop returns is an argument of the next iteration. If the argument must not be
+        # rounded, the returned carry must not be rounded either, so its set of reasons must include those of the
+        # argument. Adding reasons to a carry can add reasons to other arguments, so the body is analyzed again until
+        # the sets no longer change.
         while True:
             of_operands = [NO_REASON] * len(eqn.invars)
             for subjaxpr in jaxprs:

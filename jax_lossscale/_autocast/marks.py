@@ -52,10 +52,10 @@ def as_float32(value: Any) -> Any:
 def with_rounded_cotangent(value: Any, dtype: jnp.dtype) -> jax.Array:
     """Return ``value``; in the backward pass, round its cotangent to ``dtype`` once for all uses of the cotangent.
 
-    The sum ``y + bias``, where ``y`` is the result of a matmul in half precision or a normalized value, is passed to
-    `with_rounded_cotangent`. If ``y`` is the result of a matmul, the cotangent of the sum is rounded for the backward
-    matmuls anyway. All kernels that read the cotangent, such as the reduction that computes the gradient of the bias,
-    then read the rounded cotangent, so no float32 cotangent is written to memory.
+    `with_rounded_cotangent` is applied to sums ``y + bias``, where ``y`` is the result of a matmul in half precision or
+    a normalized value. If ``y`` is the result of a matmul, the cotangent of the sum is rounded for the backward matmuls
+    anyway. All kernels that read the cotangent, such as the reduction that computes the gradient of the bias, then read
+    the rounded cotangent, so no float32 cotangent is written to memory.
     """
     return _rounded_cotangent.bind(value, dtype=dtype)
 

@@ -81,14 +81,14 @@ class _Costs(NamedTuple):
     """The costs of saving and recomputing the values of a segment, in bytes that are read and written."""
 
     bytes_of: Callable[[SegmentValue], int]
-    cost_saved: float  # of a saved byte that the backward pass reads
+    cost_saved: float  # the cost of a saved byte that the backward pass reads
     inputs: Set[SegmentValue]
     in_memory: Set[SegmentValue]  # the values that the forward pass reads from memory or writes to memory anyway
     read_from: Mapping[ValueId, Set[ValueId]]  # for each computed value, the result of `_read_from`
 
     def saved(self, value: SegmentValue) -> float:
         """Return the cost of saving a value: reading it in the backward pass, and writing it in the forward pass."""
-        # `jax.checkpoint` keeps the inputs of a segment anyway, so an input is only read.
+        # `jax.checkpoint` saves the inputs of a segment anyway, so saving an input only adds the cost of reading it.
         cost_per_byte = 1.0 if value in self.inputs else self.cost_saved + (value not in self.in_memory)
         return self.bytes_of(value) * cost_per_byte
 
@@ -140,7 +140,7 @@ class MinCut(NamedTuple):
     graph: Graph
     half: Set[ValueId]  # the values that are stored in half precision outside of segments
     dtype: jnp.dtype  # the half-precision dtype
-    cost_saved: float  # of a saved byte, relative to a byte that is read or written (`PrecisionPolicy.recompute`)
+    cost_saved: float  # the cost of a saved byte, relative to reading or writing a byte (`PrecisionPolicy.recompute`)
     # Caches of the results of `saved` for segments and of `operands_needed` for equations. All graphs that share these
     # dictionaries must have the same `dtype` and `cost_saved`.
     known_cuts: dict[Any, Any]

@@ -22,9 +22,9 @@ from jax_lossscale._program.inline import Atom, Node, inlined
 from jax_lossscale._program.location import Path, is_in_scope, location_at
 from jax_lossscale._program.subjaxprs import REBOUND, REMAT, subjaxprs
 
-# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. Those
-# of other higher-order primitives are in float32, except for the sliced operands, the stacked results and the residual
-# stream of a scan, and the operands of `WITH_A_RULE`.
+# Higher-order primitives whose operands and results may be in half precision even if the jaxpr declares float32. The
+# operands and results of all other higher-order primitives are in float32. There are two exceptions: the sliced
+# operands, the stacked results and the residual stream of a scan, and the operands of the primitives in `WITH_A_RULE`.
 OF_ANY_DTYPE = ("cond", "shard_map", REMAT)
 # For functions with a custom rule, the operands may be in half precision, but the results have the declared dtypes.
 WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call")

@@ -35,9 +35,9 @@ class NodePlan(NamedTuple):
 
     kind: NodeKind
     is_alone: bool = False  # whether the node must form a segment of its own, so that it is never recomputed
-    # Whether the float32 operands of the node are rounded to half precision, before the node is evaluated or, for a
-    # lookup in a table that is stored in float32, as part of the node. False for data movement and selections, whose
-    # dtype depends on the stored values (see `operands_in_half`).
+    # Whether the float32 operands of the node are rounded to half precision. The operands are rounded before the node
+    # is evaluated, except for a lookup in a table that is stored in float32, which rounds the table itself. False for
+    # data movement and selections, whose dtype depends on the stored values (see `operands_in_half`).
     is_half: bool = False
     has_float32_result: bool = False  # whether the result of a matmul in half precision is float32
     # The reason why a matmul, the result of a matmul or an `in_half` function is not in half precision, or "".
@@ -114,9 +114,9 @@ class Plan(NamedTuple):
     segments: tuple[Segment, ...]  # in the order of their evaluation
     within: Path  # the equations that contain the jaxpr, starting with the outermost equation
     is_half: bool  # whether anything in the graph is computed in half precision
-    # Maps the path of each matmul and each `in_half` function that is not in half precision to the reason, including
-    # those in the jaxprs of nodes. A higher-order equation that contains such a matmul or `in_half` function is mapped
-    # to an empty string. The dictionary is empty unless the planner adds reasons.
+    # A dictionary that maps the path of each matmul and each `in_half` function that is not in half precision to the
+    # reason. The matmuls and `in_half` functions in the jaxprs of nodes are included. Each higher-order equation that
+    # contains one of them is mapped to an empty string. The dictionary is empty unless the planner adds reasons.
     reasons: dict[Path, str]
 
     @property

@@ -39,7 +39,7 @@ _OUTERMOST = Context()
 class _Values(NamedTuple):
     """The information from which the dtypes of the values of a graph are chosen."""
 
-    half: set[ValueId]  # the values that are stored in half precision, as far as they have been chosen
+    half: set[ValueId]  # the values that have been chosen so far to be stored in half precision
     half_outputs: Set[ValueId]  # the results of the graph that are part of a residual stream in half precision
     unrounded: Unrounded
     constants: Intervals
@@ -210,9 +210,9 @@ class Planner:
     def _group(self, graph: Graph, node_plans: Sequence[NodePlan], within: Path, values: _Values) -> list[Segment]:
         """Return the segments of a graph.
 
-        For each segment, determine the values that are converted to float32 within the segment, the cotangents that are
-        rounded, and, if the backward pass recomputes the segments, the values that are saved. If the policy requires
-        it, the non-constant values of the residual streams are added to ``values.half``.
+        For each segment, determine the values that are converted to float32 within the segment and the cotangents that
+        are rounded. If the backward pass recomputes the segments, also determine the values that are saved. If the
+        policy requires it, the non-constant values of the residual streams are added to ``values.half``.
         """
         is_matmul = [node_plan.kind is NodeKind.MATMUL for node_plan in node_plans]
         grouped = segments(graph, [node_plan.is_alone for node_plan in node_plans], is_matmul)

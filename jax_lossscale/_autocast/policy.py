@@ -114,8 +114,8 @@ class PrecisionPolicy:
       recompute: whether the backward pass may recompute values. If ``recompute`` is True, each value is either saved or
         recomputed, whichever moves fewer bytes. If a value is an operand of a matrix multiplication or a convolution in
         half precision, its rounded copy is saved. If ``recompute`` is False, all values that the backward pass needs
-        are saved. A positive number specifies the cost of each byte that is kept for the backward pass, relative to the
-        cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
+        are saved. A positive number specifies the cost of each byte that is saved for the backward pass, relative to
+        the cost of reading or writing a byte. ``recompute=1`` is the same as ``recompute=True``. With ``recompute=2``,
         fewer values are saved, which takes less memory but more time. Numeric values are experimental: a later version
         may change their meaning without a new major version. Matmuls and other expensive operations are never
         recomputed.

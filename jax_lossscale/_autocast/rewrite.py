@@ -212,8 +212,8 @@ class Rewriting:
           context: the context of the jaxpr, in which ``half_inputs`` is not yet known.
           closed: the jaxpr.
           inputs: the arguments.
-          num_declared: the number of results, from the first on, that are returned in the dtypes that the jaxpr
-            declares. All other results are returned in the dtypes in which the plan stores them.
+          num_declared: the first ``num_declared`` results are returned in the dtypes that the jaxpr declares. All other
+            results are returned in the dtypes in which the plan stores them.
         """
         half_inputs = [getattr(value, "dtype", None) == self.planner.dtype for value in inputs]
         plan = self.planner.plan(closed, context._replace(half_inputs=half_inputs))

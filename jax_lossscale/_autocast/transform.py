@@ -212,7 +212,7 @@ def compute_with(
 
 
 def checked_half_precision(dtype: Any, name: str) -> jnp.dtype:
-    """Return ``dtype``, or raise a `ValueError` that names the argument if it is not float16, bfloat16 or float32."""
+    """Return ``dtype``, or raise a `ValueError` if the argument ``name`` is not float16, bfloat16 or float32."""
     dtype = checked_dtype(dtype, name)
     if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"`{name}` must be float16, bfloat16 or float32 (which has no effect), got {dtype.name}.")

@@ -252,7 +252,7 @@ def sums_with_a_bias(
 
 
 def _normalized(graph: Graph, segment: Segment) -> set[ValueId]:
-    """Return the products in a segment that depend on a sum over other axes than only the last one.
+    """Return the products in a segment that depend on a sum. Sums over the last axis alone are ignored.
 
     The normalized values of a batch norm, a group norm and an instance norm are such products.
     """

@@ -150,11 +150,11 @@ class AutoLossScale(BoundedLossScale):
 
     - Before the first gradient that is not zero, the state has no peak, and only the margin and the allowance determine
       the target. The initial margin is chosen so that the target is 40, or ``ceiling`` if this is less. If all
-      gradients of the first step are zero, the scale therefore becomes ``2**39`` by default. An overflow less than 8
-      bits below the target sets the target to 24 bits below the scale, but not above its old value (see the row "no
-      peak"). In each step in which all gradients are zero, a margin above its initial value decreases by 1/64, and a
-      margin below its initial value returns to it at once. A margin can be below its initial value if the peak has
-      decayed to -127, which means that there is no peak again.
+      gradients of the first step are zero, the scale therefore becomes ``2**39`` by default. If an overflow occurs less
+      than 8 bits below the target, the new target is 24 bits below the scale or the old target, whichever is lower (see
+      the row "no peak"). In each step in which all gradients are zero, a margin above its initial value decreases by
+      1/64, and a margin below its initial value returns to it at once. A margin can be below its initial value if the
+      peak has decayed to -127, which means that there is no peak again.
     - If an overflow occurs at a scale of ``min_loss_scale`` or less, the peak, the margin and the allowance return to
       their initial values.
     - If ``scale`` is not a power of two, its logarithm is rounded up. The new scale is clipped to the range from

@@ -24,8 +24,8 @@ def agree(
       axis_name: the name or names of the mesh axes.
 
     Returns:
-      For each flag, whether the flag is true on every device; and the maximum of ``largest`` over the devices, which is
-      NaN if it is NaN on any device.
+      For each flag, whether the flag is true on every device; and the maximum of ``largest`` over the devices, or NaN
+      if ``largest`` is NaN on any device.
     """
     numbers = [flag.astype(jnp.float32) for flag in flags]
     if largest is not None:

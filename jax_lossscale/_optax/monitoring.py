@@ -94,8 +94,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
         is at the lower bound or its loss is not finite.
 
     Raises:
-      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message states the
-        cause, as far as the state shows it, and suggests what to check.
+      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message suggests what
+        to check, and states the cause if the state contains enough information.
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
         is not an integer of at least 1.
 
@@ -109,12 +109,13 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
     gradients. If the gradients are scaled, the measured gradients (after unscaling) do not depend on the scale. An
     error is raised if both of the following conditions are true:
 
-    - In the first 10 steps, the scale grew by a factor of at least 2**8. In each of these steps, the measured gradients
-      had shrunk in proportion, and by a factor of at least 2**4, since the first step.
+    - In the first 10 steps, the scale grew by a factor of at least 2**8. In each of these steps after the first one,
+      the product of the scale and the largest measured gradient was about the same as in the first step, and the
+      measured gradient was at least 2**4 times smaller.
     - The largest gradient of the last step is at least 2**12 times smaller than the recorded peak.
 
     This happens if `jax.value_and_grad` is used instead of `value_and_scaled_grad`, if a trainer computes the gradients
-    itself, or if gradients are clipped outside of `loss_scaled`. None of these mistakes is detected if the largest
+    itself, or if gradients are clipped outside of `loss_scaled`. These mistakes are not detected if the largest
     gradient that the user computes is above 4 or changes by a factor of more than 2**3 in the first 10 steps, or if
     clipped gradients overflow in these steps. Steps whose largest gradient is zero or not finite are not counted. A run
     with scaled gradients is reported by mistake only if its gradients become at least 2**4 times smaller in the first

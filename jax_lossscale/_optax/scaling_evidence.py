@@ -44,7 +44,7 @@ class ScalingEvidence(NamedTuple):
     largest: jax.Array  # float32[], the largest unscaled gradient of the first counted step, or 0
     num_steps: jax.Array  # int32[], the number of counted steps, at most 10
     # int32[], the number of steps in which the scale had grown by at least 8 powers of two and the largest gradient was
-    # inversely proportional to the scale; negative if it was not inversely proportional to the scale in any other step
+    # inversely proportional to the scale; negative if there was a step in which it was not inversely proportional
     inverse_steps: jax.Array
 
 

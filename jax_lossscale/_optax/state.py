@@ -44,11 +44,11 @@ class BadStep(NamedTuple):
         `jls.diagnostics.explain` reports its path.
       kind: ``int32[]``, the cause of the bad step as a number, which the `cause` property converts to a string.
       loss_scale: ``float32[]``, the loss scale of the bad step; 0 if there was no bad step.
-      largest: ``float32[]``, the largest magnitude among the finite gradients of the bad step and the gradients of the
-        last step before it whose gradients were finite; 0 if the loss scale does not use the largest gradient.
-      was_exceeded: ``bool[]``, whether the loss scale and the largest gradient of a single later step were at least
-        ``loss_scale`` and ``largest``, and all gradients of this step were finite. If ``largest`` is 0, only the loss
-        scales are compared.
+      largest: ``float32[]``, the largest finite magnitude among the gradients of the bad step and of the steps before
+        it, back to the last step whose gradients were all finite; 0 if the loss scale does not use the largest
+        gradient.
+      was_exceeded: ``bool[]``, whether a later step had finite gradients, a loss scale of at least ``loss_scale``, and
+        a largest gradient of at least ``largest``. If ``largest`` is 0, only the loss scales are compared.
       structure: ``int32[]``, a hash of the paths of all leaves of the gradients; -1 if there was no bad step. `explain`
         compares this hash with the hashes of parts of the optimizer state, to find a part with the same structure as
         the gradients.
@@ -92,8 +92,8 @@ class Monitoring(NamedTuple):
       largest: ``float32[]``, the largest magnitude among the unscaled gradients of the last step; NaN before the first
         step, or if the gradients were not finite or not measured; ``None`` if the loss scale does not use the largest
         gradient.
-      scaling_evidence: evidence from the first steps of whether the gradients are scaled; ``None`` if the loss scale
-        does not use the largest gradient.
+      scaling_evidence: measurements from the first steps that indicate whether the gradients are scaled; ``None`` if
+        the loss scale does not use the largest gradient.
       consecutive_nonfinite_losses: ``int32[]``, the number of steps with a non-finite ``value`` since the last step
         whose ``value`` was finite or was not passed.
     """
@@ -130,7 +130,7 @@ class LossScaledState(NamedTuple):
 
 
 def _raise_attribute_error(state: LossScaledState, name: str) -> NoReturn:
-    """Raise an `AttributeError` that suggests ``inner_state`` or ``monitoring`` if it has the attribute.
+    """Raise an `AttributeError` that suggests ``inner_state`` or ``monitoring`` if one of them has the attribute.
 
     Some trainers read attributes of the state of their optimizer, such as ``gradient_step`` of `optax.MultiSteps`.
     """

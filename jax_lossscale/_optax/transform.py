@@ -179,11 +179,11 @@ def loss_scaled(
     The inner optimizer receives float32 copies of half-precision parameters, so its moments are always in float32. The
     only exception is an inner optimizer that contains a `master_weights` or a `stochastic_rounding`. Such an optimizer
     receives the parameters as they are, and its wrapper computes with float32 weights. If one optimizer in an
-    `optax.partition` has such a wrapper, wrap all of its optimizers that train 16-bit parameters, because the moments
-    of the others are 16-bit arrays.
-    Leaves without gradients, such as integers and random keys, are not passed to the inner optimizer. With a
-    `NoOpLossScale`, neither the gradients nor ``value`` are checked, and bfloat16 arrays are not converted to float32.
-    The state still counts the steps, and ``skip_if`` still skips steps.
+    `optax.partition` has such a wrapper, wrap every optimizer in the partition that trains 16-bit parameters.
+    Otherwise, the moments of the unwrapped optimizers are 16-bit arrays. Leaves without gradients, such as integers and
+    random keys, are not passed to the inner optimizer. With a `NoOpLossScale`, neither the gradients nor ``value`` are
+    checked, and bfloat16 arrays are not converted to float32. The state still counts the steps, and ``skip_if`` still
+    skips steps.
 
     Outside `jax.jit`, the step is compiled in the first call, and the compiled function is freed together with the
     transformation. If ``extra_args`` contains anything but arrays (such as a function, a number or a flag), the step is

@@ -87,7 +87,7 @@ class Wrapper:
         """Warn about 16-bit parameters whose updates or gradients would be lost.
 
         Such parameters may be unintentional, because some layers create their parameters in the dtype of their first
-        input. Parameters for which the inner state contains no array, such as frozen ones, are ignored.
+        input. Parameters for which the inner state contains no array, such as frozen parameters, are ignored.
         """
         with_paths = jax.tree_util.tree_leaves_with_path(params)
         half = [(path, leaf.dtype.name) for path, leaf in with_paths if _tree.is_half(leaf)]

@@ -222,7 +222,7 @@ class _Linearized:
 
 @jax.custom_vjp
 def _zero_from(*_: Any) -> Any:
-    """Return 0, whose backward pass returns symbolic zeros as the cotangents of all arguments."""
+    """Return 0. The backward pass of this function returns symbolic zeros as the cotangents of all arguments."""
     return jnp.float32(0)
 
 

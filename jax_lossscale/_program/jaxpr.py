@@ -19,7 +19,7 @@ from jax_lossscale._program.location import has_own_location
 from jax_lossscale._program.remat3 import with_remat2
 from jax_lossscale._tree import has_values
 
-_ASSUMED_LENGTH = 2**20  # of a symbolic dimension
+_ASSUMED_LENGTH = 2**20  # the assumed length of a symbolic dimension
 
 
 class Traced:

@@ -58,7 +58,7 @@ def changes(objects: list[Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def change(objects: list[Any], changed: dict[Any, Any]) -> None:
-    """Apply the changes that `changes` returned for copies of nnx objects to the original objects."""
+    """Apply the changes that `changes` found in copies of nnx objects to the original objects."""
     nodes = dict(_nnx().iter_graph(objects)) if changed else {}
     for path, value in changed.items():
         holder, name = nodes.get(path[:-1]), path[-1]

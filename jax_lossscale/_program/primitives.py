@@ -55,7 +55,7 @@ POOLS = _names("reduce_window_max reduce_window_min")
 SELECTIONS = _names("clamp cummax cummin max min reduce_max reduce_min") | POOLS
 DATA_MOVEMENT = _MOVES_AND_MASKS | PLACEMENTS | {SAVED, ROUNDED, UNFUSED}
 DATA_MOVEMENT |= REPLICATING_DATA_MOVEMENT | DATA_MOVEMENT_BETWEEN_DEVICES | OPERANDWISE_DATA_MOVEMENT
-# For data movement with additional operands, such as indices or sizes: the number of leading operands that are moved.
+# The number of leading operands that are moved, for data movement with additional operands such as indices or sizes.
 _NUM_MOVED_OPERANDS = {
     **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "pbroadcast_dynamic", "reshape"), 1),
     **dict.fromkeys(("dynamic_update_slice", "ragged_all_to_all"), 2),

@@ -42,7 +42,7 @@ class SubJaxpr(NamedTuple):
 class SubJaxprs(NamedTuple):
     """All jaxprs in the parameters of an equation."""
 
-    jaxprs: tuple[SubJaxpr, ...]  # the last jaxpr of a loop is its body; those of a conditional are its branches
+    jaxprs: tuple[SubJaxpr, ...]  # the last jaxpr of a loop is its body; the jaxprs of a conditional are its branches
     # For each carry of a loop, the position of its final value among the results, and the position of its initial value
     # among the operands.
     carried: tuple[tuple[int, int], ...] = ()
@@ -90,7 +90,7 @@ class NestedEquation(NamedTuple):
     eqn: Any
     location: Location
     within: tuple[Any, ...]  # the equations that contain the equation, starting with the outermost equation
-    times: float  # the number of executions of the equation, as far as this number is known
+    times: float  # the product of the numbers of iterations of all enclosing scans
 
 
 def nested_equations(
@@ -151,7 +151,7 @@ def _cond(eqn: Any) -> SubJaxprs:
 
 
 def _solve(eqn: Any) -> SubJaxprs:
-    """Return the solver of a linear system ``x = b``, as in `jls.unscale_gradient`; no jaxprs for any other system."""
+    """Return the solver of a linear system ``x = b``, as in `jls.unscale_gradient`, or no jaxprs for other systems."""
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     matrix = jaxprs.matvec.jaxpr
     # The operands are the constants of the four functions, in the order of `lengths`, followed by the right-hand sides.

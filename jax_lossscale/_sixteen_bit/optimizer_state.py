@@ -74,10 +74,9 @@ def half_precision_state(
         change the structure of the optimizer state (`optax.monitor` does this).
       seed: a nonnegative integer that determines the random bits.
       exclude: a function ``exclude(path, leaf) -> bool`` that is called for each float32 or bfloat16 array in the state
-        of the inner optimizer, in ``init`` and ``update``, and returns whether the dtype of the array does not change.
-        As in `cast_floating`, ``path`` is the key path of the array in this state, a tuple, which
-        `jax.tree_util.keystr` converts to a string such as ``"[0].nu['kernel']"``. The optimizers in optax do not need
-        ``exclude``.
+        of the inner optimizer, in ``init`` and ``update``. It returns True if the array must keep its dtype. As in
+        `cast_floating`, ``path`` is the key path of the array in this state, a tuple, which `jax.tree_util.keystr`
+        converts to a string such as ``"[0].nu['kernel']"``. The optimizers in optax do not need ``exclude``.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. It can be combined with the other wrappers:
@@ -91,9 +90,9 @@ def half_precision_state(
     Raises:
       ValueError: if ``inner`` is not an optax transformation, if ``seed`` is not a nonnegative integer that fits in
         int32, or if ``exclude`` is not a function of the kind described above. ``init`` and ``update`` raise a
-        `ValueError` if ``exclude`` selects no array, for example because a name is misspelled. ``init`` raises one if
-        ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradients do not have the
-        structure of the parameters, if the gradient of a floating-point parameter is neither ``None`` nor
+        `ValueError` if ``exclude`` selects no array, for example because a name is misspelled. ``init`` also raises a
+        `ValueError` if ``inner`` contains a `loss_scaled`. ``update`` raises a `ValueError` if the gradients do not
+        have the structure of the parameters, if the gradient of a floating-point parameter is neither ``None`` nor
         floating-point, or if ``state`` is not the state of this wrapper.
 
     Examples:
@@ -109,9 +108,9 @@ def half_precision_state(
       (dtype(bfloat16), dtype('float32'), dtype('int32'))
 
     **Details.** Some optimizers store a copy of the parameters or gradients, and subtract it from later parameters or
-    gradients. The rounding error of such a copy can be larger than the difference. Others compute the root of the
-    difference of two moments, which can be negative if the moments are rounded. The wrapper keeps these arrays of the
-    optimizers of optax in float32, so ``exclude`` is needed only for other optimizers with such arrays.
+    gradients. The rounding error of such a copy can be larger than the difference. Other optimizers compute the square
+    root of the difference of two moments, which can be negative if the moments are rounded. The wrapper keeps these
+    arrays of the optimizers of optax in float32, so ``exclude`` is needed only for other optimizers with such arrays.
 
     ``init`` also rounds the initial state stochastically. In most optimizers, the initial arrays are
     zeros, which do not change. Rounding never makes a finite number infinite. The random bits are computed as in

@@ -142,8 +142,9 @@ def round_stochastically(weights: jax.Array, dtype: jnp.dtype, keys: tuple[jax.A
     if dtype == jnp.float16:
         return _half_number(weights, (_fixed_point(weights, dtype) + random_bits) >> 16, dtype)
     # The fixed-point magnitude for bfloat16 consists of float32 bits, so the random bits are added to these bits.
-    # Weights that are too large or not finite are truncated. Adding 1 does not change such weights, except that it sets
-    # the highest mantissa bit of each NaN. A truncated NaN is therefore not infinite.
+    # Weights that are too large or not finite are truncated to their upper 16 bits instead. A NaN without its lower
+    # bits could be an infinity. Adding 1 prevents this, because it sets the highest mantissa bit of each NaN. It
+    # changes no other truncated weight.
     random_sum, truncated = _float_bits(weights) + random_bits, _float_bits(weights + 1)
     bits = jnp.where(jnp.abs(weights) < _LARGEST_BFLOAT16, random_sum, truncated)
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), dtype)

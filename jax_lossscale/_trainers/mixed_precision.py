@@ -135,9 +135,9 @@ class MixedPrecision:
           fun: the loss function of the trainer, or any other function that the trainer differentiates. The loss
             function can have auxiliary outputs. The supported arguments are described in `autocast` and
             `scaled_backward`.
-          arguments: further arguments are not supported. If a trainer gets ``mp.loss`` instead of ``mp.loss(loss_fn)``,
-            it calls `loss` with the arguments of a loss function. The error message then shows the fix.
-          keywords: keyword arguments are not supported either.
+          arguments: not supported. If a trainer is given ``mp.loss`` instead of ``mp.loss(loss_fn)``, it calls `loss`
+            with the arguments of a loss function. The error message then shows the fix.
+          keywords: not supported either.
 
         Returns:
           A function with the signature of ``fun``. The returned function evaluates ``fun`` under `autocast`. Its

@@ -95,11 +95,11 @@ def reduced(largest: Sequence[jax.Array] = (), sums: Sequence[jax.Array] = ()) -
     over an array. The five functions that call it measure different quantities of the same arrays:
 
     =================================  ==========================================  =====================================
-    function                           sums                                        the numbers of a complex number
+    function                           sums                                        how complex numbers are counted
     =================================  ==========================================  =====================================
-    `_nonfinite._statistics`           counts of NaN, +inf and -inf                counted once, for the worst part
-    `_exponents._counted`              counts by limits, exact for subnormals      counted separately
-    `_gradient_errors._measure`        squares of all elements, with non-finite    its magnitude
+    `_nonfinite._statistics`           counts of NaN, +inf and -inf                once, by the worst part
+    `_exponents._counted`              counts by limits, exact for subnormals      real and imaginary parts separately
+    `_gradient_errors._measure`        squares of all elements, with non-finite    by their magnitude
     `_shadow._measured`                squares of finite elements and of inliers   not measured
     `_precision_probes._statistics`    magnitudes of values and rounding errors    not measured
     =================================  ==========================================  =====================================

@@ -128,8 +128,9 @@ def explain(opt_state: chex.ArrayTree, params: chex.ArrayTree | None = None) -> 
       not finite, and whether it contained NaN or infinity. Otherwise, the text lists the possible causes.
     - With an `AutoLossScale`, the text reports the largest gradient. From step 20 on, it also reports if the gradients
       do not seem to be scaled (see `raise_if_stuck`).
-    - With any other loss scale, the text ends with a reminder to check whether the gradients are scaled if at least one
-      step was applied, no step was skipped, the loss scale is not 1, and the last step and the parameters are finite.
+    - With any other loss scale, the text ends with a reminder to check whether the gradients are scaled. The reminder
+      is omitted if no step was applied, if any step was skipped, if the loss scale is 1, or if the last step or the
+      parameters are not finite.
 
     The state does not show which operation causes a problem. The text therefore refers to `compare_gradients` and
     `range_report`, which find the operation.

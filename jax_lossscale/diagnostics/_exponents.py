@@ -52,7 +52,7 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> np.ndarray:
-        """The exponent that each element of ``counts`` belongs to, as ``int[n]``."""
+        """The exponent of each element of ``counts``, as ``int[n]``."""
         return self.smallest_exponent + np.arange(self.counts.shape[-1])
 
 

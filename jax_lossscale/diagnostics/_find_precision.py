@@ -44,9 +44,9 @@ class PrecisionReport(Report[PrecisionRule]):
     Attributes:
       policy: the policy for `autocast`.
       loss_scale: the loss scale at which the policy was tested, or ``None`` if there is no float32 reference.
-      errors: the largest relative error of the value and the gradients, compared with float32: the error with all
-        matmuls in half precision, and the error under the policy. An error of more than 1 is replaced by 1. ``errors``
-        is ``None`` if there is no float32 reference.
+      errors: two relative errors compared with float32, the first with all matmuls in half precision and the second
+        under the policy. Each is the largest error of the value and the gradients, but at most 1. ``errors`` is
+        ``None`` if there is no float32 reference.
       summary: under the policy, the number of matmuls, the number of matmuls in ``dtype``, and the location of the
         first matmul in another dtype.
     """
@@ -274,9 +274,9 @@ def _policy(sites: Sequence[MatmulSite], levels: np.ndarray, reasons: Sequence[s
         level = int(levels[number])
         if number in covered:
             continue
-        # The sets of names are sorted: those that are most likely to remain valid if the model changes come first. Use
-        # the first set that does not match any matmul with another precision. If every set matches such a matmul, use
-        # the last and most specific set.
+        # The sets of names that are most likely to remain valid if the model changes come first. Use the first set that
+        # does not match any matmul with another precision. If every set matches such a matmul, use the last and most
+        # specific set.
         for names in _names(sites[number]):
             rule = PrecisionRule(_PRECISIONS[level], **names, reason=reasons[number] if reasons else "")
             matched = [other for other, site in enumerate(sites) if rule.matches(site.operation, site.location)]

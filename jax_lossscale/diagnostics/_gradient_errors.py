@@ -136,9 +136,12 @@ def _on_host(numbers: Iterable[float]) -> Measurement:
 def _measure(leaf: ArrayLike, exact: ArrayLike, scale: ArrayLike) -> Sequence[jax.Array]:
     """Return the numbers from which `_on_host` computes the measurements of one leaf.
 
-    These numbers are the largest and the smallest nonzero magnitude of the float32 gradient, the sum of the squares of
-    the float32 gradient and the sum of the squared errors, both divided by the square of the largest magnitude, and the
-    counts ``nonzero``, ``lost`` and ``nonfinite`` of `Measurement`.
+    The numbers are, in this order:
+
+    1. the largest magnitude and the smallest nonzero magnitude of the float32 gradient,
+    2. the sum of the squares of the float32 gradient, divided by the square of its largest magnitude,
+    3. the sum of the squared errors, divided by the same square, and
+    4. the counts ``nonzero``, ``lost`` and ``nonfinite`` of `Measurement`.
 
     All sums are computed in one pass over the leaf, so no intermediate result as large as the leaf is stored. The
     squares of the float32 gradient are added in the same order as the squared errors. Therefore, if the half-precision
@@ -349,7 +352,8 @@ def errors_by_scale(gradients: TracedGradients, scales: Sequence[float] | None, 
     def measured_at(scale: float) -> tuple[float, list[Measurement]]:
         """Return the value of the function and the measurements of the gradients at a loss scale.
 
-        The gradients are freed when this function returns, so only those of one loss scale are in memory.
+        The gradients are freed when this function returns, so only the gradients at one loss scale are in memory at a
+        time.
         """
         value, leaves = value_and_leaves(program, compiled(*gradients.inputs_at(scale)))
         return float(value), measure(leaves, reference.leaves, scale)

@@ -35,7 +35,7 @@ class OperationPrecision:
         the enclosing nnx and equinox modules, or "" if there are neither.
       source: the file and line of the innermost function that does not belong to an installed library.
       is_backward: whether the operations belong to the backward pass.
-      dtype: the dtype of the operands. If they have several dtypes, the widest.
+      dtype: the dtype of the operands, or the widest of their dtypes if they differ.
       result: the dtype of the results.
       reason: the reason why a matrix multiplication or convolution, or its result, is not in the dtype of `autocast`,
         or "" if both are in this dtype.

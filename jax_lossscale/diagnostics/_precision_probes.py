@@ -135,9 +135,9 @@ class RoundingEvaluator(MeasuringEvaluator):
 
     Args:
       dtype: the half-precision dtype.
-      are_rounded: which values are rounded, an array ``bool[2, sites]``. For each site, the first row determines
-        whether the results of its matmuls are rounded. The second row determines whether their operands and cotangents
-        are rounded.
+      are_rounded: an array ``bool[2, sites]`` that determines which values are rounded. For each site, the first row
+        determines whether the results of its matmuls are rounded. The second row determines whether their operands and
+        cotangents are rounded.
       axes: the names of the mesh axes inside `jax.shard_map`.
     """
 

@@ -168,8 +168,8 @@ class _Changes(NamedTuple):
     """The changes in the float32 results for one batch that are caused by a perturbation of the parameters."""
 
     value: float  # the relative change of the value
-    leaves: list[errors.Measurement]  # of the gradient of each leaf
-    whole: errors.Measurement  # of the whole gradient
+    leaves: list[errors.Measurement]  # the changes in the gradient of each leaf
+    whole: errors.Measurement  # the change in the whole gradient
 
 
 def targets_of(gradients: Gradients, tolerance: float) -> tuple[list[Target], probes.ProbeMeasurements]:

@@ -174,7 +174,7 @@ class RangeReport(Report[OperationRange]):
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
         count = " and ".join(f"{number} {dtype}" for dtype, number in numbers.items() if number)
         also = f" Rounding in {count} operation{'s' * (len(rest) > 1)} changes the value or a gradient." if rest else ""
-        # If the function uses another half-precision dtype than the report, this dtype is named instead.
+        # If the function uses a different half-precision dtype than the report, the sentence names that dtype.
         in_half = [operation.dtype for operation in self if operation.dtype not in ("float32", "float64")]
         operations = f"{len(in_half)} {' and '.join(sorted({*in_half})) or self.dtype} operations"
         scale = power_of_two(self.loss_scale)
@@ -287,7 +287,7 @@ def range_report(
     are compiled as a whole, which takes several seconds each. The operations inside `jax.shard_map` and kernels are not
     measured, but the results of the `jax.shard_map` or kernel are.
 
-    Each operation is executed twice, for one loss scale. In addition, all gradients are computed up to 5 times if
+    Each operation is executed twice, at a single loss scale. In addition, all gradients are computed up to 5 times if
     ``loss_scale`` is not passed. The evaluation needs at most about four times the memory of one gradient evaluation,
     including the parameters and activations.
     """

@@ -331,7 +331,7 @@ def _row(of_result: jax.Array, of_operands: jax.Array, unit: float, is_sum: bool
     result, operands = Statistics(*of_result), Statistics(*of_operands.T)
     is_rounding = is_sum & (result.largest < _ROUNDING * jnp.max(operands.largest))
     error, input_error = jnp.where(is_rounding, 0, result.error), jnp.max(operands.error)
-    # An operation is blamed for the errors and NaNs that it adds, not for those of its operands.
+    # An operation is blamed for the errors and NaNs that it adds, not for the errors and NaNs in its operands.
     amplification = jnp.where(jnp.isinf(input_error), 0, error / jnp.maximum(input_error, unit))
     nan = jnp.where(jnp.max(operands.nan) > 0, 0, result.nan)
     return jnp.stack(result._replace(nan=nan, error=error, input_error=input_error, amplification=amplification))

@@ -18,7 +18,7 @@ except ImportError as error:
 def filter_value_and_scaled_grad(
     fun: Callable[..., Any], loss_scale: LossScaleOrState, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like ``eqx.filter_value_and_grad``, but with gradients (not the value) multiplied by a loss scale.
+    """Return a function like ``eqx.filter_value_and_grad(fun)``, but with the gradients multiplied by a loss scale.
 
     Args:
       fun: a scalar-valued function whose first argument is a module (any pytree).

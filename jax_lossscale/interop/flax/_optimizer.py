@@ -69,7 +69,7 @@ class Optimizer(nnx.Optimizer):
     def value_and_scaled_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False
     ) -> Callable[..., tuple[Any, chex.ArrayTree]]:
-        """Like ``nnx.value_and_grad`` with respect to ``wrt``, but with gradients multiplied by the current loss scale.
+        """Return a function like ``nnx.value_and_grad`` for ``wrt``, but with gradients multiplied by the loss scale.
 
         Args:
           fun: a scalar-valued function whose first argument is the model.
@@ -98,7 +98,7 @@ class Optimizer(nnx.Optimizer):
         batch_argnums: int | Sequence[int] = 1,
         has_aux: bool = False,
     ) -> Callable[..., AccumulatedGradients]:
-        """Like `jax_lossscale.accumulate_gradients`, but for a function of an nnx model.
+        """Return a function that accumulates gradients, like `jax_lossscale.accumulate_gradients`, for an nnx model.
 
         The gradients are multiplied by the current loss scale in the state of this optimizer. The micro-batches are
         processed one after another. Each micro-batch starts with the batch statistics and RNG counters from the end of
