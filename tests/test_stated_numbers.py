@@ -139,7 +139,7 @@ def test_table_of_the_readme():
     estimated = {tuple(row[:2]): row for row in rows(RESULTS / "older_gpus.md", "## Tables")}
     compared = []
     for hardware, model, *cells in stated:
-        if hardware == "H100, measured":
+        if hardware == "H100, measured (0.7.0)":
             assert cells == [measured[model][column] for column in (3, 4, 6, 7)], model
         elif hardware == "V100, estimated":
             row = estimated["V100", model]
@@ -149,7 +149,7 @@ def test_table_of_the_readme():
             row = next(row for row in rows(RESULTS / "tpu.md", "## Tables") if row[0] == model)
             assert cells == [row[column] for column in (3, 2, 7, 6)], model
         compared.append(hardware)
-    assert compared == ["H100, measured"] * 2 + ["TPU v5e, estimated"] * 2 + ["V100, estimated"] * 2
+    assert compared == ["H100, measured (0.7.0)"] * 2 + ["TPU v5e, estimated"] * 2 + ["V100, estimated"] * 2
 
 
 def test_bytes_saved_for_the_backward_pass():
