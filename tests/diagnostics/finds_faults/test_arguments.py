@@ -26,7 +26,7 @@ def loss_fn(params, batch, mask=None):
 
 
 def warned(*args, **kwargs):
-    with pytest.warns(UserWarning, match="not finite in float32 either") as warnings:
+    with pytest.warns(UserWarning, match="not finite even with all matmuls in float32") as warnings:
         report = find_precision(loss_fn, *args, **kwargs)
     assert (report.policy, report.loss_scale, report.errors) == (jls.PrecisionPolicy(), None, None)
     return str(warnings[0].message)
