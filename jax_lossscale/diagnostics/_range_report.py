@@ -319,9 +319,10 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress 
             operations.append(_entry(site, statistics, dtype, is_harmful, suggestion))
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
+    is_infinite = any(math.isinf(measured[node].largest) for node in results & measured.keys())
     # Infinities in the arguments, and lost constants that are not epsilons, are usually harmless. They are listed only
-    # if they may be the cause of a NaN.
-    faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
+    # if they may be the cause of a NaN or of an infinite value or gradient.
+    faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan or is_infinite else [])
     lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
     return RangeReport(
         operations=tuple(operations),
