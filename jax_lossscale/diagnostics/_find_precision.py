@@ -99,7 +99,7 @@ def find_precision(
 
     Args:
       fun: a scalar-valued function written for float32, as you would pass it to `autocast`. Any use of `autocast` in
-        ``fun`` is ignored.
+        ``fun`` is ignored. Remove manual casts to half precision, because they also affect the float32 reference.
       *args: the positional arguments of ``fun``: the parameters (or a whole model) and one batch, as in
         `compare_gradients`. Float16 parameters are cast to float32 before ``fun`` is called.
       argnums: the positions of the differentiated arguments, as in `jax.value_and_grad`.
@@ -127,9 +127,9 @@ def find_precision(
         another transformation.
 
     Warns:
-      UserWarning: if the value or the gradients are not finite in float32, if most gradients are zero in float32, if
-        the errors exceed the tolerance even with all matmuls in float32, or if fewer than half of the matmuls stay in
-        half precision.
+      UserWarning: if the value or the gradients are not finite even with all matmuls in float32, if most gradients are
+        zero in float32, if the errors exceed the tolerance even with all matmuls in float32, or if fewer than half of
+        the matmuls stay in half precision.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -206,8 +206,8 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
         faults = argument_faults(call)
         why = " ".join(faults.nan + faults.infinite) or "`jls.diagnostics.compare_gradients` shows the cause."
         warn_user(
-            "`find_precision`: The value or the gradients are not finite in float32 either, so there is no reference "
-            f"for a comparison. {why} The returned policy has no rules."
+            "`find_precision`: The value or the gradients are not finite even with all matmuls in float32, so there is "
+            f"no reference for a comparison. {why} The returned policy has no rules."
         )
         return PrecisionReport(policy=PrecisionPolicy())
     leaves, _ = search.targets[0].float32.reports_of([])
@@ -219,7 +219,7 @@ def _found(call: LossCall, search: Search, tolerance: float) -> PrecisionReport:
     if verified.ratio > 1:
         warn_user(
             f"`find_precision`: Even with all matmuls in float32, {verified.where} is {off(verified.error)}, which "
-            f"exceeds the tolerance of {percent(tolerance)}. Therefore, {dtype.name} is not the cause of the error."
+            f"exceeds the tolerance of {percent(tolerance)}. Remove any manual casts to half precision from `fun`."
         )
     count, in_half = numbers.sum(), int(numbers[best.levels < FLOAT32].sum())
     if 2 * in_half < count:

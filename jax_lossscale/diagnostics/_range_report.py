@@ -162,13 +162,11 @@ class RangeReport(Report[OperationRange]):
         """Return a sentence that states how many operations leave the range of the dtype."""
         if not self:
             return self.summary.no_half_precision
-        over = [operation for operation in self.bad if operation.overflow]
+        nan = sum(math.isnan(operation.largest) for operation in self.bad)
+        over = [operation for operation in self.bad if operation.overflow and not math.isnan(operation.largest)]
         zero = sum(operation.zero > MANY_ZEROS and not operation.overflow for operation in self.bad)
-        if self.arguments and not over and not zero:
-            return (
-                "Results that depend on non-finite arguments are not finite in float32 either, so this report cannot "
-                "show whether these results overflow or underflow."
-            )
+        if self.arguments and not over and not zero and not nan:
+            return "Results that depend on non-finite arguments are not finite, so this report cannot show their range."
         rest = [o for o in self.bad if not o.overflow and o.zero <= MANY_ZEROS]
         in_float32 = sum(operation.dtype != self.dtype for operation in rest)
         numbers = {self.dtype: len(rest) - in_float32, "float32": in_float32}
@@ -178,7 +176,7 @@ class RangeReport(Report[OperationRange]):
         in_half = [operation.dtype for operation in self if operation.dtype not in ("float32", "float64")]
         operations = f"{len(in_half)} {' and '.join(sorted({*in_half})) or self.dtype} operations"
         scale = power_of_two(self.loss_scale)
-        if not over and not zero:
+        if not over and not zero and not nan:
             return f"All {operations} stay in range at a loss scale of {scale}.{also}"
         harmless = sum(not operation.changes_result for operation in over)
         without_harm = f" ({harmless} without changing the result)" if harmless else ""
@@ -186,7 +184,8 @@ class RangeReport(Report[OperationRange]):
         elsewhere = "" if {*in_half} <= {self.dtype} else f" in {self.dtype}"
         overflow = f"{counted} overflow{'s' * (len(over) < 2)}{elsewhere}{without_harm}"
         lost = f" In {zero} operation{'s' * (zero > 1)}, more than half of the elements become zero." if zero else ""
-        return f"At a loss scale of {scale}, {overflow}.{lost}{also}"
+        made = f" {nan} operation{'s return' if nan > 1 else ' returns'} NaN in float32 as well." if nan else ""
+        return f"At a loss scale of {scale}, {overflow}.{made}{lost}{also}"
 
     def _rows(self) -> list[list[str]]:
         if not self.bad:
@@ -320,9 +319,10 @@ def ranges_at(gradients: TracedGradients, loss_scale: float, progress: Progress 
             operations.append(_entry(site, statistics, dtype, is_harmful, suggestion))
     operations.sort(key=_severity)
     has_nan = any(math.isnan(operation.largest) for operation in operations)
+    is_infinite = any(math.isinf(measured[node].largest) for node in results & measured.keys())
     # Infinities in the arguments, and lost constants that are not epsilons, are usually harmless. They are listed only
-    # if they may be the cause of a NaN.
-    faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan else [])
+    # if they may be the cause of a NaN or of an infinite value or gradient.
+    faults = gradients.argument_faults.nan + (gradients.argument_faults.infinite if has_nan or is_infinite else [])
     lost = tuple(str(each) for each in gradients.lost_constants if each.is_epsilon or has_nan)
     return RangeReport(
         operations=tuple(operations),
