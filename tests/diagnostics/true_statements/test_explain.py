@@ -312,8 +312,7 @@ def test_frozen_parameter_does_not_change_the_path_of_a_leaf():
 
 
 def test_only_leaf_is_reported_without_a_path():
-    state = after_one_bad_step(jnp.array([NAN]))
-    assert "first in the only leaf." in str(explain(state, jnp.ones(1)))
+    assert "first in the only leaf." in str(explain(after_one_bad_step(jnp.array([NAN])), jnp.ones(1)))
     assert str(nonfinite_report(jnp.ones(1))).endswith("is in the only leaf.")
 
 
