@@ -36,8 +36,7 @@ def _on_cpu(quick: bool, progress: Progress) -> Table:
     for way in (FLOAT32, MANUAL_CASTS, AUTOCAST):
         step, begin = training_step(trained, way)
         steps[way] = Repeated(step, *jax.jit(begin)())
-    timings = interleave(steps, 3 if quick else 15, progress)
-    return Table(title, _TIMES, _rows(timings), quick=quick)
+    return Table(title, _TIMES, _rows(interleave(steps, 3 if quick else 15, progress)), quick=quick)
 
 
 def _eager(quick: bool, progress: Progress) -> Table:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax_lossscale as jls
+
 Cell = str | float | int | None
 
 _VERSIONS = ("jax", "jaxlib", "optax", "chex", "jmp", "flax")
@@ -137,7 +139,8 @@ def environment() -> str:
 
 def about_this_run(command: str, gpu: str) -> dict[str, str]:
     """Return the command, the date, the machine and the versions of the packages."""
-    versions = {name: importlib.metadata.version(name) for name in _VERSIONS} | {"python": platform.python_version()}
+    ours = {"jax_lossscale": jls.__version__, "python": platform.python_version()}
+    versions = ours | {name: importlib.metadata.version(name) for name in _VERSIONS}
     found = re.search(r"model name\s*: (.*)", _content("/proc/cpuinfo"))
     memory = re.search(r"MemTotal: *(\d+)", _content("/proc/meminfo"))
     return {

@@ -108,8 +108,7 @@ def tiny_loss(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit:
         return _square_error(params, batch, dtype) * unit
 
     optimizer = adam(3e-3, steps, eps=_EPSILON * unit)  # Adam's epsilon has the unit of the gradients.
-    evaluate = loss_on(_square_error, lambda: everything)
-    return without_statistics(steps, optimizer, init, draw, loss, evaluate)
+    return without_statistics(steps, optimizer, init, draw, loss, loss_on(_square_error, lambda: everything))
 
 
 def two_branches(*, width: int = 64, batch: int = 128, steps: int = 600, log2_unit: int = -26) -> Workload:
