@@ -45,6 +45,7 @@ def test_programs_for_tpus_contain_no_barriers_of_segments_and_no_gather_of_the_
 
     barriers, gathers = counts(["cuda"])
     assert len(barriers) > 1
+    assert f"tensor<{len(X)}x16xbf16>" in barriers  # the rounded cotangent of the bias
     assert gathers == 1
     assert counts(["tpu"]) == ([f"tensor<{len(X)}xf32>"], 0)
     # One program for several platforms contains both, in branches for the platforms other than TPUs.
