@@ -93,7 +93,7 @@ ON_A_SHARD = {
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_except([True], [True, False]))
 @pytest.mark.parametrize(("function", "dtypes"), ON_A_SHARD.values(), ids=ON_A_SHARD)
 def test_functions_with_constants_inside_shard_map_are_supported(function, dtypes, check_vma):
     sharded = over_shards(function, check_vma=check_vma)
@@ -280,7 +280,7 @@ def test_gradients_of_functions_in_shard_map(function, check_vma):
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_except([True], [True, False]))
 def test_custom_vjp_in_an_eager_shard_map_is_supported(is_differentiated, check_vma):
     """The forward rule calls the function itself, as in the documentation of JAX."""
     function = jax.custom_vjp(matmul_with_row_sums)
