@@ -110,9 +110,9 @@ class AutocastReport(Report[OperationPrecision]):
             )
         if self.summary.first_float32 and self.half_share >= _NOTHING_TO_DO:
             lines.append("You do not need to change anything, because all other matmuls are small.")
-        without = "" if self.bytes_before is None else f" ({_in_bytes(self.bytes_before)} without `autocast`)"
-        lines.append(f"Saved for the backward pass: {_in_bytes(self.bytes_after)}{without}. Casts: {self.casts}.")
-        return "\n".join(lines)
+        before = "" if self.bytes_before is None else f" ({_in_bytes(self.bytes_before)} without `autocast`)"
+        saved = _in_bytes(self.bytes_after) + before
+        return "\n".join([*lines, f"Saved for the backward pass, excluding arguments: {saved}. Casts: {self.casts}."])
 
     def _rows(self) -> list[list[str]]:
         return [_HEADINGS, *map(_cells, self.matmuls[:_MOST_ROWS])] if self.matmuls else []
