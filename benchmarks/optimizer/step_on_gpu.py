@@ -12,5 +12,5 @@ from benchmarks.optimizer.step import tables
 def run(quick: bool, progress: Progress) -> list[Table]:
     """Return the tables of `step` for larger sizes. Without a GPU, raise an error."""
     if jax.default_backend() != "gpu":
-        raise RuntimeError("the benchmark `optimizer_on_gpu` needs a GPU. On a CPU, run the benchmark `optimizer`.")
+        raise RuntimeError("the benchmark `optimizer_on_gpu` needs a GPU. On a CPU, run the `optimizer` benchmark.")
     return tables("gpu", quick, progress)

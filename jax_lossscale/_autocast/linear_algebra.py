@@ -99,8 +99,8 @@ class Feeding:
     def _equation(self, eqn: Any, outputs: Sequence[Reasons]) -> tuple[list[Reasons], list[Reasons]]:
         """Return the reasons why the operands and the results of an equation must not be rounded.
 
-        The reasons for the results are those in ``outputs``. For a loop, reasons are added for the results of the body
-        that are arguments of the next iteration.
+        For each result, ``outputs`` contains the reasons why it must not be rounded. For a loop, reasons are added for
+        the results of the body that are arguments of the next iteration.
         """
         of_results = list(outputs)
         jaxprs, carried, *_ = subjaxprs(eqn)

@@ -32,7 +32,7 @@ _MAX_CAPACITY = 2**29
 _COST_PER_VALUE = 2.0**-24
 # If a value that the forward pass writes to memory is recomputed, each byte of the value is written again, and each
 # byte of the largest array from which the value is computed is read again. The two constants are the costs of a written
-# byte and of a read byte; a saved byte has the cost 1. The cost of writing a byte again is less than 1, because XLA
+# byte and of a read byte; a saved byte has a cost of 1. The cost of writing a byte again is less than 1, because XLA
 # sometimes fuses the recomputation into a matmul and then does not write the value. Reading a byte is cheap, because
 # the backward pass reads most of these bytes anyway. As a result, arithmetic on half-precision arrays, such as a relu
 # of a matmul, is recomputed, and the results of arithmetic on float32 arrays, such as a norm of the residual stream,
@@ -98,7 +98,7 @@ class _Costs(NamedTuple):
         # recomputed value to memory. Recomputing any other value is free.
         if value not in self.in_memory:
             return 0
-        # The rounding of a value in memory is recomputed from this value alone.
+        # If the unrounded value is in memory, only this value is read to round it again.
         is_cast = value.is_rounding and SegmentValue(value.id) in self.in_memory
         read = map(SegmentValue, [value.id] if is_cast else self.read_from[value.id])
         return self.bytes_of(value) * _COST_REWRITTEN + max(map(self.bytes_of, read), default=0) * _COST_REREAD

@@ -1,4 +1,4 @@
-"""The plan of each node, based on the rule of `autocast`, its exceptions, and the rules of a `PrecisionPolicy`."""
+"""Plan each node by the rule of `autocast`, its exceptions, and the rules of a `PrecisionPolicy`."""
 
 from __future__ import annotations
 

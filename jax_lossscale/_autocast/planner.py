@@ -305,7 +305,7 @@ def gives_half_result(plan: Plan, position: int) -> bool:
 
 
 def _is_half(atom: Atom, half: Set[ValueId]) -> bool:
-    """Return whether an operand or a result is a value in half precision. For a literal, return False."""
+    """Return whether an operand or a result is stored in half precision. For a literal, return False."""
     return not isinstance(atom, Literal) and atom in half
 
 

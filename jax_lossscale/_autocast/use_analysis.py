@@ -174,8 +174,8 @@ def lookups_in_half(graph: Graph, node_plans: Sequence[NodePlan], closed: Closed
       other terms of the stream, which are rounded matmul results. In contrast, rows that are subtracted from each other
       are not rounded.
     """
-    # Maps each float32 argument to itself, and each value that is computed from one argument by data movement alone to
-    # this argument.
+    # Maps each float32 argument to itself. Each value that is computed from one argument by data movement alone is
+    # mapped to that argument.
     arguments = {value_id: value_id for value_id in graph.inputs if is_float32(graph.types[value_id])}
     multiplied: set[ValueId] = set()
     gathers: dict[int, ValueId] = {}

@@ -24,8 +24,8 @@ _LOG2_LIMIT = math.log2((limits_of(jnp.float16).largest + limits_of(jnp.float16)
 # The constants of the update rule, as base-2 logarithms. `benchmarks/policies/constants.py` contains traces that
 # show why other values are worse.
 LOG2_MOVE = 8  # decrease in the scale after an overflow, maximum allowance, and maximum plausible increase in the peak
-# If there is no allowance, the peak and the margin decay by this number in each step with finite nonzero gradients. If
-# there is no peak, the margin also decays by this number in each step whose gradients are all zero.
+# If there is no allowance, the peak and the margin decay by this amount in each step with finite nonzero gradients. If
+# there is no peak, the margin also decays by this amount in each step whose gradients are all zero.
 _LOG2_FORGOTTEN = 1 / 64
 # The allowance decays by this number in each step with finite nonzero gradients. The peak decays by this number in each
 # step with finite gradients if there is an allowance or if all gradients are zero.

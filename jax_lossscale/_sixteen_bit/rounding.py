@@ -52,9 +52,9 @@ def split(weights: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       The parameters, and an array with the lower 16 bits of the fixed-point magnitude. Its dtype is uint16 for bfloat16
-      and int16 for float16, so that a state shows to which dtype its remainders belong. If a nonzero weight is rounded
-      to zero, the highest bit of its remainder stores the sign of the weight, because `optax.apply_updates` does not
-      preserve the sign of a zero.
+      and int16 for float16, which shows the dtype of the parameters to which a state belongs. If a nonzero weight is
+      rounded to zero, the highest bit of its remainder stores the sign of the weight, because `optax.apply_updates`
+      does not preserve the sign of a zero.
     """
     fixed = _fixed_point(weights, dtype)
     # Adding half a unit of the upper 16 bits rounds the magnitude to the nearest 16-bit number.

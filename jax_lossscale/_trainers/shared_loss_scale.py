@@ -169,7 +169,7 @@ class SharedLossScale:
         token = self._known.set(_KnownScale(loss_scale))
         try:
             # JAX must not reuse a function that was traced in another step, because it contains the tracers of that
-            # step. Each step with tracers therefore enters the context with a new object. Without tracers, all steps
+            # step. If a step is being traced, it therefore enters the context with a new object. Otherwise, all steps
             # use the same compiled functions.
             with _in_step(object() if is_traced else self):
                 yield

@@ -159,8 +159,8 @@ def suggestion_for(node: int, site: Site, measured: Statistics, blamed: Blame, i
     operation, derivative, is_in_half = site.operation, site.derivative_of, is_half(site.aval)
     is_backward, overflows = site.location.is_backward, measured.overflow > 0
     is_nan = measured.nan > 0 and not overflows
-    # A value underflows if most of its elements become zero and its errors are harmful. In the backward pass, a value
-    # in which errors begin also underflows if only a single element becomes zero or subnormal.
+    # A value is said to underflow if most of its elements become zero and its errors are harmful. In the backward pass,
+    # for a value in which errors begin, a single element that becomes zero or subnormal is enough.
     vanishes = node in blamed.harmful and measured.zero > MANY_ZEROS
     underflows = is_backward and (vanishes or (is_origin and measured.zero + measured.subnormal > 0))
     factor = float(f"{measured.amplification:.0e}")  # rounded to one significant digit

@@ -101,7 +101,7 @@ def _accepts(fun: Callable[..., Any], args: Sequence[Any], name: str) -> bool:
     """Return whether a function has a parameter ``name`` that is not set by the positional arguments ``args``."""
     try:
         return name in inspect.signature(fun).bind_partial(*args, **{name: None}).arguments
-    except (TypeError, ValueError):  # The function has no signature, or these arguments do not fit it.
+    except (TypeError, ValueError):  # The function has no signature, or these arguments do not match it.
         return False
 
 

@@ -66,7 +66,8 @@ def operations(program: Jaxpr, half: jnp.dtype) -> list[OperationPrecision]:
       program: the program, which was traced by `trace_with_reasons`.
       half: the half-precision dtype. The entry for a matmul in any other dtype contains the reason for this dtype.
     """
-    # Maps an entry whose counts are not set to the indices and the flops of all operations that belong to this entry.
+    # A dictionary whose keys are entries without counts. Each value contains the index and the flops of each operation
+    # that belongs to the entry.
     found: dict[OperationPrecision, list[tuple[int, float]]] = {}
     for index, nested in enumerate(nested_equations(program)):
         eqn, location, name = nested.eqn, nested.location, primitives.operation_name(nested.eqn)
