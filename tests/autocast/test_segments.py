@@ -643,7 +643,7 @@ def gated_by_a_part(w, x):
 
 
 def with_dropout(w, x):
-    m = jnp.where(x > 0, jax.nn.silu(x @ w), 0)
+    m = jnp.where(x > 0, jax.nn.silu(jnp.sin(x) + x @ w), 0)
     return m * (m @ w)
 
 
@@ -658,7 +658,7 @@ def residual_stream(w, x):
 
 
 def relu_of_residual_stream(w, x):
-    x = 2 * jax.nn.relu(jnp.sin(x) + jnp.tanh(x @ w) + 1)
+    x = 2 * jax.nn.relu(jnp.flip(jnp.sin(x) + jnp.tanh(x @ w), 1) + 1)
     return jnp.sin(x) * (x @ w)
 
 
