@@ -36,6 +36,7 @@ CORE = {
         "gradients/test_gradients.py",
         "gradients",
         "wrapper/test_data_parallel.py",
+        "frameworks/test_nnx.py",
         "frameworks/test_autocast_nnx.py",
     ],
     "_optax": [

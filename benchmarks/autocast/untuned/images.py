@@ -129,8 +129,7 @@ class DiT(Network, kw_only=True):
             shift, scale, gate = mlp
             x = x + gate * self.mlp(self._norm(x, shift, scale), 4 * self.width)
         x = self._norm(x, *self._modulation(condition, 2))
-        predicted = self.dense(patches.shape[-1])(x)
-        return mean_square(predicted.astype(jnp.float32) - noise)
+        return mean_square(self.dense(patches.shape[-1])(x).astype(jnp.float32) - noise)
 
     def _modulation(self, condition: jax.Array, count: int) -> list[jax.Array]:
         modulation = self.dense(count * self.width)(nn.silu(condition))
