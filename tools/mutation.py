@@ -64,7 +64,7 @@ runs the tests on each of them, and writes this page. The columns count mutants:
 - survived: no test failed, and there is no reason.
 - not run: the mutant has not been tested yet.
 
-The column "run on" contains the date of the last run of a file.
+The column "run on" contains the date of the last run of a file, which may have tested an earlier version.
 """
 CPU_SECONDS = 300  # A mutant that needs more CPU seconds probably never ends, and its result is "timed out".
 HOURS = 2  # A mutant that waits is stopped after this time, for example if the machine is busy.
