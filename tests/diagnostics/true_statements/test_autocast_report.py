@@ -74,7 +74,7 @@ def test_report_without_matmuls_contains_no_numbers_of_matmuls():
     assert lines[0] == "Matrix multiplications and convolutions (matmuls): none."
     assert lines[1].startswith("Saved for the backward pass")
     assert "dot_general" not in "".join(lines)
-    assert "backward pass: 0.996 MiB" in str(dataclasses.replace(report, bytes_after=1020 * 2**10))
+    assert "excluding arguments: 0.996 MiB" in str(dataclasses.replace(report, bytes_after=1020 * 2**10))
 
 
 def test_report_is_printed_as_a_table_of_matmuls():
@@ -168,7 +168,7 @@ def test_saved_bytes_of_a_16_bit_kernel_are_known_only_under_autocast():
     report = autocast_report(lambda w, x: jnp.sum(jls.in_half(kernel)(x, w) ** 2), W, X)
     assert report.bytes_before is None
     assert report.bytes_after > 0
-    assert re.search(r"backward pass: \d+ bytes\. Casts", str(report))
+    assert re.search(r"excluding arguments: \d+ bytes\. Casts", str(report))
 
 
 def test_number_of_casts_is_correct():
