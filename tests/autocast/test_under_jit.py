@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_jax import is_older_than
+from kinds import slow_except
 from reading import primitives_of
 from small_programs import PROGRAMS, W, X
 
@@ -56,7 +57,7 @@ def check(loss, arguments, dtype, policy=None, argnums=0):
 
 
 @each_dtype
-@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("times", slow_except([4], [1, 4]))
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_losses_of_logits_are_as_accurate_as_without_jit(loss, times, dtype):
     check(lambda w, x: loss(x @ w), [(times * WEIGHTS, INPUTS)], dtype)
