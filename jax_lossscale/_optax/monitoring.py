@@ -94,8 +94,8 @@ def raise_if_stuck(opt_state: chex.ArrayTree, *, patience: int = 20) -> None:
         is at the lower bound or its loss is not finite.
 
     Raises:
-      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message suggests what
-        to check, and states the cause if the state contains enough information.
+      RuntimeError: if the run is stuck, or if its gradients are most likely not scaled. The error message suggests
+        checks, and states the cause if the state contains enough information.
       ValueError: if ``opt_state`` does not contain exactly one `LossScaledState`, if it is traced, or if ``patience``
         is not an integer of at least 1.
 

@@ -290,7 +290,7 @@ def test_warning_if_no_policy_is_accurate(monkeypatch):
         return trial._replace(ratio=20.0, error=0.2, where="the value")
 
     monkeypatch.setattr(Search, "verify", wrong)
-    with pytest.warns(UserWarning, match="the value is off by 20%, .* Remove any manual casts to half precision"):
+    with pytest.warns(UserWarning, match="Even with all matmuls in float32, the value is off by 20%, .* Remove any"):
         report = find_precision(energies, WEIGHTS, X)
     assert {*matmul_dtypes(jls.autocast(energies, policy=report.policy), WEIGHTS, X)} == {"float32"}
     assert len(errors[0].rules) == 1
